@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tangram.checkpoint.conversion import object_store
-from tangram.checkpoint.conversion.convert import IDENTITY, restructure
+from tangram.checkpoint.conversion.convert import IDENTITY, ConvertOptions, restructure
 from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.formats.common.outgoing import WriteTask
 from tangram.checkpoint.formats.detect import TARGETS, WriteFormat, open_any
@@ -119,7 +119,7 @@ def test_what_fails_on_the_way_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("tangram.checkpoint.conversion.convert.TARGETS", {"hf": target})
         with pytest.raises(OSError, match="No space"):
-            restructure(found, bound, f"s3://{bucket}/x", "hf", shard=50_000)
+            restructure(found, bound, f"s3://{bucket}/x", "hf", ConvertOptions(shard=50_000))
     assert objects(server, bucket) == {}
     capsys.readouterr()
     assert convert(tmp_path / "hf", f"s3://{bucket}/x", "--to", "hf") == 0

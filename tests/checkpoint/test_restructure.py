@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
-from tangram.checkpoint.conversion.convert import IDENTITY, LEAST, restructure
+from tangram.checkpoint.conversion.convert import IDENTITY, LEAST, ConvertOptions, restructure
 from tangram.checkpoint.formats import torch_dist
 from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive, tensors
 from tangram.checkpoint.formats.archives.mapped_files import Maps
@@ -74,7 +74,7 @@ def test_each_format_is_known_by_what_lies_there(tmp_path: Path) -> None:
 
 def test_torch_itself_loads_what_is_written(tmp_path: Path) -> None:
     hf = open_any(folder_of(tmp_path / "hf"))
-    restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "dcp", "dcp", memory=LEAST)
+    restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "dcp", "dcp", ConvertOptions(memory=LEAST))
     into = {name: torch.zeros_like(t) for name, t in TENSORS.items()}
     with warnings.catch_warnings():  # torch says that there is one process only
         warnings.simplefilter("ignore")
@@ -85,7 +85,7 @@ def test_torch_itself_loads_what_is_written(tmp_path: Path) -> None:
 def test_files_of_a_size_and_their_index(tmp_path: Path) -> None:
     many = {f"model.layers.{i}.w": torch.randn(100, 100) for i in range(11)}
     hf = open_any(folder_of(tmp_path / "hf", many))
-    made = restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "out", "hf", shard=100_000)
+    made = restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "out", "hf", ConvertOptions(shard=100000))
     assert len([name for name in made.files if name.endswith(".safetensors")]) == 6
     again = open_any(tmp_path / "out")
     assert list(again.specs) == sorted(many, key=lambda name: int(name.split(".")[2]))

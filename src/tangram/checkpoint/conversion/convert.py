@@ -42,7 +42,18 @@ from tangram.models.directory import hub_hint
 from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import States
 
-__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Filler", "NewTensor", "Restructured", "restructure", "steps_of"]
+__all__ = [
+    "IDENTITY",
+    "LEAST",
+    "MEMORY",
+    "TARGETS",
+    "ConvertOptions",
+    "Filler",
+    "NewTensor",
+    "Restructured",
+    "restructure",
+    "steps_of",
+]
 
 IDENTITY = "{name*} -> {name*}"
 """The mapping that leaves everything as it is."""
@@ -52,6 +63,46 @@ LEAST = RING * BLOCK + (64 << 20)
 CHUNK = 64 << 20
 """Bytes of a chunk of a DCP at most."""
 _OUT = "out"
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How a checkpoint is converted, beside where to and in which format."""
+
+    dtype: str | None = None
+    """Floating-point tensors of the model are cast to it, as `bfloat16`; None: as they are."""
+    rounded: bool = False
+    """Whether a cast may lose bits."""
+    shard: int = SHARD
+    """Bytes of a data file at most, but for a larger tensor."""
+    memory: int = MEMORY
+    """Bytes for all buffers."""
+    config: Path | None = None
+    """A directory whose config.json and tokenizer are used in place of the checkpoint's own."""
+    mapping: str | None = None
+    """A mapping of the user's own in the notation, in place of the family's."""
+    sizes: Mapping[str, int] | None = None
+    """Of names in that mapping."""
+    family: str | None = None
+    """By name, in place of the one that the configuration names."""
+    settings: Mapping[str, Any] | None = None
+    """Of the optimiser, which Megatron-core needs to resume."""
+    betas: tuple[float, float] | None = None
+    """Of Adam, where a format keeps its powers and no step."""
+    local_layers: bool = False
+    """Write Megatron-core's layers without Transformer Engine."""
+    pad_vocabulary: int = 1
+    """The vocabulary is padded to a multiple of it."""
+    stack: bool = True
+    """Stack equal layers in a torch_dist, as Megatron-core does."""
+    experts_apart: bool = True
+    """Give experts an optimiser of their own in a torch_dist."""
+    states: bool = True
+    """With the optimiser's states, where the format has a place for them."""
+    adapter: Path | None = None
+    """A directory of peft whose adapter is merged."""
+    dequantise: bool = False
+    """Make weights of quantised ones."""
 
 
 @dataclass(frozen=True)
@@ -135,56 +186,37 @@ def restructure(
     bound: BoundMapping,
     target: Path | str,
     to: str,
+    options: ConvertOptions | None = None,
     *,
-    dtype: str | None = None,
-    rounded: bool = False,
-    shard: int = SHARD,
-    memory: int = MEMORY,
-    stack: bool = True,
-    experts_apart: bool = True,
     small: Mapping[str, bytes] | None = None,
-    config: Path | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Restructured:
     """Write what a mapping makes of a checkpoint as the new directory `target`, or at an address of an object store.
 
-    `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
-    bits. `shard`: bytes of a file at most. `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked
-    in a torch_dist, as Megatron-core has them. `experts_apart`: experts have an optimiser of their own there. `small`:
-    side files, the source's own unless given; `config`: the directory that they are of then. `on_bytes` is called with
-    how many more bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing is
-    left of the target then.
+    `to`: one of TARGETS. Of `options` it takes what is about writing: types, sizes, and how Megatron-core has layers.
+    `small`: side files, the source's own unless given; of the directory `options.config` then. `on_bytes` is called
+    with how many more bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing
+    is left of the target then.
     """
     begin = time.perf_counter()
-    writer = target_of(to)
+    options = options or ConvertOptions()
+    writer, memory = target_of(to), options.memory
     if memory < LEAST:
         raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
-    specs = cast_specs(bound, dtype, source.states, rounded)
+    specs = cast_specs(bound, options.dtype, source.states, options.rounded)
     if not specs:
         raise UserError(f'"{source.path}" has no tensors to convert')
     for name, spec in specs.items():
         if spec.dtype not in writer.dtypes:
             raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give a --dtype")
-    beside = dict(source.small if small is None else small)
-    if dtype is not None and "config.json" in beside:
-        beside["config.json"] = with_dtype(beside["config.json"], dtype)
-    made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
-    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
-    changed: tuple[str, ...] = ()
-    if writer.structure == "hf":
-        owners = split(specs, source.states)
-        beside, changed = true_of(beside, {name: spec for name, spec in specs.items() if not owners[name][1]})
-    origin = source.path if config is None else config
-    left = side_files(origin).left if origin.is_dir() else ()
-    made = {**made, "mapping": _lines(bound)}
-    beside = with_provenance(beside, made, origin.resolve().name if beside else "", left)
+    beside, changed, left = _side_files(source, bound, specs, to, options, source.small if small is None else small)
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
     with placing(str(target), nbytes + sum(map(len, beside.values()))) as (folder, done):
         task = WriteTask(
-            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, experts_apart, beside,
-            source.objects, on_bytes or _deaf, done,
+            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, options.shard, options.stack,
+            options.experts_apart, beside, source.objects, on_bytes or _deaf, done,
         )  # fmt: skip
         files = writer.write(task)
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
@@ -192,6 +224,30 @@ def restructure(
     return Restructured(
         str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin, changed, left
     )
+
+
+def _side_files(
+    source: OpenCheckpoint,
+    bound: BoundMapping,
+    specs: Mapping[str, TensorSpec],
+    to: str,
+    options: ConvertOptions,
+    small: Mapping[str, bytes],
+) -> tuple[dict[str, bytes], tuple[str, ...], tuple[str, ...]]:
+    """The files beside the weights, what was changed in the configuration, and what is not carried along."""
+    beside, dtype = dict(small), options.dtype
+    if dtype is not None and "config.json" in beside:
+        beside["config.json"] = with_dtype(beside["config.json"], dtype)
+    made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
+    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
+    changed: tuple[str, ...] = ()
+    if target_of(to).structure == "hf":
+        owners = split(specs, source.states)
+        beside, changed = true_of(beside, {name: spec for name, spec in specs.items() if not owners[name][1]})
+    origin = source.path if options.config is None else options.config
+    left = side_files(origin).left if origin.is_dir() else ()
+    made = {**made, "mapping": _lines(bound)}
+    return with_provenance(beside, made, origin.resolve().name if beside else "", left), changed, left
 
 
 def target_of(to: str) -> WriteFormat:

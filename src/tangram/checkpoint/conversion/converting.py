@@ -16,7 +16,7 @@ from typing import Any
 
 from tangram.checkpoint.conversion.configured import fitted
 from tangram.checkpoint.conversion.convert import (
-    MEMORY,
+    ConvertOptions,
     NewTensor,
     Restructured,
     cast_specs,
@@ -31,7 +31,7 @@ from tangram.checkpoint.conversion.lora_adapters import with_adapter
 from tangram.checkpoint.conversion.object_store import is_remote, opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
-from tangram.checkpoint.formats.hf_export import SHARD, Converted, to_hugging_face
+from tangram.checkpoint.formats.hf_export import Converted, to_hugging_face
 from tangram.checkpoint.formats.own import is_own
 from tangram.checkpoint.formats.paddle.step_count import betas_of, with_betas, with_steps
 from tangram.errors import UserError
@@ -49,46 +49,6 @@ __all__ = [
 
 FITTED = ("hf", "torchtitan")
 """Structures of which it is known what models compute, and old checkpoints store."""
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """How a checkpoint is converted, beside where to and in which format."""
-
-    dtype: str | None = None
-    """Floating-point tensors of the model are cast to it, as `bfloat16`; None: as they are."""
-    rounded: bool = False
-    """Whether a cast may lose bits."""
-    shard: int = SHARD
-    """Bytes of a data file at most, but for a larger tensor."""
-    memory: int = MEMORY
-    """Bytes for all buffers."""
-    config: Path | None = None
-    """A directory whose config.json and tokenizer are used in place of the checkpoint's own."""
-    mapping: str | None = None
-    """A mapping of the user's own in the notation, in place of the family's."""
-    sizes: Mapping[str, int] | None = None
-    """Of names in that mapping."""
-    family: str | None = None
-    """By name, in place of the one that the configuration names."""
-    settings: Mapping[str, Any] | None = None
-    """Of the optimiser, which Megatron-core needs to resume."""
-    betas: tuple[float, float] | None = None
-    """Of Adam, where a format keeps its powers and no step."""
-    local_layers: bool = False
-    """Write Megatron-core's layers without Transformer Engine."""
-    pad_vocabulary: int = 1
-    """The vocabulary is padded to a multiple of it."""
-    stack: bool = True
-    """Stack equal layers in a torch_dist, as Megatron-core does."""
-    experts_apart: bool = True
-    """Give experts an optimiser of their own in a torch_dist."""
-    states: bool = True
-    """With the optimiser's states, where the format has a place for them."""
-    adapter: Path | None = None
-    """A directory of peft whose adapter is merged."""
-    dequantise: bool = False
-    """Make weights of quantised ones."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +77,9 @@ class PreparedConversion:
 
         `on_bytes` is called with how many more bytes are written. Raises UserError, and leaves nothing then.
         """
-        one = self.options
         return restructure(
-            self.chosen.source, self.chosen.bound, target, self.to, dtype=one.dtype, rounded=one.rounded,
-            shard=one.shard, memory=one.memory, stack=one.stack, experts_apart=one.experts_apart, small=self.small,
-            config=one.config, on_bytes=on_bytes,
-        )  # fmt: skip
+            self.chosen.source, self.chosen.bound, target, self.to, self.options, small=self.small, on_bytes=on_bytes
+        )
 
 
 def convert(
