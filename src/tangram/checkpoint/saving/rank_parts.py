@@ -94,7 +94,7 @@ def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in sorted(known.items()):
         own = digest.digest(tensor.spec.dtype, tensor.spec.shape, sums.get(name, digest.NOTHING))
-        tensors[name] = replace(tensor, digest=own, pieces=tuple(pieces[name]))
+        tensors[name] = StoredTensor(name, tensor.spec, own, tuple(pieces[name]), tensor.layout)
     manifest = Manifest(tensors=tensors, files=files, objects=objects, **fields)
     check(manifest)
     return manifest

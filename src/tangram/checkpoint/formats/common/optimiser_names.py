@@ -96,7 +96,7 @@ def renamed(source: OpenCheckpoint, names: Mapping[str, str]) -> OpenCheckpoint:
     return replace(
         source,
         specs={names[raw]: spec for raw, spec in source.specs.items()},
-        pieces=tuple(replace(piece, tensor=names[piece.tensor]) for piece in source.pieces),
+        pieces=tuple([Piece(piece.place, names[piece.tensor], piece.region) for piece in source.pieces]),
         read=read,
     )
 
