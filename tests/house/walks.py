@@ -112,7 +112,8 @@ def _is_above(callee: str, caller: str) -> bool:
     rooms = [name.split(".")[1] if "." in name else "" for name in (callee, caller)]
     if rooms[0] == rooms[1]:
         return _packages()[caller][0] in _packages()[callee][1]
-    return all(room in ROOMS for room in rooms) and ROOMS.index(rooms[0]) > ROOMS.index(rooms[1])
+    order: list[str] = list(ROOMS)
+    return all(room in order for room in rooms) and order.index(rooms[0]) > order.index(rooms[1])
 
 
 # ---------------------------------------------------------------- the named walks
