@@ -17,8 +17,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- cells
     Mutant(
         "compose-carry-twice", "relayout/mapping/cells.py",
-        "digits.append(Digit(d.offset * rest + carry, d.size, d.stride * rest, d.factor))\n            carry = 0",
-        "digits.append(Digit(d.offset * rest + carry, d.size, d.stride * rest, d.factor))",
+        "digits.append(IndexDigit(d.offset * rest + carry, d.size, d.stride * rest, d.factor))\n            carry = 0",
+        "digits.append(IndexDigit(d.offset * rest + carry, d.size, d.stride * rest, d.factor))",
         "parts behind the first factor of a term lie too far along the dim",
         (_SPINE + "::test_hugging_face_tp2_to_megatron_tp4_and_back",),
     ),
@@ -374,12 +374,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (_NAMES + "::test_wild_cards_take_what_nothing_else_names",),
     ),
     Mutant(
-        "real-name-is-first", "relayout/mapping/bind.py", "lead = tuple(span(i, i + 1) for i in index)",
+        "real-name-is-first", "relayout/mapping/names.py", "lead = tuple(span(i, i + 1) for i in index)",
         "lead = tuple(span(0, 1) for i in index)", "every real name means the first member of its family",
         (_CASES_FAMILIES + "::test_experts_on_their_own_mesh_beside_dense_layers",),
     ),
     Mutant(
-        "outside-let-through", "relayout/mapping/bind.py", "        if not region.within(shape):", "        if False:",
+        "outside-let-through", "relayout/mapping/names.py", "        if not region.within(shape):", "        if False:",
         "regions beyond the tensor are planned", (_REFUSALS + "::test_wanted_twice_and_pieces_twice_and_outside",),
     ),
     Mutant(

@@ -53,8 +53,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (_NEST, _RUN),
     ),
     Mutant(
-        "second-cut-from-the-front", "relayout/collectives/digits.py", "found.append((digit, Spot(d, outer)))",
-        "found.append((digit, Spot(d, 1)))", "every axis cuts the first digit of its dim", (_RUN,),
+        "second-cut-from-the-front", "relayout/collectives/digits.py", "found.append((digit, DigitSpot(d, outer)))",
+        "found.append((digit, DigitSpot(d, 1)))", "every axis cuts the first digit of its dim", (_RUN,),
     ),
     Mutant(
         "idle-axes-everywhere", "relayout/collectives/digits.py",
