@@ -58,6 +58,9 @@ durations: $(STAMP) ## measure every test anew, for the selection: tests/duratio
 	@$(PYTEST) $(SPREAD) --all -p tests.selection.cpu --record .pytest_cache/seconds.tsv || test -s .pytest_cache/seconds.tsv
 	@$(BIN)/python -m tests.selection.durations .pytest_cache/seconds.tsv --everything
 
+walks: $(STAMP) ## how many files a call crosses, and how often it climbs
+	$(BIN)/python -m tests.house.walks
+
 slow: $(STAMP) ## run some of the slow tests, others with every commit (SAMPLE=100000 for all)
 	@$(BIN)/python -m pytest -n 2 -m slow --sample $(SAMPLE)
 
@@ -101,9 +104,6 @@ docs: ## build the site of the documentation into site/, and look at it in a bro
 	@.venv-docs/bin/mkdocs build -q --strict
 	@$(MAKE) --no-print-directory install
 	@$(BIN)/python -m pytest -p no:xdist -m slow tests/house/test_site.py
-
-walks: $(STAMP) ## how many files a real run crosses from a job to its plan, and how often it climbs
-	@$(BIN)/python -m tests.house.walks
 
 rules: $(STAMP) ## prove every op rule, and plant some mistakes that the proof must find
 	@$(BIN)/tangram shard check

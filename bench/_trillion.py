@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tangram.layout import Mapping
-from tangram.relayout import Bound, Sharding, TensorSpec, shard
-from tangram.relayout.states import SAME, with_states
+from tangram.relayout import BoundMapping, Sharding, TensorSpec, shard
+from tangram.relayout.mapping.states import SAME, with_states
 
 LAYERS, DENSE, EXPERTS = 61, 1, 384
 H, F, DENSE_F, VOCAB = 7168, 2048, 18432, 163840
@@ -133,7 +133,7 @@ def _layouts(side: str) -> dict[str, tuple[str, str]]:
     return out
 
 
-def sharding(bound: Bound, side: str) -> Sharding:
+def sharding(bound: BoundMapping, side: str) -> Sharding:
     """The source or the target, weights and states, over its mesh."""
     texts: dict[str, str] = {}
     for family, (weight, state) in _layouts(side).items():

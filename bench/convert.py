@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from bench._checkpoint import by_hand, disk, many
-from tangram.checkpoint.conversion.convert import MEMORY, config_of, restructure
+from tangram.checkpoint.conversion.convert import MEMORY, ConvertOptions, config_of, restructure
 from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.detect import open_any
 from tangram.errors import UserError
@@ -131,7 +131,9 @@ def _run(_: Rank, task: Task) -> Done:
     peak = disk.Peak()
     begin = time.monotonic()
     chosen = choose(source, task.to, config_of(small))
-    made = restructure(source, chosen.bound, Path(task.target), task.to, memory=task.memory, small=small)
+    made = restructure(
+        source, chosen.bound, Path(task.target), task.to, ConvertOptions(memory=task.memory), small=small
+    )
     return Done(time.monotonic() - begin, peak.extra(), made.nbytes)
 
 

@@ -18,7 +18,7 @@ from bench import _relayout
 from bench._trillion import mapping, sharding, specs
 from tangram.hardware.measure import Row, interleaved, once
 from tangram.layout import Region
-from tangram.relayout import Bound, Piece, Plan, Sharding, TensorSpec, bind, execute, plan, shard
+from tangram.relayout import BoundMapping, CopyPlan, Piece, Sharding, TensorSpec, bind, execute, plan, shard
 from tangram.training.run.launch import run_ranks
 
 
@@ -44,7 +44,7 @@ def _plans(ranks: int) -> Iterable[Row]:
     seconds = interleaved({"ours": lambda: _plan_of(bound, source, target, 700)}, repeats=5)["ours"]
     yield Row("plan of one rank, later", "s", seconds, target=1)
     source, target = sharding(bound, "source"), sharding(bound, "target")
-    plans: list[Plan] = []
+    plans: list[CopyPlan] = []
     whole = once(lambda: plans.extend(_plan_of(bound, source, target, r) for r in range(ranks)))
     elements = sum(p.size for p in plans)
     name = (
@@ -55,7 +55,7 @@ def _plans(ranks: int) -> Iterable[Row]:
     yield Row("peak memory of the process", "GB", peak / 1e9, target=4)
 
 
-def _plan_of(bound: Bound, source: Sharding, target: Sharding, rank: int) -> Plan:
+def _plan_of(bound: BoundMapping, source: Sharding, target: Sharding, rank: int) -> CopyPlan:
     return plan(bound, source, target.pieces(rank))
 
 

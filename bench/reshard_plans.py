@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from tangram.hardware.measure import Row
 from tangram.layout import Layout, Mesh
-from tangram.relayout import shares
-from tangram.relayout.sequences import Link, received, sequence
+from tangram.relayout.collectives import shares
+from tangram.relayout.collectives.sequences import Link, received, sequence
 
 MESHES = {1: ("a=4", 3), 2: ("a=4 b=2", 3), 3: ("a=2 b=2 c=2", 2)}
 """By the number of axes: the mesh, and how many dims the tensor has."""

@@ -22,7 +22,7 @@ from bench._checkpoint.state import State, fill, make, wrong
 from tangram.checkpoint.saving.async_saver import AsyncSaver
 from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.state.entries import describe
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.launch import Rank
 
 QUIET = 3  # steps without a save, to compare with

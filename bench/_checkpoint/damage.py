@@ -20,7 +20,7 @@ from bench._checkpoint.peers import Contender
 from bench._checkpoint.state import State, fill, make, wrong
 from tangram.checkpoint.inspect.verify import verify
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.launch import Rank
 
 KINDS = ("1 bit flipped", "4 KiB of zeros", "cut short", "a file of another step", "torn overwrite")

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench._checkpoint import disk, peers
 from bench._checkpoint.state import fill, make, wrong
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.launch import Rank
 
 SMALL = 2e6

@@ -28,7 +28,7 @@ from bench._checkpoint import disk
 from bench._checkpoint.state import State
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.save import save
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 PACKAGES = {"torch_checkpointing": "torch_checkpointing", "Orbax": "orbax.checkpoint"}
 """What is not there with torch, by the peer that needs it."""

@@ -17,7 +17,7 @@ from bench._checkpoint import disk, peers
 from bench._checkpoint.peers import Contender, Raw
 from bench._checkpoint.state import Cut, State, fill, make, wrong
 from tangram.hardware import shared
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.launch import Rank
 
 

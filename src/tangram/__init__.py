@@ -35,7 +35,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from tangram.checkpoint.conversion.converting import convert
-    from tangram.checkpoint.inspect.verify_any import verify
+    from tangram.checkpoint.inspect.foreign import verify
     from tangram.checkpoint.loading.load import load
     from tangram.checkpoint.saving.save import save
     from tangram.layout.mesh import Mesh
@@ -51,7 +51,7 @@ else:
             "tangram.checkpoint.conversion.converting": ["convert"],
             "tangram.checkpoint.loading.load": ["load"],
             "tangram.checkpoint.saving.save": ["save"],
-            "tangram.checkpoint.inspect.verify_any": ["verify"],
+            "tangram.checkpoint.inspect.foreign": ["verify"],
             "tangram.layout.mesh": ["Mesh"],
             "tangram.layout.syntax": ["Layout", "Mapping"],
             "tangram.planner.report.cluster_plan": ["plan"],

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.state.entries import describe
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 TENSORS, COLUMNS, COMPUTE = 110, 4096, 0.5
 

@@ -25,10 +25,10 @@ from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving import async_saver, writer_process
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.save import About, save
-from tangram.checkpoint.state.entries import Held, describe
+from tangram.checkpoint.state.entries import LocalPart, describe
 from tangram.checkpoint.store import commits, retention
 from tangram.hardware.workers import Channel, Detached
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tests.checkpoint.stored import random_tensor, same
 
 RANKS = 2
@@ -212,7 +212,7 @@ def rank_main(rank: int, folder: Path, doom: Doom) -> None:
     peers = Peers(dist.group.WORLD)
     saver = AsyncSaver(folder / "runs", peers, Settings(retries=1, pause=0.01, limit=1.0, keep=("last=1",)))
     model = whole(2)
-    parts = {**model, "cut": Held(model["cut"].chunk(RANKS)[rank], (ROWS, 5), "a/tp b", f"tp={RANKS}", rank)}
+    parts = {**model, "cut": LocalPart(model["cut"].chunk(RANKS)[rank], (ROWS, 5), "a/tp b", f"tp={RANKS}", rank)}
     described = describe({"model": parts, "progress": {"step": 2}}, peers)
     saver.prepare(described.entries)
     peers.wait()

@@ -24,7 +24,7 @@ from tangram.checkpoint.store.manifest import BLOCK
 from tangram.errors import UserError
 from tangram.hardware import shared
 from tangram.layout import Layout, Mesh, Region, region
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tests.checkpoint.saving import RANKS, STATES, Meshes, Net, meshes, whole_values
 from tests.checkpoint.stored import elements, same, with_small_blocks
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
-from tangram.checkpoint.state.entries import Held
+from tangram.checkpoint.state.entries import LocalPart
 from tangram.layout import Layout, Mesh, region
 
 RANKS = 4
@@ -124,11 +124,11 @@ def whole_of(layout: str) -> np.ndarray[Any, Any]:
 def by_hand(_: Meshes) -> dict[str, Any]:
     """Parts with their layouts said in the notation, as numpy arrays."""
     mesh, rank = Mesh.parse("dp=2 tp=2"), dist.get_rank()
-    parts: dict[str, Held] = {}
+    parts: dict[str, LocalPart] = {}
     for name, layout in BY_HAND.items():
         here = region(Layout.parse(layout).bind(SHAPE), mesh, rank)
         flat = np.concatenate([np.arange(a, b) for a, b in here.runs(SHAPE)])
-        parts[name] = Held(whole_of(layout).reshape(-1)[flat], SHAPE, layout, str(mesh), rank)
+        parts[name] = LocalPart(whole_of(layout).reshape(-1)[flat], SHAPE, layout, str(mesh), rank)
     return {"parts": parts}
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.save import About
-from tangram.checkpoint.state.entries import Held, describe
-from tangram.relayout.peers import Peers
+from tangram.checkpoint.state.entries import LocalPart, describe
+from tangram.relayout.exchange.peers import Peers
 
 ROWS, COLUMNS = 8, 5
 
@@ -46,7 +46,7 @@ class Rank:
         """Save the state of a step, and change everything as soon as that is allowed."""
         tensors = whole(step)
         mine = tensors["cut"].chunk(self._ranks)[self._rank].clone()
-        parts = {**tensors, "cut": Held(mine, (ROWS, COLUMNS), "out/tp in", f"tp={self._ranks}", self._rank)}
+        parts = {**tensors, "cut": LocalPart(mine, (ROWS, COLUMNS), "out/tp in", f"tp={self._ranks}", self._rank)}
         began = time.monotonic()
         self._saver.save(describe({"model": parts, "progress": {"step": step}}, Peers(dist.group.WORLD)), About(step))
         self._saver.fence()

@@ -33,7 +33,7 @@ def store(
     """The checkpoint `path`, in which piece `i` of a tensor is written by writer `i`; what has no cuts lies whole."""
     writers = max([1, *map(len, cuts.values())])
     partial = commits.begin(path, save_id)
-    found: list[rank_parts.Part] = []
+    found: list[rank_parts.RankPart] = []
     for writer in range(writers):
         mine: list[tuple[Outgoing, Tensor]] = []
         for name, tensor in tensors.items():

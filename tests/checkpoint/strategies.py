@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.state.entries import Held
+from tangram.checkpoint.state.entries import LocalPart
 from tangram.layout import Layout, Mesh, Region, region
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tests.checkpoint.stored import elements, random_tensor
 
 PARAMETERS: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -69,15 +69,15 @@ class Strategy:
         bound = Layout.parse(self.layout(name)).bind(tuple(WHOLE[name].shape))
         return region(bound, Mesh.parse(self.mesh), rank)
 
-    def held(self, name: str, rank: int, *, empty: bool = False) -> Held:
+    def held(self, name: str, rank: int, *, empty: bool = False) -> LocalPart:
         """A rank's part, with its values or, `empty`, without."""
         part = elements(WHOLE[name], self.region(name, rank))
         local = torch.full_like(part, 0) if empty else part
-        return Held(local, tuple(WHOLE[name].shape), self.layout(name), self.mesh, rank)
+        return LocalPart(local, tuple(WHOLE[name].shape), self.layout(name), self.mesh, rank)
 
-    def state(self, rank: int, *, empty: bool = False) -> dict[str, dict[str, Held]]:
+    def state(self, rank: int, *, empty: bool = False) -> dict[str, dict[str, LocalPart]]:
         """What a rank has, as `save` and `load` take it."""
-        found: dict[str, dict[str, Held]] = {}
+        found: dict[str, dict[str, LocalPart]] = {}
         for name in WHOLE:
             here = self.region(name, rank)
             if here or not self.absent or not math.prod(WHOLE[name].shape):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tangram.checkpoint.conversion.lora_adapters import with_adapter
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
@@ -80,7 +80,7 @@ def convert(*arguments: object) -> None:
     assert main(["checkpoint", "convert", *map(str, arguments)]) == 0
 
 
-def values_of(source: Opened) -> dict[str, Tensor]:
+def values_of(source: OpenCheckpoint) -> dict[str, Tensor]:
     """All elements, by plain indexing; pieces of any region."""
     found = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in source.specs.items()}
     for piece in source.pieces:
@@ -176,12 +176,14 @@ def written(folder: Path, tensors: Mapping[str, Tensor], **fields: Any) -> Path:
     return folder
 
 
-def opened(name: str, tensor: Tensor, pieces: list[Region]) -> Opened:
+def opened(name: str, tensor: Tensor, pieces: list[Region]) -> OpenCheckpoint:
     """A source in memory, cut as one likes; the places are numbers."""
     spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     held = [part(tensor, region) for region in pieces]
     placed = tuple(Piece(at, name, region) for at, region in enumerate(pieces))
-    return Opened("memory", Path("memory"), {name: spec}, placed, lambda at, _: held[cast("int", at)], lambda: None)
+    return OpenCheckpoint(
+        "memory", Path("memory"), {name: spec}, placed, lambda at, _: held[cast("int", at)], lambda: None
+    )
 
 
 @st.composite

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tangram.checkpoint.saving.async_saver import AsyncSaver, Saved, Settings
+from tangram.checkpoint.saving.async_saver import AsyncSaver, SaveResult, Settings
 from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.state.entries import describe
 from tangram.checkpoint.store import commits
 from tangram.hardware import hostmemory
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 QUICK = Settings(pause=0.05, limit=60, retries=1)
 
@@ -56,7 +56,7 @@ def begin(saver: AsyncSaver, tensors: Mapping[str, Tensor], step: int) -> None:
         tensor.add_(1)
 
 
-def whole_save(saver: AsyncSaver, step: int = 1, seed: int = 0) -> Saved:
+def whole_save(saver: AsyncSaver, step: int = 1, seed: int = 0) -> SaveResult:
     begin(saver, model(seed), step)
     saver.wait()
     (saved,) = saver.poll()
@@ -64,7 +64,7 @@ def whole_save(saver: AsyncSaver, step: int = 1, seed: int = 0) -> Saved:
     return saved
 
 
-def check(saved: Saved, seed: int = 0) -> None:
+def check(saved: SaveResult, seed: int = 0) -> None:
     """The checkpoint is whole, and has the values that a model was made with."""
     assert saved.reason == ""
     assert saved.path is not None

@@ -62,7 +62,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_file_has_every_bit(source: Path, tmp_path: Path) -> None:
     counted: list[int] = []
-    made = to_hugging_face(source, tmp_path / "new" / "hf", told=counted.append)
+    made = to_hugging_face(source, tmp_path / "new" / "hf", on_bytes=counted.append)
     assert sorted(made.files) == ["config.json", "model.safetensors", "provenance.json", "tokenizer.json"]
     assert sorted(path.name for path in (tmp_path / "new" / "hf").iterdir()) == sorted(made.files)
     assert same(load_file(tmp_path / "new" / "hf" / "model.safetensors"), model())

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.checkpoint.inspect import diff
-from tangram.checkpoint.inspect.diff import Change, Comparison, compare
+from tangram.checkpoint.inspect.diff import CheckpointDiff, TensorChange, compare
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.errors import UserError
 from tests.checkpoint.making import flip, make, regions
 
 
-def compared(tmp_path: Path, a: dict[str, Tensor], b: dict[str, Tensor], layout: str = "_ _/tp") -> Comparison:
+def compared(tmp_path: Path, a: dict[str, Tensor], b: dict[str, Tensor], layout: str = "_ _/tp") -> CheckpointDiff:
     """The first is saved whole, of the second each matrix cut over two ranks."""
     cuts = {name: regions(tuple(t.shape), layout, "tp=2") for name, t in b.items() if t.dim() == 2}
     one, other = make(tmp_path / "a", a), make(tmp_path / "b", b, cuts, writers=2)
     return compare((tmp_path / "a", one), (tmp_path / "b", other))
 
 
-def only(found: Comparison) -> Change:
+def only(found: CheckpointDiff) -> TensorChange:
     assert not found.same
     (change,) = found.changes
     json.dumps(found.as_json(), allow_nan=False)

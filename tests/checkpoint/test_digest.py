@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
+from tangram.checkpoint.saving.file_layout import Outgoing, add_piece, add_sums, images
 from tangram.checkpoint.store import digest
 from tangram.checkpoint.store.digest import NOTHING, Sums
 from tangram.layout import Region, intervals
@@ -122,6 +122,22 @@ def test_indices_beyond_the_keys_that_are_kept() -> None:
     add_piece(Outgoing("x", TensorSpec(shape, "uint8"), region), 0, data, found)
     assert found["x"] == tuple(one % 2**64 for one in total)
     assert digest.digest("uint8", shape, other) == one != digest.digest("uint8", shape, found["x"])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 37, 64])
+def test_tensors_of_one_kind_side_by_side_each_have_their_own(cut: int) -> None:
+    """Whole small tensors of a file are summed together; those that a border of two reads cuts are not."""
+    shapes = [(1,)] * 5 + [()] * 3 + [(5,)] * 2 + [(2, 3, 5)] * 2 + [(3, 257)] * 2 + [(1,)]
+    pieces = [Outgoing(f"m.{i}", TensorSpec(shape, "float32"), Region.full(shape)) for i, shape in enumerate(shapes)]
+    (image,) = images(pieces, 0, 1, "0" * 32)
+    data = made((image.size,), 1)
+    found: dict[str, Sums] = {}
+    border = len(image.head) + 4 * cut
+    add_sums(image, 0, data[:border], found)
+    add_sums(image, border, data[border:], found)
+    for placed in image.placed:
+        shape, own = placed.piece.spec.shape, data[placed.offset : placed.stop].tobytes()
+        assert digest.digest("float32", shape, found[placed.piece.name]) == spelled_out("float32", shape, own)
 
 
 def test_vectors() -> None:

@@ -18,11 +18,11 @@ from tangram.checkpoint.loading import block_source, exchange
 from tangram.checkpoint.loading.assign_blocks import Deal, deal
 from tangram.checkpoint.loading.between_nodes import PeerError
 from tangram.checkpoint.loading.read import Want, read_wants
-from tangram.checkpoint.loading.shared_windows import Shape, Window
+from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
 from tangram.checkpoint.store import commits
 from tangram.hardware import shared
 from tangram.layout import Region, intervals
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.fork_server import context_of_ranks
 from tests.checkpoint.loading import LARGE, large
 from tests.checkpoint.stored import store, with_small_blocks
@@ -127,9 +127,9 @@ def test_what_the_same_nodes_want_they_read_in_turns(job: tuple[list[Any], list[
 
 @pytest.mark.parametrize("way", [shared.nameless, shared.in_a_file])
 def test_a_window_is_seen_by_others_and_its_name_goes(way: Any):
-    shape = Shape(slots=2, ranks=3)
+    shape = WindowShape(slots=2, ranks=3)
     made = way(shape.size)
-    mine, theirs = Window(made.memory, shape), Window(shared.opened(made.name, shape.size), shape)
+    mine, theirs = SharedWindow(made.memory, shape), SharedWindow(shared.opened(made.name, shape.size), shape)
     made.close()
     assert made.name.startswith("/proc/") or not Path(made.name).exists()
     mine.begin()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import restructure
 from tangram.checkpoint.conversion.find_mapping import choose
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.inspect.family_coverage import cover
 from tangram.cli import main
@@ -30,7 +30,7 @@ from tangram.models.families import (
     megatrons_embedding,
     read_family,
 )
-from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, execute, plan
+from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, execute, plan
 from tests.checkpoint.inventing import LATE, PREFIXES, TIED, invented
 from tests.checkpoint.peers.models import HF, save
 
@@ -43,14 +43,14 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return all(a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and torch.equal(a[n], b[n]) for n in a)
 
 
-def held(values: Mapping[str, Tensor]) -> Opened:
+def held(values: Mapping[str, Tensor]) -> OpenCheckpoint:
     """Tensors in memory as a checkpoint is opened."""
     pieces = tuple(Piece(None, name, Region.full(tuple(t.shape))) for name, t in values.items())
     specs = {name: TensorSpec(tuple(t.shape), str(t.dtype)) for name, t in values.items()}
-    return Opened("memory", Path("memory"), specs, pieces, lambda _, name: values[name], lambda: None)
+    return OpenCheckpoint("memory", Path("memory"), specs, pieces, lambda _, name: values[name], lambda: None)
 
 
-def cut(values: Mapping[str, Tensor], ranks: int, dim: int) -> Opened:
+def cut(values: Mapping[str, Tensor], ranks: int, dim: int) -> OpenCheckpoint:
     """The same as ranks have it: each a part of every tensor along a dim, uneven where it does not divide.
 
     What TP, EP and PP ranks write of a torch_dist are such parts: of rows, columns, experts or layers.
@@ -75,7 +75,7 @@ def cut(values: Mapping[str, Tensor], ranks: int, dim: int) -> Opened:
     return replace(whole, pieces=tuple(pieces), read=read)
 
 
-def moved(source: Opened, bound: Bound) -> dict[str, Tensor]:
+def moved(source: OpenCheckpoint, bound: BoundMapping) -> dict[str, Tensor]:
     """What a mapping makes of it."""
     made = {name: torch.empty(spec.shape) for name, spec in bound.target.specs.items()}
     pieces = [Piece(None, name, Region.full(tuple(t.shape))) for name, t in made.items()]

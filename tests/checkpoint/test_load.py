@@ -29,7 +29,7 @@ from torch.optim import (
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.save import About, save, save_described
-from tangram.checkpoint.state.entries import Held, describe
+from tangram.checkpoint.state.entries import LocalPart, describe
 from tangram.checkpoint.store import commits
 from tangram.errors import UserError
 from tests.checkpoint.saving import Net, trained
@@ -192,7 +192,7 @@ def test_a_part_in_strides_that_would_be_copied_is_refused(tmp_path: Path):
     wide = torch.zeros(6, 4)
 
     def held(local: torch.Tensor) -> dict[str, Any]:
-        return {"m": {"w": Held(local, (4, 6), layout, mesh, 1)}}
+        return {"m": {"w": LocalPart(local, (4, 6), layout, mesh, 1)}}
 
     load(held(wide[:, 1:3].T), tmp_path / "a")
     assert wide[:, 1:3].T.tolist() == flat.reshape(4, 6)[1::2].tolist()

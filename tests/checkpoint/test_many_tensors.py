@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, config_of, restructure, steps_of
 from tangram.checkpoint.conversion.find_mapping import choose
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.inspect import diff_across_formats, tree, verify
+from tangram.checkpoint.inspect import diff, tree, verify
 from tangram.checkpoint.store import commits
 from tests.checkpoint import zero
 
@@ -106,7 +106,7 @@ def test_deepspeed(root: Path) -> None:
 def test_comparing(made: Path) -> None:
     def work(n: int) -> None:
         a, b = open_any(made / f"dcp-{n}"), open_any(made / f"tangram-{n}")
-        assert diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None)).same
+        assert diff.compare_across(*diff.seen_as(a, b, None)).same
 
     assert grows(work) < MOST
 
@@ -122,7 +122,7 @@ def test_verifying_and_inspecting(made: Path) -> None:
 def test_a_look_at_all_for_each_is_seen(root: Path) -> None:
     """Planted: a reader that goes through all pieces to find one."""
 
-    def slow(opened: Opened) -> Opened:
+    def slow(opened: OpenCheckpoint) -> OpenCheckpoint:
         def read(place: Hashable, name: str) -> Tensor:
             for piece in opened.pieces:
                 if piece.tensor == name:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.hf_export import holds
 from tangram.checkpoint.loading.load import load
@@ -38,7 +38,7 @@ def convert(*arguments: object) -> None:
     assert main(["checkpoint", "convert", *map(str, arguments)]) == 0
 
 
-def values_of(source: Opened) -> dict[str, Tensor]:
+def values_of(source: OpenCheckpoint) -> dict[str, Tensor]:
     found = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in source.specs.items()}
     for piece in source.pieces:
         box = tuple(slice(a, b) for ((a, b),) in piece.region.boxes[0]) if piece.region.boxes else ()

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tangram.checkpoint.conversion.convert import IDENTITY, restructure
+from tangram.checkpoint.conversion.convert import IDENTITY, ConvertOptions, restructure
 from tangram.checkpoint.conversion.find_mapping import choose
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.paddle import flex
 from tangram.checkpoint.formats.paddle.pickles import MODULE, Stored, metadata, read_metadata
@@ -36,7 +36,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, RelayoutError, bind, execute, plan
-from tangram.relayout.states import ADAM_8BIT
+from tangram.relayout.mapping.states import ADAM_8BIT
 from tests.checkpoint.peers.models import save
 
 FIXTURES = Path(__file__).parent / "fixtures" / "paddle"
@@ -50,7 +50,7 @@ TENSORS = {
 }
 
 
-def tensors(source: Opened) -> dict[str, Tensor]:
+def tensors(source: OpenCheckpoint) -> dict[str, Tensor]:
     """All of a checkpoint, through the engine."""
     bound = bind(IDENTITY, source.specs)
     out = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in source.specs.items()}
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_paddles_goes_to_torch_and_back(tmp_path: Path, capsys: 
     source = open_any(tmp_path / "dcp")
     states = {key: flex.STATES[key] for key in ("exp_avg", "exp_avg_sq", "master", "step")}
     known = with_betas(replace(source, states=states), (0.9, 0.95))
-    restructure(known, bind(IDENTITY, known.specs), tmp_path / "back", "paddle", shard=300)
+    restructure(known, bind(IDENTITY, known.specs), tmp_path / "back", "paddle", ConvertOptions(shard=300))
     after = open_any(tmp_path / "back")
     assert same(tensors(after), before)
     assert set(after.states) == {"exp_avg", "exp_avg_sq", "master", "beta1_pow", "beta2_pow"}
@@ -182,7 +182,7 @@ def test_a_count_of_steps_is_found_in_the_bits_of_powers(step: int, one: float, 
 
 def test_files_of_a_size_and_large_tensors_in_blocks(tmp_path: Path) -> None:
     hf = open_any(folder_of(tmp_path / "hf"))
-    restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "out", "paddle", shard=1000)
+    restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "out", "paddle", ConvertOptions(shard=1000))
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) >= 12
     assert all(sum(t.nbytes for t in load_file(file).values()) <= 1000 for file in files)
@@ -236,7 +236,7 @@ def test_any_shapes_cuts_and_ranks(tmp_path_factory: pytest.TempPathFactory, dat
     shard = data.draw(st.integers(1, 200))
     some = {name: tensor for name, tensor in whole.items() if tensor.numel()}
     text = "\n".join(f"{name} -> {name if name in some else '_'}" for name in whole)
-    restructure(source, bind(text, source.specs), folder / "b", "paddle", shard=shard)
+    restructure(source, bind(text, source.specs), folder / "b", "paddle", ConvertOptions(shard=shard))
     assert same(tensors(open_any(folder / "b")), some)
 
 
@@ -317,7 +317,9 @@ def test_there_and_back_for_any_heads(
     moments = {f"{name}.exp_avg": torch.randn(shape) for name, shape in shapes.items()}
     hf = open_any(folder_of(folder / "hf", {**values, **moments}, config))
     trained = replace(hf, states={"exp_avg": flex.STATES["exp_avg"]})
-    restructure(trained, choose(trained, "paddle", config).bound, folder / "there", "paddle", dtype="float64")
+    restructure(
+        trained, choose(trained, "paddle", config).bound, folder / "there", "paddle", ConvertOptions(dtype="float64")
+    )
     there = open_any(folder / "there")
     made = tensors(there)
     assert {one.dtype for name, one in made.items() if name.endswith(".exp_avg")} == {torch.float32}
@@ -325,7 +327,7 @@ def test_there_and_back_for_any_heads(
     assert torch.equal(made[f"{at}.exp_avg"], moments[f"{at}.exp_avg"].T)
     back = choose(there, "hf", config)
     assert set(back.left) == {name for name in made if name.endswith(".exp_avg")}
-    restructure(back.source, back.bound, folder / "back", "hf", dtype="float32", rounded=True)
+    restructure(back.source, back.bound, folder / "back", "hf", ConvertOptions(dtype="float32", rounded=True))
     assert same(load_file(folder / "back/model.safetensors"), values)
 
 

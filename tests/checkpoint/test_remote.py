@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tangram.checkpoint.conversion import object_store
-from tangram.checkpoint.conversion.convert import IDENTITY, restructure
+from tangram.checkpoint.conversion.convert import IDENTITY, ConvertOptions, restructure
 from tangram.checkpoint.conversion.object_store import opening
-from tangram.checkpoint.formats.common.outgoing import Task
-from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.targets import TARGETS, Target
+from tangram.checkpoint.formats.common.outgoing import WriteTask
+from tangram.checkpoint.formats.detect import TARGETS, WriteFormat, open_any
 from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.relayout import bind
@@ -111,16 +110,16 @@ def test_what_fails_on_the_way_leaves_nothing(
     save("qwen3", tmp_path / "hf")
     file = tmp_path / "hf/model.safetensors"
 
-    def breaks(task: Task) -> list[str]:
+    def breaks(task: WriteTask) -> list[str]:
         TARGETS["hf"].write(task)
         raise OSError(28, "No space left on device", "x")
 
     found = open_any(tmp_path / "hf")
-    bound, target = bind(IDENTITY, found.specs), Target("one that breaks", breaks, states=False, structure="hf")
+    bound, target = bind(IDENTITY, found.specs), WriteFormat("one that breaks", breaks, states=False, structure="hf")
     with monkeypatch.context() as patch:
         patch.setattr("tangram.checkpoint.conversion.convert.TARGETS", {"hf": target})
         with pytest.raises(OSError, match="No space"):
-            restructure(found, bound, f"s3://{bucket}/x", "hf", shard=50_000)
+            restructure(found, bound, f"s3://{bucket}/x", "hf", ConvertOptions(shard=50_000))
     assert objects(server, bucket) == {}
     capsys.readouterr()
     assert convert(tmp_path / "hf", f"s3://{bucket}/x", "--to", "hf") == 0

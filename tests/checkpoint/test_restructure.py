@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
-from tangram.checkpoint.conversion.convert import IDENTITY, LEAST, restructure
+from tangram.checkpoint.conversion.convert import IDENTITY, LEAST, ConvertOptions, restructure
 from tangram.checkpoint.formats import torch_dist
-from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive, tensors
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive, tensors
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.hf_export import bytes_of
 from tangram.checkpoint.loading.prefetch import fetched
-from tangram.checkpoint.saving.file_writer import Ring, Stream
+from tangram.checkpoint.saving.file_writer import FileStream, Ring
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.cli import main
 from tangram.errors import UserError
@@ -74,7 +74,7 @@ def test_each_format_is_known_by_what_lies_there(tmp_path: Path) -> None:
 
 def test_torch_itself_loads_what_is_written(tmp_path: Path) -> None:
     hf = open_any(folder_of(tmp_path / "hf"))
-    restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "dcp", "dcp", memory=LEAST)
+    restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "dcp", "dcp", ConvertOptions(memory=LEAST))
     into = {name: torch.zeros_like(t) for name, t in TENSORS.items()}
     with warnings.catch_warnings():  # torch says that there is one process only
         warnings.simplefilter("ignore")
@@ -85,7 +85,7 @@ def test_torch_itself_loads_what_is_written(tmp_path: Path) -> None:
 def test_files_of_a_size_and_their_index(tmp_path: Path) -> None:
     many = {f"model.layers.{i}.w": torch.randn(100, 100) for i in range(11)}
     hf = open_any(folder_of(tmp_path / "hf", many))
-    made = restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "out", "hf", shard=100_000)
+    made = restructure(hf, bind(IDENTITY, hf.specs), tmp_path / "out", "hf", ConvertOptions(shard=100000))
     assert len([name for name in made.files if name.endswith(".safetensors")]) == 6
     again = open_any(tmp_path / "out")
     assert list(again.specs) == sorted(many, key=lambda name: int(name.split(".")[2]))
@@ -109,7 +109,7 @@ def test_a_stream_of_small_writes_is_a_file(
 ) -> None:
     data = [*some, bytes(n * BLOCK), *some]
     file = tmp_path_factory.mktemp("stream") / "x"
-    with Stream(file, Ring()) as stream:
+    with FileStream(file, Ring()) as stream:
         for one in data:
             assert stream.write(one) == len(one)
         assert stream.tell() == sum(map(len, data))
@@ -188,8 +188,8 @@ def test_an_archive_is_read_and_nothing_of_it_is_run(tmp_path: Path, monkeypatch
         "low.0": tree["low"][0], "low.1": base.T,
     }  # fmt: skip
     assert same(views, {name: t.detach() for name, t in expected.items()})
-    assert isinstance(found["strange"].state["tensor"], Place)
-    assert isinstance(found["several"].items[0], Place)
+    assert isinstance(found["strange"].state["tensor"], TensorPlace)
+    assert isinstance(found["several"].items[0], TensorPlace)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

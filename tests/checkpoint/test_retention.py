@@ -15,7 +15,7 @@ from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.saving.save import About
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
-from tangram.checkpoint.store.retention import Best, Candidate, Policy, kept, parse
+from tangram.checkpoint.store.retention import Candidate, KeepBest, Policy, kept, parse
 from tangram.errors import UserError
 from tests.checkpoint.making import flip, make
 
@@ -35,7 +35,7 @@ def folders(draw: st.DrawFn) -> list[Candidate]:
     return [candidate(serial, draw(steps), draw(LOSSES), draw(ages)) for serial in serials]
 
 
-BEST = st.builds(Best, st.just("eval.loss"), st.integers(1, 4), st.booleans())
+BEST = st.builds(KeepBest, st.just("eval.loss"), st.integers(1, 4), st.booleans())
 AGES = st.none() | st.integers(0, 1000).map(lambda s: datetime.timedelta(seconds=s))
 POLICIES = st.builds(Policy, st.integers(0, 5), st.integers(0, 7), st.lists(BEST, max_size=2).map(tuple), AGES)
 
@@ -83,7 +83,7 @@ def test_more_rules_never_keep_less(some: list[Candidate], one: Policy, other: P
 
 def test_what_is_no_number_is_never_best() -> None:
     some = [candidate(1, loss=float("nan")), candidate(2, loss="1"), candidate(3, loss=True), candidate(4)]
-    assert set(kept(some, Policy(best=(Best("eval.loss", 3),)), NOW)) == {Path("c4")}
+    assert set(kept(some, Policy(best=(KeepBest("eval.loss", 3),)), NOW)) == {Path("c4")}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_metric_is_found_by_its_name(objects: dict[str, object], number: float
 
 def test_rules_are_read() -> None:
     rules = ["last=3", "every=1000", "best=eval.loss", "best=acc:max:2", "younger=2h"]
-    best = (Best("eval.loss"), Best("acc", 2, largest=True))
+    best = (KeepBest("eval.loss"), KeepBest("acc", 2, largest=True))
     assert parse(rules) == Policy(3, 1000, best, datetime.timedelta(hours=2))
 
 

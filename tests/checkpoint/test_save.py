@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
 from tangram.checkpoint.saving.save import About, SaveError, save
-from tangram.checkpoint.state.entries import Held
+from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits, digest
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
@@ -136,8 +136,8 @@ def test_all_ranks_hear_what_went_wrong(saved: Path) -> None:
         ({"model": {"x": torch.zeros(2, device="meta")}}, "dense"),
         ({"model": {"x": torch.zeros(2, 2).to_sparse()}}, "dense"),
         ({"optim": trained()[1]}, "no module"),
-        ({"model": {"x": Held(torch.zeros(3), (4,), "a/dp", "dp=2", 0)}}, "part of shape"),
-        ({"model": {"x": Held(torch.zeros(4), (4,), "a sum:dp", "dp=2", 0)}}, "pending"),
+        ({"model": {"x": LocalPart(torch.zeros(3), (4,), "a/dp", "dp=2", 0)}}, "part of shape"),
+        ({"model": {"x": LocalPart(torch.zeros(4), (4,), "a sum:dp", "dp=2", 0)}}, "pending"),
     ],
 )
 def test_what_no_checkpoint_can_hold(tmp_path: Path, state: dict[str, Any], words: str) -> None:
@@ -148,7 +148,7 @@ def test_what_no_checkpoint_can_hold(tmp_path: Path, state: dict[str, Any], word
 
 def test_a_part_without_the_others_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="lack"):
-        save({"model": {"x": Held(torch.zeros(2), (4,), "a/dp", "dp=2", 0)}}, tmp_path / "x")
+        save({"model": {"x": LocalPart(torch.zeros(2), (4,), "a/dp", "dp=2", 0)}}, tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 

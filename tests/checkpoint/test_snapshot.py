@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.saving.save import write_share
-from tangram.checkpoint.saving.snapshot import CHUNK, Pool, Share, Snapshot, places, share
-from tangram.checkpoint.state.entries import Described, Entry, Held, describe
+from tangram.checkpoint.saving.snapshot import CHUNK, Pool, RankShare, Snapshot, places, share
+from tangram.checkpoint.state.entries import Described, LocalPart, StateEntry, describe
 from tangram.errors import UserError
 
 SAVE = "ab" * 16
@@ -23,7 +23,7 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def awkward() -> dict[str, Tensor | Held]:
+def awkward() -> dict[str, Tensor | LocalPart]:
     """Values of many kinds, that lie in memory in many ways."""
     torch.manual_seed(3)
     some = torch.randn(6, 10)
@@ -40,16 +40,16 @@ def awkward() -> dict[str, Tensor | Held]:
         "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
         "nothing": torch.empty(0, 4),
         "long": torch.arange(7),
-        "rows": Held(torch.randn(3, 4), (6, 4), "out/tp in", "tp=2", 1),
+        "rows": LocalPart(torch.randn(3, 4), (6, 4), "out/tp in", "tp=2", 1),
         "several_chunks": torch.randn(CHUNK // 4 + 1000),
     }
 
 
-def described(model: dict[str, Tensor | Held]) -> tuple[Entry, ...]:
+def described(model: dict[str, Tensor | LocalPart]) -> tuple[StateEntry, ...]:
     return describe({"model": model, "optim": {"exp_avg": torch.randn(64, 3)}}).entries
 
 
-def in_memory(own: Share, pool: Pool) -> dict[str, bytes]:
+def in_memory(own: RankShare, pool: Pool) -> dict[str, bytes]:
     """The files as they lie in the memory, with the headers that the writer adds."""
     assert pool.memory is not None
     found = places(own.pieces, 0, 1, SAVE)
@@ -61,7 +61,7 @@ def in_memory(own: Share, pool: Pool) -> dict[str, bytes]:
     return files
 
 
-def on_disk(entries: tuple[Entry, ...], folder: Path) -> dict[str, bytes]:
+def on_disk(entries: tuple[StateEntry, ...], folder: Path) -> dict[str, bytes]:
     """The files as a save that waits writes them."""
     folder.mkdir()
     write_share(Described(entries, {}), folder, 0, 1, SAVE)
@@ -118,7 +118,7 @@ def test_memory_is_kept_unless_it_is_too_small(pool: Pool, tmp_path: Path):
 
 def test_a_copy_that_fails_keeps_nobody_waiting(pool: Pool):
     (whole, _) = described({"w": torch.randn(4)})
-    broken = Entry(whole.name, whole.spec, whole.region, whole.local.to("meta"), whole.replicas)
+    broken = StateEntry(whole.name, whole.spec, whole.region, whole.local.to("meta"), whole.replicas)
     own = share([broken], 0, 1)
     snapshot = Snapshot()
     with pytest.raises((RuntimeError, NotImplementedError)):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.cli import main
 from tangram.errors import UserError
@@ -40,12 +40,12 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-def opened_of(file: Path, tree: object) -> Opened:
+def opened_of(file: Path, tree: object) -> OpenCheckpoint:
     torch.save(tree, file)
     return open_any(file)
 
 
-def holds(opened: Opened, expected: dict[str, Tensor]) -> None:
+def holds(opened: OpenCheckpoint, expected: dict[str, Tensor]) -> None:
     found = values(opened)
     assert set(found) == set(expected)
     for name, value in expected.items():

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from tangram.checkpoint.saving import rank_parts
-from tangram.checkpoint.saving.snapshot import Pool, Share, Snapshot, share
-from tangram.checkpoint.saving.writer_process import Order, Writer, _refuse_failed, attempt_id, share_fields
-from tangram.checkpoint.state.entries import Held, describe
+from tangram.checkpoint.saving.snapshot import Pool, RankShare, Snapshot, share
+from tangram.checkpoint.saving.writer_process import Order, SaveWriter, _refuse_failed, attempt_id, share_fields
+from tangram.checkpoint.state.entries import LocalPart, describe
 from tangram.checkpoint.store import commits
 from tangram.hardware.workers import Channel
 
@@ -27,11 +27,11 @@ WHOLE = torch.arange(3 * 4, dtype=torch.float32).reshape(3, 4)
 class Desk:
     """One rank's writer, in a thread, and the rank's end of the channel."""
 
-    def __init__(self, own: Share, pool: Pool, index: int) -> None:
+    def __init__(self, own: RankShare, pool: Pool, index: int) -> None:
         self.index = index
         here, there = socket.socketpair()
         self.channel, self._there = Channel(here), Channel(there)
-        self._writer = Writer(self._there)
+        self._writer = SaveWriter(self._there)
         self._thread: threading.Thread | None = None
         memory = pool.memory
         assert memory is not None
@@ -63,9 +63,9 @@ class Desks:
 
     def __init__(self) -> None:
         self._all: list[Desk] = []
-        self._shares: list[tuple[Share, Pool]] = []
+        self._shares: list[tuple[RankShare, Pool]] = []
         for index in range(WRITERS):
-            held = Held(WHOLE[index : index + 1].clone(), (3, 4), "out/tp in", f"tp={WRITERS}", index)
+            held = LocalPart(WHOLE[index : index + 1].clone(), (3, 4), "out/tp in", f"tp={WRITERS}", index)
             own, pool = share(describe({"model": {"w": held}}).entries, 0, 1), Pool()
             Snapshot().run(own, pool.reserve(own.places.size))
             self._shares.append((own, pool))
@@ -145,7 +145,7 @@ def test_who_never_comes_is_waited_for_to_the_limit(desks: Desks, order: Order, 
 def test_who_waits_for_nothing_can_be_told(desks: Desks, order: Order):
     second = desks.new(1)
     second.begin(order)
-    second.channel.send({"told": {"path": "", "reason": "the first said so"}})
+    second.channel.send({"verdict": {"path": "", "reason": "the first said so"}})
     assert second.done() == ("", "the first said so")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tangram.checkpoint.conversion.convert import IDENTITY
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.layout import Region
 from tangram.relayout import Piece, PieceIndex, bind, execute, plan
@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 TIED = {"head.weight": "embed.weight", "lm_head.weight": "model.embed_tokens.weight"}
 
 
-def values(opened: Opened) -> dict[str, Tensor]:
+def values(opened: OpenCheckpoint) -> dict[str, Tensor]:
     """All tensors of a checkpoint, put together as a conversion does."""
     bound = bind(IDENTITY, opened.specs)
     out = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in opened.specs.items()}
@@ -34,7 +34,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
-def compare(folder: Path) -> tuple[Opened, int]:
+def compare(folder: Path) -> tuple[OpenCheckpoint, int]:
     """What is read of `folder`/saved is what DeepSpeed said that it holds; how many tensors have been compared."""
     opened = open_any(folder / "saved")
     found, expected = values(opened), load_file(folder / "expected.safetensors")

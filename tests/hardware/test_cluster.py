@@ -12,7 +12,7 @@ from tangram.errors import UserError
 from tangram.hardware import cluster as c
 from tangram.hardware.devices import tables
 from tangram.layout import Layout, Mesh
-from tangram.relayout.sequences import Link, sequence
+from tangram.relayout.collectives.sequences import Link, sequence
 from tangram.sharding.derive.derive import WorkRates
 
 GOOD = """

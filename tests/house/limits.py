@@ -63,7 +63,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "Layouts and relayout",
-        r"layout|relayout",
+        r"layout|relayout.*",
         _CANNOT + r"|no sequence of collectives|has no (?:placement|layout)|refused",
     ),
     Kind("Kernels and hardware", r"kernels.*|hardware", _CANNOT + r"|wants|the catalogue knows no"),

@@ -1,46 +1,33 @@
-"""How far a job is from its plan: measured on the run itself, and held."""
+"""The ways through the house are as short as they are said to be, and a climb that is planted is seen."""
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 
-from tests.house import walks
-from tests.house.walks import WALKS, walk, within
-
-MOST = {"a job to its plan": (81, 28, 5)}
-"""Files that are crossed, those of the walk's own rooms, and climbs: more of any is a detour."""
+from tangram.checkpoint.formats.hf_export import bytes_of
+from tangram.checkpoint.saving import save
+from tangram.cli.output import size
+from tests.house.walks import WALKS, walk
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_no_walk_gets_longer(name: str) -> None:
-    measure, rooms = WALKS[name]
-    files, climbs = measure()
-    most, own, climbed = MOST[name]
-    assert len(files) <= most, files
-    assert len(within(files, rooms)) <= own, within(files, rooms)
-    assert len(climbs) <= climbed, climbs
+def test_a_walk_is_as_short_as_it_may_be(name: str) -> None:
+    found = walk(WALKS[name].call)
+    assert len(found.files) <= WALKS[name].files, found.files
+    assert len(found.climbs) <= WALKS[name].climbs, found.climbs
 
 
-def test_files_and_climbs_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of planted files: down is a crossing, up through a callback a climb, once each; imports are neither."""
-    sources = {
-        "layout/low.py": "def back(call):\n    return [call() for _ in range(3)]",
-        "planner/high.py": "def begin(back):\n    return back(again)\n\ndef again():\n    return 1\n\nagain()",
-    }
-    modules: list[Any] = []
-    for file, text in sources.items():
-        path = tmp_path / file
-        path.parent.mkdir()
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        modules.append(importlib.util.module_from_spec(spec))
-        spec.loader.exec_module(modules[-1])
-    low, high = modules
-    monkeypatch.setattr(walks, "SOURCE", str(tmp_path))
-    files, climbs = walk(lambda: high.begin(low.back))
-    assert files == ["planner/high.py", "layout/low.py"]
-    assert climbs == [("layout/low.py", "planner/high.py")]
+def test_a_walk_has_the_files_of_other_threads_too() -> None:
+    found = walk(WALKS["a state to its file"].call)
+    assert {"checkpoint/saving/file_writer.py", "checkpoint/store/digest.py"} <= {*found.files}
+
+
+def test_a_call_into_a_higher_room_and_one_into_a_higher_package_are_climbs() -> None:
+    attempt = getattr(save, "_try")  # noqa: B009  which calls whatever it is given
+    assert walk(partial(attempt, partial(size, 5))).climbs == ("checkpoint/saving/save.py -> cli/output.py",)
+    climbed = ("checkpoint/saving/save.py -> checkpoint/formats/hf_export.py",)
+    assert walk(partial(attempt, partial(bytes_of, "5GB"))).climbs == climbed
+
+
+def test_a_call_that_goes_down_or_stays_in_its_package_is_none() -> None:
+    assert walk(partial(bytes_of, "5GB")).climbs == ()

@@ -101,7 +101,7 @@ def modules(package: Path) -> list[Module]:
 
 FILES = 16
 """Modules of a folder at most, beside its `__init__`; a larger room has sub-packages."""
-LARGE = ("models", "relayout", "hardware")
+LARGE = ("models", "hardware")
 """Rooms that are larger, still."""
 
 

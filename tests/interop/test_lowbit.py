@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
-from tangram.relayout.states import ADAM_4BIT, ADAM_8BIT, SAME, SHARED, States, StateSpec, with_states
+from tangram.relayout.mapping.states import ADAM_4BIT, ADAM_8BIT, SAME, SHARED, States, StateSpec, with_states
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries warn of accelerators that are not here
 

@@ -19,6 +19,6 @@ def test_ten_turns_run_every_mutant_and_a_changed_file_runs_its_own() -> None:
     every = tables(TABLES)
     turns = [touched(every, set(), turn) for turn in range(7, 17)]
     assert sorted(m.name for turn in turns for m in turn) == sorted(m.name for m in every)
-    changed = {m.name for m in every if m.file == "relayout/cells.py"}
+    changed = {m.name for m in every if m.file == "relayout/mapping/cells.py"}
     assert changed
-    assert changed <= {m.name for m in touched(every, {"src/tangram/relayout/cells.py"}, 0)}
+    assert changed <= {m.name for m in touched(every, {"src/tangram/relayout/mapping/cells.py"}, 0)}

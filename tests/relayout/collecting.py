@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.relayout.collectives import DUALS, Place, dual, move
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.collectives.one_collective import DUALS, RankPlacement, dual, move
+from tangram.relayout.mapping.errors import RelayoutError
 
 RANKS = 4
 PLACES = (
-    Place("same"),
-    Place("several"),
-    Place("sum"),
-    Place("cut", 0),
-    Place("cut", 1),
-    Place("cut", 1, 2),
-    Place("cut", 1, 3),
-    Place("cut", 2, 2),
+    RankPlacement("same"),
+    RankPlacement("several"),
+    RankPlacement("sum"),
+    RankPlacement("cut", 0),
+    RankPlacement("cut", 1),
+    RankPlacement("cut", 1, 2),
+    RankPlacement("cut", 1, 3),
+    RankPlacement("cut", 2, 2),
 )
 SHAPE = (8, 24, 16)
 """Every place above is even in it, over 1, 2 and 4 ranks."""
@@ -62,7 +62,7 @@ def play(rank: int, folder: str, scenes: Sequence[Scene]) -> None:
 # ---------------------------------------------------------------- the oracle: numpy's indexing, in one process
 
 
-def lay(whole: Tensor, place: Place, k: int, seed: int = 0) -> list[Tensor]:
+def lay(whole: Tensor, place: RankPlacement, k: int, seed: int = 0) -> list[Tensor]:
     """What each of k ranks has of a tensor that lies so."""
     if place.kind in ("same", "several"):
         return [whole.clone() for _ in range(k)]
@@ -78,7 +78,7 @@ def lay(whole: Tensor, place: Place, k: int, seed: int = 0) -> list[Tensor]:
     return [whole.index_select(place.dim, torch.from_numpy(at[:, r].reshape(-1))) for r in range(k)]
 
 
-def differs(got: Tensor, whole: Tensor, place: Place, group: dist.ProcessGroup) -> str:
+def differs(got: Tensor, whole: Tensor, place: RankPlacement, group: dist.ProcessGroup) -> str:
     """What is wrong with this rank's part of a tensor that should lie so; "" where nothing is."""
     k, me = dist.get_world_size(group), dist.get_rank(group)
     if got.dtype != whole.dtype:
@@ -154,10 +154,10 @@ def scalars(world: World) -> list[str]:
 
 def _layers(x: Tensor, w: Tensor, v: Tensor, group: dist.ProcessGroup, rows: bool) -> Tensor:
     """Two products with a cut between, as Megatron's; the tensors between layers cut by rows or whole."""
-    between = Place("cut", 0) if rows else Place("same")
-    h = move(x, between, Place("several"), group)
+    between = RankPlacement("cut", 0) if rows else RankPlacement("same")
+    h = move(x, between, RankPlacement("several"), group)
     h = torch.tanh(h @ w) + torch.sin(h @ w)
-    y = move(h @ v, Place("sum"), between, group)
+    y = move(h @ v, RankPlacement("sum"), between, group)
     return x + y  # x is used twice
 
 
@@ -172,7 +172,11 @@ def layers(world: World) -> list[str]:
     for k, rows, again in itertools.product((1, 2, 4), (False, True), (False, True)):
         group = world.groups[k]
         me = dist.get_rank(group)
-        cut_x, cut_w, cut_v = Place("cut", 0) if rows else Place("same"), Place("cut", 1), Place("cut", 0)
+        cut_x, cut_w, cut_v = (
+            RankPlacement("cut", 0) if rows else RankPlacement("same"),
+            RankPlacement("cut", 1),
+            RankPlacement("cut", 0),
+        )
         own = [lay(t, p, k)[me].requires_grad_() for t, p in zip((x, w, v), (cut_x, cut_w, cut_v), strict=True)]
         model: Callable[..., Tensor] = partial(_layers, group=group, rows=rows)
         y: Any = checkpoint(model, *own, use_reentrant=False) if again else model(*own)
@@ -192,7 +196,7 @@ def gradients_of_gradients(world: World) -> list[str]:
     group = world.groups[2]
     x = torch.arange(1.0, 4.0, dtype=torch.float64) + 3 * dist.get_rank(group)
     x.requires_grad_()
-    y = move(x, Place("cut", 0), Place("same"), group)
+    y = move(x, RankPlacement("cut", 0), RankPlacement("same"), group)
     (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     (gg,) = torch.autograd.grad((g**2).sum(), x)
     return [] if torch.equal(g, 3 * x**2) and torch.allclose(gg, 36 * x**3) else [f"{g} {gg}"]
@@ -212,7 +216,7 @@ def without(world: World) -> list[str]:
 def small_parts(world: World) -> list[str]:
     """A slice keeps no whole tensor alive."""
     x = torch.zeros(SHAPE)
-    parts = {d: move(x, Place("same"), Place("cut", d), world.groups[4]) for d in range(3)}
+    parts = {d: move(x, RankPlacement("same"), RankPlacement("cut", d), world.groups[4]) for d in range(3)}
     return [f"dim {d}" for d, p in parts.items() if p.untyped_storage().nbytes() != p.numel() * 4]
 
 
@@ -220,12 +224,12 @@ def refused(world: World) -> list[str]:
     """Sentences, and nothing sent."""
     found: list[str] = []
     wrong: list[tuple[tuple[str, int, int], tuple[str, int, int]]] = [
-        (Place("same"), Place("cut", 0)),
-        (Place("same"), Place("cut", 1, 4)),
-        (Place("same"), Place("cut")),
-        (Place("cut", 5), Place("same")),
-        (Place("whole"), Place("same")),
-        (Place("cut", 0, 0), Place("same")),
+        (RankPlacement("same"), RankPlacement("cut", 0)),
+        (RankPlacement("same"), RankPlacement("cut", 1, 4)),
+        (RankPlacement("same"), RankPlacement("cut")),
+        (RankPlacement("cut", 5), RankPlacement("same")),
+        (RankPlacement("whole"), RankPlacement("same")),
+        (RankPlacement("cut", 0, 0), RankPlacement("same")),
     ]
     for a, b in wrong:
         try:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tangram.relayout import Bound, Sharding, TensorSpec, bind, shard
+from tangram.relayout import BoundMapping, Sharding, TensorSpec, bind, shard
 
-Job = tuple[Bound, Any, Any, dict[tuple[int, str], torch.Tensor]]
+Job = tuple[BoundMapping, Any, Any, dict[tuple[int, str], torch.Tensor]]
 """A mapping, who holds what, who wants what, and the buffers of all ranks."""
 SAME = "{x*} -> {x*}"
 
@@ -29,7 +29,7 @@ def spec(text: str) -> TensorSpec:
     return TensorSpec(tuple(int(x) for x in words if x.isdigit()), *[x for x in words if not x.isdigit()])
 
 
-def buffers(bound: Bound, source: Sharding) -> dict[tuple[int, str], torch.Tensor]:
+def buffers(bound: BoundMapping, source: Sharding) -> dict[tuple[int, str], torch.Tensor]:
     """What each rank of a source holds of tensors of random bits; replicas are alike, and so are `emb` and `head`."""
     made = torch.Generator()
     out: dict[tuple[int, str], torch.Tensor] = {}

@@ -19,20 +19,18 @@ from tangram.errors import UserError
 from tangram.hardware import shared
 from tangram.layout import Region
 from tangram.relayout import (
-    Bound,
+    BoundMapping,
     Piece,
     Sharding,
     TensorSpec,
     bind,
-    exchange,
     execute,
     plan,
-    rounds,
-    transports,
 )
-from tangram.relayout.exchange import move
-from tangram.relayout.peers import Peers
-from tangram.relayout.rounds import Report
+from tangram.relayout.exchange import between_ranks, rounds, transports
+from tangram.relayout.exchange.between_ranks import move
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.rounds import ExchangeReport
 from tests.relayout.exchange_jobs import JOBS, rows
 from tests.relayout.generate import Case
 from tests.relayout.moving import Buffers, Side, all_buffers, as_torch, specs
@@ -90,7 +88,7 @@ def pieces_of(target: Target, me: int) -> Sequence[Piece]:
     return target
 
 
-def wanted_from_others(bound: Bound, source: Sharding, target: Target, me: int) -> int:
+def wanted_from_others(bound: BoundMapping, source: Sharding, target: Target, me: int) -> int:
     """The bytes of what this rank wants and does not hold, each element in the shorter of its two dtypes."""
     total = 0
     for copy in plan(bound, source, pieces_of(target, me), check_tied=False).copies:
@@ -104,8 +102,14 @@ def wanted_from_others(bound: Bound, source: Sharding, target: Target, me: int) 
 
 
 def moved(
-    bound: Bound, source: Sharding, target: Target, have: Buffers, peers: Peers, dtype: str | None = None, **how: Any
-) -> tuple[list[str], Report]:
+    bound: BoundMapping,
+    source: Sharding,
+    target: Target,
+    have: Buffers,
+    peers: Peers,
+    dtype: str | None = None,
+    **how: Any,
+) -> tuple[list[str], ExchangeReport]:
     """Move, and say what differs from the same copies in one process. `have`: the buffers of all ranks."""
     me = peers.index
     mine = pieces_of(target, me)
@@ -126,7 +130,7 @@ def raw(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1).view(torch.uint8)
 
 
-def names(piece: Any, bound: Bound) -> list[str]:
+def names(piece: Any, bound: BoundMapping) -> list[str]:
     """The real tensors of a piece of a family."""
     family = bound.target.families[piece.tensor]
     lead = {i for box in piece.region.boxes for i in np.ndindex(*[s[-1][1] for s in box[: family.family_dims]])}
@@ -137,7 +141,7 @@ def held(box: Any, index: tuple[int, ...]) -> bool:
     return all(any(a <= i < z for a, z in s) for s, i in zip(box, index, strict=False))
 
 
-def blank(piece: Any, name: str, bound: Bound) -> torch.Tensor:
+def blank(piece: Any, name: str, bound: BoundMapping) -> torch.Tensor:
     """A buffer for a tensor of a piece."""
     family = bound.target.families[piece.tensor]
     inner = [box[family.family_dims :] for box in piece.region.boxes if held(box, family.index(name) or ())]
@@ -208,7 +212,7 @@ def every_row(world: World) -> Any:
             what = f"{name} by {way} on {nodes} nodes with {memory} bytes"
             given: list[tuple[int, int]] = []
             here = f"node {me * nodes // 4}"
-            with patched((exchange, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
+            with patched((between_ranks, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
                 found, report = moved(bound, source, own, have, peers, way=way, memory=memory)
             bad += [f"{what}: {x}" for x in found]
             near = {i for i in range(4) if i != me and i * nodes // 4 == me * nodes // 4}

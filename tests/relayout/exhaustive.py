@@ -10,20 +10,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tangram.relayout.digits import WAITING, Digit, Problem, Spot, State
+from tangram.relayout.collectives.digits import WAITING, DigitProblem, DigitSpot, RankDigit, State
 
 
-def problem(shape: tuple[int, ...], ks: Sequence[int], source: State, target: State) -> Problem:
+def problem(shape: tuple[int, ...], ks: Sequence[int], source: State, target: State) -> DigitProblem:
     """Two states over axes a, b, ... of these sizes."""
-    digits = tuple(Digit(int(np.prod(ks[i + 1 :], dtype=int)), k) for i, k in enumerate(ks))
+    digits = tuple(RankDigit(int(np.prod(ks[i + 1 :], dtype=int)), k) for i, k in enumerate(ks))
     names = tuple("abc"[: len(ks)])
-    return Problem(shape, digits, names, names, source, target)
+    return DigitProblem(shape, digits, names, names, source, target)
 
 
 def states(shape: tuple[int, ...], ks: Sequence[int]) -> list[State]:
     """Every way to lie: whole, pending, cut at any place of any dim."""
     places = [
-        [None, WAITING, *(Spot(d, o) for d, n in enumerate(shape) for o in range(1, n) if n % (o * k) == 0)] for k in ks
+        [None, WAITING, *(DigitSpot(d, o) for d, n in enumerate(shape) for o in range(1, n) if n % (o * k) == 0)]
+        for k in ks
     ]
     return [state for state in itertools.product(*places) if _stands(state, shape, ks)]
 

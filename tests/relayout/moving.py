@@ -19,7 +19,19 @@ import numpy as np
 import torch
 
 from tangram.layout import Layout, Mesh, Region, region
-from tangram.relayout import Bound, Piece, Plan, Sharding, Tensors, TensorSpec, bind, execute, inverse, plan, shard
+from tangram.relayout import (
+    BoundMapping,
+    CopyPlan,
+    Piece,
+    Sharding,
+    Tensors,
+    TensorSpec,
+    bind,
+    execute,
+    inverse,
+    plan,
+    shard,
+)
 
 Array = np.ndarray[Any, Any]
 State = Mapping[str, Array]
@@ -172,7 +184,9 @@ def by_member(pieces: Sequence[Piece], tensors: Tensors) -> list[Piece]:
     return [Piece(place, name, Region.of(boxes)) for (place, name), boxes in out.items()]
 
 
-def check_move(bound: Bound, source: Any, have: Buffers, wanted: Sequence[Piece], to: Side, dtype: str | None) -> None:
+def check_move(
+    bound: BoundMapping, source: Any, have: Buffers, wanted: Sequence[Piece], to: Side, dtype: str | None
+) -> None:
     """Plan and execute for some wanted pieces, and compare every buffer."""
     expected = {(p.place, name): a for p in wanted for name, a in locals_of(to.state, p.tensor, p.region).items()}
     got = {key: opposite(a) for key, a in expected.items()}
@@ -198,7 +212,7 @@ def move(
     derive: bool = True,
     ways: Sequence[str] = ("layouts", "pieces"),
     **sizes: int,
-) -> Bound:
+) -> BoundMapping:
     """Relayout every rank of `target` from `source`, found by layout and as explicit pieces; then back.
 
     `derive`: also bind without the target's shapes, which must come out the same.
@@ -232,7 +246,7 @@ def chunk(x: Array, k: int, i: int, axis: int = 0) -> Array:
     return x[(slice(None),) * axis + (slice(i * c, i * c + c),)]
 
 
-def whole(text: str, shape: tuple[int, ...], dtype: str = "float32", **sizes: int) -> Plan:
+def whole(text: str, shape: tuple[int, ...], dtype: str = "float32", **sizes: int) -> CopyPlan:
     """The plan that makes y of x, each in one piece."""
     bound = bind(text, {"x": TensorSpec(shape, dtype)}, **sizes)
     return plan(
@@ -242,6 +256,6 @@ def whole(text: str, shape: tuple[int, ...], dtype: str = "float32", **sizes: in
     )
 
 
-def run(copies: Plan, x: Any, y: Any) -> Any:
+def run(copies: CopyPlan, x: Any, y: Any) -> Any:
     execute(copies, {(0, "x"): x}, {(0, "y"): y})
     return y

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.kernels.attention import Heads, attend
-from tangram.relayout.ring import ring_attend
+from tangram.relayout.collectives.ring_attention import ring_attend
 from tests.relayout.collecting import World
 
 B, HEADS, GROUPS, LENGTH, WIDTH = 2, 4, 2, 12, 8

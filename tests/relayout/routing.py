@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.relayout import routed
-from tangram.relayout.routed import Route
+from tangram.relayout.collectives import grouped_rows
+from tangram.relayout.collectives.grouped_rows import RowRoute
 from tests.relayout.collecting import World
 
 WIDTH = 3
@@ -39,7 +39,7 @@ def _wrong(group: dist.ProcessGroup, drawn: list[list[int]]) -> str:
         torch.arange(len(one) * WIDTH, dtype=torch.float64).view(-1, WIDTH) + 100 * r for r, one in enumerate(drawn)
     ]
     x = values[me].clone().requires_grad_()
-    route = Route(ids, 2 * k, group)
+    route = RowRoute(ids, 2 * k, group)
     rows = route.sent(x)
     rows += 0  # as models do, in place
     back = route.back(rows * (me + 2))  # by whom it was done
@@ -67,20 +67,20 @@ def every_route(world: World) -> list[str]:
 
 @contextmanager
 def _planted(name: str, wrong: Callable[..., Any]) -> Iterator[None]:
-    real = getattr(routed, name)
-    setattr(routed, name, lambda *args: wrong(real, *args))
+    real = getattr(grouped_rows, name)
+    setattr(grouped_rows, name, lambda *args: wrong(real, *args))
     try:
         yield
     finally:
-        setattr(routed, name, real)
+        setattr(grouped_rows, name, real)
 
 
-def _not_sorted(real: Any, x: Tensor, route: Route) -> Tensor:
+def _not_sorted(real: Any, x: Tensor, route: RowRoute) -> Tensor:
     sizes = route.sizes
-    return routed._swapped_rows(x[: sum(sizes.to)], sizes.to, sizes.of, route.group)  # pyright: ignore[reportPrivateUsage]
+    return grouped_rows._swapped_rows(x[: sum(sizes.to)], sizes.to, sizes.of, route.group)  # pyright: ignore[reportPrivateUsage]
 
 
-def _not_put_back(real: Any, x: Tensor, route: Route) -> Tensor:
+def _not_put_back(real: Any, x: Tensor, route: RowRoute) -> Tensor:
     return real(x[route.sizes.order], route)
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.layout import Layout, Mesh, region
-from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SLICE, ZERO
-from tangram.relayout.sequences import Step
-from tangram.relayout.steps import members, pack, sizes, unpack
+from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SLICE, ZERO
+from tangram.relayout.collectives.run_sequence import members, pack, sizes, unpack
+from tangram.relayout.collectives.sequences import CollectiveStep
 
 NAMES = "abcd"
 
@@ -51,7 +51,7 @@ def wrong(found: Sequence[Tensor], whole: Tensor, layout: Layout, mesh: Mesh) ->
     return bad
 
 
-def played(steps: Sequence[Step], tensors: Sequence[Tensor], mesh: Mesh) -> tuple[list[Tensor], float]:
+def played(steps: Sequence[CollectiveStep], tensors: Sequence[Tensor], mesh: Mesh) -> tuple[list[Tensor], float]:
     """Run the steps on all ranks at once; and the elements that a rank has received, on average."""
     have, total = list(tensors), 0.0
     for step in steps:
@@ -66,7 +66,7 @@ def played(steps: Sequence[Step], tensors: Sequence[Tensor], mesh: Mesh) -> tupl
     return have, total / mesh.size
 
 
-def collective(step: Step, sent: list[Tensor]) -> tuple[list[Tensor], float]:
+def collective(step: CollectiveStep, sent: list[Tensor]) -> tuple[list[Tensor], float]:
     """What each of a group's members gets, and how many elements they receive together."""
     k, n = len(sent), sent[0].numel()
     if step.collective in (SLICE, ZERO):

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from tangram.layout import Layout, Mesh
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.sequences import Step, sequence
-from tangram.relayout.steps import members, relayout, run
+from tangram.relayout.collectives.run_sequence import members, relayout, run
+from tangram.relayout.collectives.sequences import CollectiveStep, sequence
+from tangram.relayout.mapping.errors import RelayoutError
 from tests.relayout.collecting import World
 from tests.relayout.sequencing import laid, part
 
@@ -28,7 +28,7 @@ LAYOUTS = (
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-def _groups(steps: tuple[Step, ...], mesh: Mesh, me: int) -> dict[tuple[str, ...], dist.ProcessGroup]:
+def _groups(steps: tuple[CollectiveStep, ...], mesh: Mesh, me: int) -> dict[tuple[str, ...], dist.ProcessGroup]:
     """The groups of all steps; every rank makes all groups, in one order."""
     found: dict[tuple[str, ...], dist.ProcessGroup] = {}
     for step in steps:

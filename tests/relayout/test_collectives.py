@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 
-from tangram.relayout.collectives import DUALS, WAYS, Place, dual, way
+from tangram.relayout.collectives.one_collective import DUALS, WAYS, RankPlacement, dual, way
 from tests.relayout import collecting, ringing, routing, stepping
 from tests.relayout.collecting import PLACES, RANKS, play
 
@@ -61,4 +61,4 @@ def test_every_pair_has_a_way_and_its_dual_too() -> None:
         for b in PLACES:
             assert way(a, b)[1] == way(dual(b), dual(a))[0]
     assert {(a, b) for a in DUALS for b in DUALS if a != b or a == "cut"} == set(WAYS)
-    assert dual(dual(Place("sum"))) == Place("sum")
+    assert dual(dual(RankPlacement("sum"))) == RankPlacement("sum")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tangram.layout import Layout, LayoutError, Mesh, region
 from tangram.layout.placements import from_placements
-from tangram.relayout.dtensor import layout_of, local_shapes, mesh_of, placements_of
+from tangram.relayout.copies.dtensor import layout_of, local_shapes, mesh_of, placements_of
 from tests.ranks import start
 
 CASES = {  # name: (global shape, placements over tp, whether FSDP2 cuts it over dp as well)

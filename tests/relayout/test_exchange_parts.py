@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 
 from tangram.hardware import shared
 from tangram.layout import intervals
-from tangram.relayout import TensorSpec, bind, lanes, rounds
-from tangram.relayout.errors import PeerError
-from tangram.relayout.exchange import move
-from tangram.relayout.messages import Request, cut, decoded, encoded
-from tangram.relayout.peers import Peers
-from tangram.relayout.rounds import ENOUGH, ROOM, Load, Report, Way, decide
-from tangram.relayout.transports import Traffic, choose
+from tangram.relayout import TensorSpec, bind
+from tangram.relayout.exchange import rounds, shared_lanes
+from tangram.relayout.exchange.between_ranks import move
+from tangram.relayout.exchange.messages import BoxRequest, cut, decoded, encoded
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.rounds import ENOUGH, ROOM, ExchangeReport, Load, RoundChoice, decide
+from tangram.relayout.exchange.transports import RankTraffic, choose
+from tangram.relayout.mapping.errors import PeerError
 from tests.relayout.exchange_jobs import QKV, job
 
 
@@ -35,8 +36,8 @@ def test_requests_are_numbers_and_back() -> None:
     bound = bind(QKV, {"q": TensorSpec((24, 8)), "k": TensorSpec((12, 8)), "v": TensorSpec((12, 8))}, g=4)
     cells = bound.cells["qkv"]
     made = [
-        Request(1, (((0, 1), (2, 4)), ((0, 3),), ((1, 2), (5, 8))), 0, False),
-        Request(0, (((0, 4),), ((0, 2),), ((0, 3),), ((0, 8),)), 2, True),
+        BoxRequest(1, (((0, 1), (2, 4)), ((0, 3),), ((1, 2), (5, 8))), 0, False),
+        BoxRequest(0, (((0, 4),), ((0, 2),), ((0, 3),), ((0, 8),)), 2, True),
     ]
     assert [len(cell.factors) for cell in cells[:2]] == [4, 3]
     assert decoded(encoded(made), cells) == made
@@ -62,12 +63,12 @@ def test_a_box_is_cut_in_row_major_order(box: Any, data: st.DataObject) -> None:
     assert len(parts) <= max(1, 2 * len(box))
 
 
-def traffic(*sent: int, alike: int = -1, received: int = 100) -> Traffic:
-    return Traffic(sum(n > 0 for n in sent), 1, sum(sent), received, alike)
+def traffic(*sent: int, alike: int = -1, received: int = 100) -> RankTraffic:
+    return RankTraffic(sum(n > 0 for n in sent), 1, sum(sent), received, alike)
 
 
 PATTERNS = {
-    "nothing": [Traffic(0, 0, 0, 0, -1)] * 3,
+    "nothing": [RankTraffic(0, 0, 0, 0, -1)] * 3,
     "broadcast": [traffic(100, 100, alike=100, received=0), *[traffic()] * 2],
     "all-gather": [traffic(100, 100, alike=100, received=200)] * 3,
     "all-to-all": [traffic(100, 100, received=200)] * 3,
@@ -78,7 +79,7 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_way_follows_from_the_pattern(name: str) -> None:
     loads = [Load(0, of, of) for of in PATTERNS[name]]
-    assert decide(loads, 1 << 20, None) == Way(False, choose(PATTERNS[name]), 1)
+    assert decide(loads, 1 << 20, None) == RoundChoice(False, choose(PATTERNS[name]), 1)
     assert choose(PATTERNS[name]).name == name
     uneven = [replace(of, alike=of.alike + (i == 1)) if of.alike > 0 else of for i, of in enumerate(PATTERNS[name])]
     assert choose(uneven).name == ("all-to-all" if name == "all-gather" else name)  # it gathers equal lengths only
@@ -86,9 +87,9 @@ def test_the_way_follows_from_the_pattern(name: str) -> None:
 
 
 def test_ranks_of_a_node_share_memory_if_they_have_enough_to_move() -> None:
-    far, every = Traffic(1, 1, 50, 50, -1), Traffic(2, 2, 50 + ENOUGH, 50 + ENOUGH, -1)
+    far, every = RankTraffic(1, 1, 50, 50, -1), RankTraffic(2, 2, 50 + ENOUGH, 50 + ENOUGH, -1)
     loads = [Load(ENOUGH, far, every)] * 4
-    assert decide(loads, 1 << 30, None) == Way(True, choose([far] * 4), ENOUGH // ROOM)
+    assert decide(loads, 1 << 30, None) == RoundChoice(True, choose([far] * 4), ENOUGH // ROOM)
     assert decide([replace(load, near=ENOUGH - 1) for load in loads], 1 << 30, None).near is False
     assert decide([replace(load, near=1) for load in loads], 1 << 30, "shared memory").near is True
     assert decide(loads, 1 << 30, "pairs").near is False
@@ -100,7 +101,7 @@ def test_ranks_of_a_node_share_memory_if_they_have_enough_to_move() -> None:
 def test_a_process_alone_moves_in_memory() -> None:
     bound, source, target, have = job("w: a b -> v: b a", {"w": "3 4"}, "x=1", {"w": "a/x b"}, {"v": "b a/x"})
     out = torch.zeros(4, 3)
-    assert move(bound, source, target, have, {(0, "v"): out}, Peers()) == Report(0, 0, 48, 1, {})
+    assert move(bound, source, target, have, {(0, "v"): out}, Peers()) == ExchangeReport(0, 0, 48, 1, {})
     assert torch.equal(out.view(torch.int32), have[0, "w"].T.contiguous().view(torch.int32))
 
 
@@ -117,7 +118,7 @@ def _dying(rank: int, folder: str, way: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(*arguments)
 
-    rounds.pack = lanes.pack = pack
+    rounds.pack = shared_lanes.pack = pack
     try:
         move(bound, source, target, have, out, Peers(dist.group.WORLD), memory=800, way=way)
     except PeerError as error:
@@ -127,21 +128,21 @@ def _dying(rank: int, folder: str, way: str) -> None:
 
 def test_who_was_killed_is_blamed_by_all() -> None:
     """Also by a rank that looks only after another one has missed it, and has ended for that."""
-    here, plot = [3, 5, 7], lanes.Plot(64, 2, 3)
+    here, plot = [3, 5, 7], shared_lanes.Plot(64, 2, 3)
     ended = multiprocessing.get_context("spawn").Process()
     ended.start()
     ended.join()
     nowhere, alive = ended.pid or 0, shared.process()
-    every = [lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
+    every = [shared_lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
     for me, processes in ((3, [alive, nowhere, alive]), (7, [nowhere, nowhere, alive])):
-        mine = lanes.Lanes(every, here, processes, me, plot)
+        mine = shared_lanes.Lanes(every, here, processes, me, plot)
         with pytest.raises(PeerError, match="rank 5 ended"), mine.held():
             mine._until(lambda: False)
-    every = [lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
-    with pytest.raises(ZeroDivisionError), lanes.Lanes(every, here, [alive] * 3, 7, plot).held():
+    every = [shared_lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
+    with pytest.raises(ZeroDivisionError), shared_lanes.Lanes(every, here, [alive] * 3, 7, plot).held():
         _ = 1 / 0
     with pytest.raises(PeerError, match="rank 7 ended"):
-        lanes.Lanes(every, here, [alive] * 3, 3, plot)._until(lambda: False)
+        shared_lanes.Lanes(every, here, [alive] * 3, 3, plot)._until(lambda: False)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "all-to-all", "pairs"])

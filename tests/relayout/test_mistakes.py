@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tangram.layout import Layout, LayoutError, Mesh, Region
-from tangram.relayout import Bound, Piece, RelayoutError, TensorSpec, bind, execute, plan, shard
-from tangram.relayout.states import ADAMW, COLUMN, ROW, StateSpec, state_layout, with_states
+from tangram.relayout import BoundMapping, Piece, RelayoutError, TensorSpec, bind, execute, plan, shard
+from tangram.relayout.mapping.states import ADAMW, COLUMN, ROW, StateSpec, state_layout, with_states
 from tests.counting import lines_run
 
 THREE = TensorSpec((3,))
@@ -81,15 +81,15 @@ def test_thousands_of_statements_and_wild_families_cost_no_square() -> None:
 # ---------------------------------------------------------------- pieces and buffers
 
 
-def rename() -> Bound:
+def rename() -> BoundMapping:
     return bind("w -> v", specs("w"))
 
 
-def layers() -> Bound:
+def layers() -> BoundMapping:
     return bind("w.{l} -> v.{l}", specs("w.0", "w.1", shape=(4, 2)))
 
 
-def tied() -> Bound:
+def tied() -> BoundMapping:
     return bind("a.{l}: h -> b.{l}: h = c.{l}: h", specs("a.0", "a.1"))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tangram.layout import LayoutError, NotationError, Region
-from tangram.relayout import CoverageError, Piece, Plan, RelayoutError, TensorSpec, bind, execute, plan, shard
+from tangram.relayout import CopyPlan, CoverageError, Piece, RelayoutError, TensorSpec, bind, execute, plan, shard
 from tests.relayout.moving import numbered
 
 SQUARE = TensorSpec((4, 1))
@@ -152,7 +152,7 @@ def test_a_rank_that_holds_nothing_because_of_at() -> None:
 Spoil = Callable[[np.ndarray, np.ndarray], tuple[dict[Any, Any], dict[Any, Any]]]
 
 
-def transposing() -> Plan:
+def transposing() -> CopyPlan:
     return plan(square(), [Piece(0, "x", Region.full((6, 4)))], [Piece(0, "y", Region.full((4, 6)))])
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.relayout.sequences import Link, cheapest, received, sequence
+from tangram.relayout.collectives.sequences import Link, cheapest, received, sequence
 from tests.relayout import exhaustive
 from tests.relayout.sequencing import laid, played, problems, wrong
 

@@ -8,7 +8,7 @@ import torch
 
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout import Piece, RelayoutError, TensorSpec, bind, execute, invert, plan
-from tangram.relayout.states import (
+from tangram.relayout.mapping.states import (
     ADAFACTOR,
     ADAFACTOR_HF,
     ADAM_4BIT,

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tangram.relayout.digits import WAITING
-from tangram.relayout.sequences import cheapest
+from tangram.relayout.collectives.digits import WAITING
+from tangram.relayout.collectives.sequences import cheapest
 from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.transitions import Change, Joint, costs

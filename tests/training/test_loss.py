@@ -14,7 +14,7 @@ from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.derived_layouts import Moves, plan_moves, sample_graph
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch
 from tangram.training.mesh.world import make_world

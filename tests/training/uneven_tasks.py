@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tangram.layout import Mesh
-from tangram.relayout import uneven
+from tangram.relayout.collectives import uneven
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.runtime.operators import Operators

@@ -6,8 +6,8 @@
     save(state, "runs/step-100", group=group)        # every rank calls it; group=None: this process alone
     load(state, "runs/step-100", group=group)        # in place, at any other mesh and number of ranks
 
-Tensors of a state are plain ones, replicated on every rank, DTensors as FSDP2 makes them, or `Held` parts with their
-layout. Names are imported when they are first used.
+Tensors of a state are plain ones, replicated on every rank, DTensors as FSDP2 makes them, or `LocalPart` parts with
+their layout. Names are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING
@@ -21,17 +21,17 @@ __all__ = [
     "Converted",
     "DamagedError",
     "Described",
-    "Held",
     "LoadError",
     "Loaded",
+    "LocalPart",
     "Manifest",
     "Reading",
-    "Report",
     "Restructured",
     "SaveError",
-    "Saved",
+    "SaveResult",
     "Settings",
     "StoredTensor",
+    "VerifyReport",
     "describe",
     "digest_of",
     "load",
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
     from tangram.checkpoint.conversion.convert import Restructured
     from tangram.checkpoint.conversion.converting import ConvertOptions
     from tangram.checkpoint.formats.hf_export import Converted
-    from tangram.checkpoint.inspect.verify_any import Reading, Report
+    from tangram.checkpoint.inspect.foreign import Reading
+    from tangram.checkpoint.inspect.verify import VerifyReport
     from tangram.checkpoint.loading.block_source import DamagedError
     from tangram.checkpoint.loading.load import Loaded, LoadError, load
-    from tangram.checkpoint.saving.async_saver import AsyncSaver, Saved, Settings
+    from tangram.checkpoint.saving.async_saver import AsyncSaver, SaveResult, Settings
     from tangram.checkpoint.saving.save import About, SaveError, save
-    from tangram.checkpoint.state.entries import Described, Held, describe
+    from tangram.checkpoint.state.entries import Described, LocalPart, describe
     from tangram.checkpoint.store.commits import newest, read_manifest
     from tangram.checkpoint.store.digest import digest_of
     from tangram.checkpoint.store.manifest import Manifest, StoredTensor
@@ -57,7 +58,7 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tangram.checkpoint.saving.async_saver": ["AsyncSaver", "Saved", "Settings"],
+            "tangram.checkpoint.saving.async_saver": ["AsyncSaver", "SaveResult", "Settings"],
             "tangram.checkpoint.store.commits": ["newest", "read_manifest"],
             "tangram.checkpoint.formats.hf_export": ["Converted"],
             "tangram.checkpoint.conversion.converting": ["ConvertOptions"],
@@ -67,7 +68,8 @@ else:
             "tangram.checkpoint.conversion.convert": ["Restructured"],
             "tangram.checkpoint.saving.save": ["About", "SaveError", "save"],
             "tangram.checkpoint.loading.block_source": ["DamagedError"],
-            "tangram.checkpoint.state.entries": ["Described", "Held", "describe"],
-            "tangram.checkpoint.inspect.verify_any": ["Reading", "Report"],
+            "tangram.checkpoint.state.entries": ["Described", "LocalPart", "describe"],
+            "tangram.checkpoint.inspect.foreign": ["Reading"],
+            "tangram.checkpoint.inspect.verify": ["VerifyReport"],
         },
     )

@@ -12,7 +12,7 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.inspect.verify import Report
+    from tangram.checkpoint.inspect.verify import VerifyReport
 
 __all__ = ["checkpoint"]
 
@@ -97,13 +97,13 @@ def verify(
         foreign.refuse_unknown(path)
         paths = of.checkpoints_in(path)
         paths = paths[-1:] if newest else paths
-        with byte_bar("verifying", sum(of.size_of(one) for one in paths)) as told:
-            reports = [of.verify(one, told) for one in paths]
+        with byte_bar("verifying", sum(of.size_of(one) for one in paths)) as on_bytes:
+            reports = [of.verify(one, on_bytes) for one in paths]
         damaged = tuple(report.path for report in reports if not report.sound)
         offer = None
         if damaged and reports[-1].path in damaged:
-            with byte_bar("looking for an older one that is sound", None) as told:
-                offer = of.newest_sound(reports[-1].path, told, damaged)
+            with byte_bar("looking for an older one that is sound", None) as on_bytes:
+                offer = of.newest_sound(reports[-1].path, on_bytes, damaged)
     if json:
         fields = [report.as_json() for report in reports]
         print_json({"sound": not damaged, "checkpoints": fields, "offer": str(offer) if offer else None})
@@ -252,8 +252,10 @@ def prune(
 
     policy = retention.parse(keep or [])
     with _files():
-        with byte_bar("verifying the newest", None) as told:
-            pruning = retention.plan(folder, policy, sound=(lambda path: read(path, told).sound) if verified else None)
+        with byte_bar("verifying the newest", None) as on_bytes:
+            pruning = retention.plan(
+                folder, policy, sound=(lambda path: read(path, on_bytes).sound) if verified else None
+            )
         if not dry_run:
             retention.prune(pruning, partials)
     if json:
@@ -268,7 +270,7 @@ def prune(
     _table(str(folder), ("checkpoint", "what", "why"), rows)
 
 
-def _print(report: "Report") -> None:
+def _print(report: "VerifyReport") -> None:
     rate = f", {size(report.nbytes / report.seconds)}/s" if report.nbytes else ""
     said = "sound" if report.sound else f"DAMAGED, {count(len(report.findings), 'finding')}"
     print(

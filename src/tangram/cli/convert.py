@@ -11,12 +11,12 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.conversion.convert import Restructured, Way
+    from tangram.checkpoint.conversion.convert import NewTensor, Restructured
     from tangram.checkpoint.conversion.converting import ConvertOptions
-    from tangram.checkpoint.conversion.find_mapping import Chosen
-    from tangram.checkpoint.formats.common.opened import Opened
+    from tangram.checkpoint.conversion.find_mapping import ChosenMapping
+    from tangram.checkpoint.formats.common.opened import OpenCheckpoint
     from tangram.checkpoint.formats.hf_export import Converted
-    from tangram.checkpoint.inspect.diff import Comparison
+    from tangram.checkpoint.inspect.diff import CheckpointDiff
 
 __all__ = ["Asked", "compared", "run"]
 
@@ -92,13 +92,13 @@ def _options(asked: Asked, room: Mapping[str, int]) -> "ConvertOptions":
     )  # fmt: skip
 
 
-def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
+def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDiff":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
     from tangram.checkpoint.conversion.converting import rare_collections
     from tangram.checkpoint.conversion.object_store import is_remote, opening
     from tangram.checkpoint.conversion.quantised import alike
-    from tangram.checkpoint.inspect import diff, diff_across_formats, quantised_weights
+    from tangram.checkpoint.inspect import diff, quantised_weights
     from tangram.checkpoint.inspect.foreign import is_foreign
     from tangram.checkpoint.store import commits
 
@@ -109,17 +109,17 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "Comparison":
         one, other = ((Path(path), commits.read_manifest(Path(path))) for path in (a, b))
         if (codes := quantised_weights.of_two_own(one, other, pattern)) is not None:
             return codes
-        with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as told:
-            return diff.compare(one, other, pattern, told)
+        with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as on_bytes:
+            return diff.compare(one, other, pattern, on_bytes)
     with rare_collections(), opening(a) as one_side, opening(b) as other:
         if (known := quantised_weights.both_quantised(one_side, other)) is not None:
-            with byte_bar("comparing", None) as told:
-                return quantised_weights.compare(one_side, other, known, pattern, told)
+            with byte_bar("comparing", None) as on_bytes:
+                return quantised_weights.compare(one_side, other, known, pattern, on_bytes)
         small = small_of(config) if config else {**other.small, **one_side.small}
         left, right = alike(one_side, other)
-        way, other_side = diff_across_formats.seen_as(left, right, config_of(small))
-        with byte_bar("comparing", diff_across_formats.to_read(way, other_side, pattern)) as told:
-            return diff_across_formats.compare(way, other_side, pattern, told)
+        way, other_side = diff.seen_as(left, right, config_of(small))
+        with byte_bar("comparing", diff.to_read_across(way, other_side, pattern)) as on_bytes:
+            return diff.compare_across(way, other_side, pattern, on_bytes)
 
 
 def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:
@@ -127,9 +127,9 @@ def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -
     from tangram.checkpoint.formats import hf_export as of
     from tangram.checkpoint.formats.common.side_files import is_of_tokenizer
 
-    with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as told:
+    with byte_bar("exporting", of.size_of(source, asked.dtype, asked.rounded)) as on_bytes:
         made = of.to_hugging_face(
-            source, target, dtype=asked.dtype, rounded=asked.rounded, config=asked.config, told=told, **room
+            source, target, dtype=asked.dtype, rounded=asked.rounded, config=asked.config, on_bytes=on_bytes, **room
         )
     if asked.json:
         print_json(made.as_json())
@@ -154,7 +154,7 @@ def _beside(made: "Converted | Restructured") -> None:
         print(printable(f"beside the weights, not carried: {', '.join(made.left_beside[:SKIPPED])}{more}"))
 
 
-def _convert(source: "Opened", target: str, asked: Asked, options: "ConvertOptions", local: bool) -> None:
+def _convert(source: "OpenCheckpoint", target: str, asked: Asked, options: "ConvertOptions", local: bool) -> None:
     from tangram.checkpoint.conversion.converting import prepare
 
     found = prepare(source, asked.to, options)
@@ -162,11 +162,11 @@ def _convert(source: "Opened", target: str, asked: Asked, options: "ConvertOptio
         rate = _disk(found.source, Path(target)) if local else None
         _planned(found.source, target, asked, found.chosen, found.ways, found.nbytes, found.notes, rate)
         return
-    with byte_bar("converting", found.nbytes) as told:
-        made = found.write(target, told)
+    with byte_bar("converting", found.nbytes) as on_bytes:
+        made = found.write(target, on_bytes)
     if asked.json:
         decoded = {"dequantised": found.dequantised.as_json()} if found.dequantised else {}
-        counts = {"by": found.chosen.said, "left_out": len(found.chosen.left), "skipped": found.source.skipped}
+        counts = {"by": found.chosen.description, "left_out": len(found.chosen.left), "skipped": found.source.skipped}
         print_json({**made.as_json(), **counts, "beside": found.source.beside, "notes": found.notes, **decoded})
         return
     _said(made, found.chosen, asked, found.source, found.notes)
@@ -174,7 +174,7 @@ def _convert(source: "Opened", target: str, asked: Asked, options: "ConvertOptio
         print(found.dequantised)
 
 
-def _skipped(source: "Opened", notes: Sequence[str]) -> None:
+def _skipped(source: "OpenCheckpoint", notes: Sequence[str]) -> None:
     """What stands in the source and is not taken, with the reason where it has one, and what was noted of it."""
     for note in notes:
         print(printable(note))
@@ -186,13 +186,15 @@ def _skipped(source: "Opened", notes: Sequence[str]) -> None:
         print(printable(f"not taken: {', '.join(source.skipped[:SKIPPED])}{more}"))
 
 
-def _how(chosen: "Chosen") -> str:
+def _how(chosen: "ChosenMapping") -> str:
     from tangram.checkpoint.conversion.find_mapping import KEPT
 
-    return chosen.said if chosen.said.startswith(KEPT) else f"by {chosen.said}"
+    return chosen.description if chosen.description.startswith(KEPT) else f"by {chosen.description}"
 
 
-def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened", notes: Sequence[str]) -> None:
+def _said(
+    made: "Restructured", chosen: "ChosenMapping", asked: Asked, source: "OpenCheckpoint", notes: Sequence[str]
+) -> None:
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     tensors = count(made.tensors, "tensor")
@@ -210,11 +212,11 @@ def _said(made: "Restructured", chosen: "Chosen", asked: Asked, source: "Opened"
 
 
 def _planned(
-    source: "Opened",
+    source: "OpenCheckpoint",
     target: str,
     asked: Asked,
-    chosen: "Chosen",
-    ways: Sequence["Way"],
+    chosen: "ChosenMapping",
+    ways: Sequence["NewTensor"],
     total: int,
     notes: Sequence[str],
     rate: float | None,
@@ -224,8 +226,9 @@ def _planned(
 
     files = len(by_size(ways, bytes_of(asked.shard_size), lambda way: way.nbytes))
     fields: dict[str, Any] = {
-        "from": source.format, "to": asked.to, "by": chosen.said, "tensors": len(ways), "bytes": total, "files": files,
-        "left_out": list(chosen.left), "skipped": source.skipped, "seconds": round(total / rate, 1) if rate else None,
+        "from": source.format, "to": asked.to, "by": chosen.description, "tensors": len(ways), "bytes": total,
+        "files": files, "left_out": list(chosen.left), "skipped": source.skipped,
+        "seconds": round(total / rate, 1) if rate else None,
     }  # fmt: skip
     if asked.json:
         print_json({"dry_run": True, **fields, "ways": [way.as_json() for way in ways]})
@@ -247,7 +250,7 @@ def _planned(
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states would not be converted")
 
 
-def _disk(source: "Opened", target: Path) -> float | None:
+def _disk(source: "OpenCheckpoint", target: Path) -> float | None:
     """Bytes a second that go from the source to where the target will lie; None where nothing is there to read."""
     import os
     import tempfile

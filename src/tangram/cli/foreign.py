@@ -38,7 +38,7 @@ def inspect_foreign(
         fields |= {"quantised": quantised.method} if quantised else {}
         print_json({**fields, "beside": opened.beside, "skipped": opened.skipped})
         return
-    about = [("format", FORMATS[kind].said), ("tensors", f"{len(every):,}, {size(nbytes)}")]
+    about = [("format", FORMATS[kind].title), ("tensors", f"{len(every):,}, {size(nbytes)}")]
     about += quantised_rows(quantised)
     about += [("states", ", ".join(opened.states))] if opened.states else []
     about += [("not the model's", _some(opened.beside))] if opened.beside else []
@@ -67,8 +67,8 @@ def verify_foreign(path: Path, json: bool) -> int:
     """Read all of a checkpoint of another format; 1 where something cannot be."""
     from tangram.checkpoint.inspect import foreign
 
-    with byte_bar("reading", None) as told:
-        found = foreign.read_all(path, told)
+    with byte_bar("reading", None) as on_bytes:
+        found = foreign.read_all(path, on_bytes)
     if json:
         print_json({"sound": found.sound, "checkpoints": [found.as_json()], "offer": None})
         return 0 if found.sound else 1

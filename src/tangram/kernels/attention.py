@@ -3,7 +3,7 @@
 Each token has two numbers: its document, and its place among all tokens of its row. A query sees the keys of its own
 document that stand at its own place or before, at most `window` places of them. So a mask is two numbers a token and no
 square of the sequence, tokens may lie in any order, and whoever has some of the keys can say which of them count: what
-parts of the keys come to is put together by `Partial` (ring attention: `relayout.ring`).
+parts of the keys come to is put together by `Partial` (ring attention: `relayout.collectives.ring_attention`).
 
     sums     sums_BHS is the logarithm of the sum of exponentials by which a result was divided; -inf: nothing is seen
     sinks    one more logit for each head that takes its share and gives nothing (GPT-OSS)

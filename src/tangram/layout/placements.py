@@ -2,7 +2,7 @@
 
 Reading them is exact. Writing DTensor placements is a guess that is then checked: the regions of the result must
 equal the layout's on every rank, else it is refused, because `_StridedShard` cannot say everything. Live torch
-objects are read by their public methods, so this module needs no torch; `tangram.relayout.dtensor` makes them.
+objects are read by their public methods, so this module needs no torch; `tangram.relayout.copies.dtensor` makes them.
 """
 
 from __future__ import annotations

@@ -213,6 +213,9 @@ def coverage(whole: Region, parts: Iterable[Region]) -> Coverage:
     Along each dim the places that the same parts touch are handled together, so a grid of parts costs time in the
     number of parts and not in its square.
     """
+    parts = list(parts)
+    if parts == [whole]:
+        return Coverage(Region(), Region(), Region())
     boxes = [(b, 1) for part in parts for b in part.boxes] + [(b, 0) for b in whole.boxes]
     missing: list[Box] = []
     doubled: list[Box] = []

@@ -230,7 +230,7 @@ class Mapping:
     """How the tensors of one model structure are made of those of another: one statement a line.
 
     `Mapping.parse(text)`; `#` begins a comment; a line that ends in `,` `=` or `->`, or is followed by one
-    indented further, goes on. `tangram.relayout.bind` gives it the tensors' shapes, `inverse` turns it round.
+    indented further, goes on. `tangram.relayout.mapping.bind` gives it the tensors' shapes, `inverse` turns it round.
     """
 
     statements: tuple[Statement, ...]

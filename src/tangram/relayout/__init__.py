@@ -7,33 +7,33 @@ copies = plan(bound, source, target.pieces(rank))      # coverage proved, nothin
 execute(copies, source_buffers, target_buffers)        # {(place, name): tensor or array}
 """
 
-from tangram.relayout.bind import Bound, Tensors, bind
-from tangram.relayout.codecs import CODECS, Codec
-from tangram.relayout.errors import CoverageError, NotInvertibleError, RelayoutError
-from tangram.relayout.execute import execute
-from tangram.relayout.inverse import inverse, invert
-from tangram.relayout.names import TensorSpec
-from tangram.relayout.peers import Peers
-from tangram.relayout.pieces import Holders, Piece, PieceIndex, Sharding, shard
-from tangram.relayout.plan import Check, Copy, Plan, plan
+from tangram.relayout.copies.execute import execute
+from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding, shard
+from tangram.relayout.copies.plan import Copy, CopyPlan, TieCheck, plan
+from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.mapping.bind import BoundMapping, bind
+from tangram.relayout.mapping.codecs import CODECS, Codec
+from tangram.relayout.mapping.errors import CoverageError, NotInvertibleError, RelayoutError
+from tangram.relayout.mapping.inverse import inverse, invert
+from tangram.relayout.mapping.names import Tensors, TensorSpec
 
 __all__ = [
     "CODECS",
-    "Bound",
-    "Check",
+    "BoundMapping",
     "Codec",
     "Copy",
+    "CopyPlan",
     "CoverageError",
     "Holders",
     "NotInvertibleError",
     "Peers",
     "Piece",
     "PieceIndex",
-    "Plan",
     "RelayoutError",
     "Sharding",
     "TensorSpec",
     "Tensors",
+    "TieCheck",
     "bind",
     "execute",
     "inverse",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tangram.layout import Layout, Mesh
-from tangram.relayout import uneven
+from tangram.relayout.collectives import uneven
 from tangram.sharding.derive.layouts import layout_of, value_layout
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.marking.marks import states as states_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.relayout.collectives import Place, dual, joined, parted
+from tangram.relayout.collectives.one_collective import RankPlacement, dual, joined, parted
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut
 from tangram.sharding.derive.transitions import Joint, change, costs, ordered, states_to_change
 from tangram.training.mesh.local_parts import own_part
@@ -41,7 +41,7 @@ def moved(parts: Sequence[Tensor], axis: str, source: State, target: State) -> l
         at = MESH.coords(rank)
         group = [r for r in range(MESH.size) if all(MESH.coords(r)[x] == at[x] for x in at if x != axis)]
         own = torch.stack([parts[r] for r in sorted(group, key=lambda r: MESH.coords(r)[axis])])
-        place = Place(*source)
+        place = RankPlacement(*source)
         whole = own.sum(0) if source == SUM else joined(own, place.dim, place.outer) if source.kind == "cut" else own[0]
         if target.kind == "cut":
             done.append(parted(whole, target.dim, target.outer, len(group))[at[axis]])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tangram.kernels import attention
 from tangram.models import attention as attend
-from tangram.relayout import ring
+from tangram.relayout.collectives import ring_attention
 from tangram.training.mesh import tensor_parallel
 from tangram.training.objective import expert_capacity, model_inputs, router_loss
 from tangram.training.parallel import pipeline, schedule_runtime
@@ -118,20 +118,20 @@ def keys_that_stay(setting: Setting) -> Planted:
             one.wait()
         return self._sent
 
-    with swapped(ring.Passing, "arrived", own):
+    with swapped(ring_attention.Passing, "arrived", own):
         yield
 
 
 @contextlib.contextmanager
 def gradients_of_keys_not_brought_home(setting: Setting) -> Planted:
     """What is owed to keys stays with the rank that saw them last."""
-    real = ring.Passing.arrived
+    real = ring_attention.Passing.arrived
 
     def arrived(self: Any) -> list[Tensor]:
         found = real(self)
         return self._sent if self._first else found
 
-    with swapped(ring.Passing, "arrived", arrived):
+    with swapped(ring_attention.Passing, "arrived", arrived):
         yield
 
 

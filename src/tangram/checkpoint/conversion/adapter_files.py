@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import LARGEST_SMALL
 from tangram.checkpoint.store import safetensors_header
 from tangram.checkpoint.store.commits import read_bounded
 from tangram.errors import UserError
 
-__all__ = ["WEIGHTS", "Change", "Changes", "Pair", "changes_of"]
+__all__ = ["WEIGHTS", "Changes", "LowRankPair", "WeightChange", "changes_of"]
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -62,7 +62,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Pair:
+class LowRankPair:
     """A and B of a weight of two dims, or for each expert of three."""
 
     a: Tensor
@@ -83,7 +83,7 @@ class Pair:
         b = self.b.view(self.b.shape[0], -1, self.experts)[:, :, expert]
         return (a.T, b.T) if self.turned else (b, a)
 
-    def same(self, other: "Pair") -> bool:
+    def same(self, other: "LowRankPair") -> bool:
         """Whether both add the same: an embedding and the head that is tied to it have A and B the other way round."""
         one, two = self.factors(0), other.factors(0)
         equal = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -91,26 +91,26 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightChange:
     """What becomes of a tensor."""
 
     base: str
     """The tensor of the source that it is made of; its own name unless a tied head comes apart."""
     full: Tensor | None = None
     """In the base's place: a module that was trained in full, a bias, embeddings of more tokens."""
-    pair: Pair | None = None
+    pair: LowRankPair | None = None
 
 
 @dataclass(frozen=True)
 class Changes:
     """What an adapter makes of a source's tensors, by name; others stay."""
 
-    tensors: Mapping[str, Change]
+    tensors: Mapping[str, WeightChange]
     untied: bool = False
     """The head was the embeddings, and is no longer: as in a model that has the adapter beside its weights."""
 
 
-def changes_of(source: Opened, folder: Path, maps: Maps) -> Changes:
+def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps) -> Changes:
     """What an adapter changes. `maps`: of its folder.
 
     A head that is tied to the embeddings stays so where both are changed alike, and comes apart where they are not.
@@ -119,26 +119,26 @@ def changes_of(source: Opened, folder: Path, maps: Maps) -> Changes:
     config = _config(folder)
     pairs, full = _sorted(_tensors(folder, maps), config, folder)
     embedding = _embedding(source) if HEAD not in source.specs or _tied(source) else None
-    table: dict[str, Change] = {}
+    table: dict[str, WeightChange] = {}
     for module, parts in pairs.items():
         tied = embedding if f"{module}.weight" == HEAD else None
         name, pair = _fitted(source, config, module, parts, folder, tied or "")
         key = HEAD if tied else name
         if key in table:
             raise UserError(f'the adapter "{folder}" has two pairs that could be for {name}')
-        table[key] = Change(name, pair=pair)
+        table[key] = WeightChange(name, pair=pair)
     for name, value in full.items():
         base = embedding if name == HEAD and embedding is not None else name
         if base not in source.specs:
             raise UserError(f'the adapter "{folder}" has {name}, and "{source.path}" has no such tensor')
         _fits(source.specs[base].shape, value, name, folder)
-        table[name] = replace(table.get(name, Change(base)), full=value)
+        table[name] = replace(table.get(name, WeightChange(base)), full=value)
     if not table:
         raise UserError(f'the adapter "{folder}" has no tensors')
     return Changes(table) if embedding is None else _of_tied(source, table, embedding)
 
 
-def _of_tied(source: Opened, table: dict[str, Change], embedding: str) -> Changes:
+def _of_tied(source: OpenCheckpoint, table: dict[str, WeightChange], embedding: str) -> Changes:
     """Whether a head stays tied to embeddings, and what becomes of it."""
     head, own = table.get(HEAD), table.get(embedding)
     if head is None and own is None:
@@ -148,10 +148,10 @@ def _of_tied(source: Opened, table: dict[str, Change], embedding: str) -> Change
         if (head is None and rows) or (head is not None and _alike(own, head)):  # more tokens are no other head
             others = {name: change for name, change in table.items() if name != HEAD}
             return Changes({**others, HEAD: own} if HEAD in source.specs else others)
-    return Changes({HEAD: Change(embedding), **table}, untied=True)
+    return Changes({HEAD: WeightChange(embedding), **table}, untied=True)
 
 
-def _alike(a: Change, b: Change) -> bool:
+def _alike(a: WeightChange, b: WeightChange) -> bool:
     if not _same_values(a.full, b.full):
         return False
     return a.pair is b.pair if a.pair is None or b.pair is None else a.pair.same(b.pair)
@@ -276,8 +276,8 @@ def _tensors(folder: Path, maps: Maps) -> dict[str, Tensor]:
 
 
 def _fitted(
-    source: Opened, config: Config, module: str, parts: Mapping[str, Tensor], folder: Path, tied: str
-) -> tuple[str, Pair]:
+    source: OpenCheckpoint, config: Config, module: str, parts: Mapping[str, Tensor], folder: Path, tied: str
+) -> tuple[str, LowRankPair]:
     """Which weight A and B of a module are for. Raises UserError where none fits, or it is not plain.
 
     `tied`: the embeddings, where the module is a head that is tied to them.
@@ -326,7 +326,7 @@ def _fitted(
         raise UserError(
             f'the adapter "{folder}" has a magnitude of {len(magnitude)} for {module}, which does not fit it'
         )
-    return name, Pair(a, b, _scale(config, key, rank, folder), experts, turned, magnitude)
+    return name, LowRankPair(a, b, _scale(config, key, rank, folder), experts, turned, magnitude)
 
 
 def _shape(a: Tensor, b: Tensor, turned: bool) -> tuple[int, int]:
@@ -334,7 +334,7 @@ def _shape(a: Tensor, b: Tensor, turned: bool) -> tuple[int, int]:
     return (a.shape[1], b.shape[0]) if turned else (b.shape[0], a.shape[1])
 
 
-def _tied(source: Opened) -> bool:
+def _tied(source: OpenCheckpoint) -> bool:
     """Whether the configuration says that the head is the embeddings."""
     try:
         fields: Any = json.loads(source.small.get("config.json", b"{}"))
@@ -343,7 +343,7 @@ def _tied(source: Opened) -> bool:
     return isinstance(fields, dict) and bool(cast("dict[str, Any]", fields).get("tie_word_embeddings"))
 
 
-def _embedding(source: Opened) -> str | None:
+def _embedding(source: OpenCheckpoint) -> str | None:
     """The embeddings that a head without a tensor of its own is tied to; None where it is not plain which."""
     found = [name for name in source.specs if name.endswith(EMBEDDINGS)]
     return found[0] if len(found) == 1 else None

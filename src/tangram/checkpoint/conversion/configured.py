@@ -17,7 +17,7 @@ import torch
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.formats.common.model_part import leads, only
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import named_without, split
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.store.manifest import DTYPES
@@ -48,11 +48,11 @@ TIED = (
 class Fitted:
     """A checkpoint without what its configuration does not want, and sentences about that."""
 
-    source: Opened
+    source: OpenCheckpoint
     notes: tuple[str, ...]
 
 
-def fitted(source: Opened, config: Mapping[str, Any] | None, check: bool) -> Fitted:
+def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool) -> Fitted:
     """A checkpoint as its configuration has it. `check`: hold the names to it, where it is to say what they are.
 
     Raises UserError where they are another model's, or tied tensors differ.
@@ -71,7 +71,7 @@ def fitted(source: Opened, config: Mapping[str, Any] | None, check: bool) -> Fit
 # ---------------------------------------------------------------- names
 
 
-def _named_by(source: Opened, config: Mapping[str, Any]) -> Opened:
+def _named_by(source: OpenCheckpoint, config: Mapping[str, Any]) -> OpenCheckpoint:
     """The part of a checkpoint that has the names of a configuration's model."""
     from tangram.models.build import declared_on_meta  # loads transformers
     from tangram.models.conversions import read_conversion
@@ -105,7 +105,7 @@ def _named_by(source: Opened, config: Mapping[str, Any]) -> Opened:
 # ---------------------------------------------------------------- what goes
 
 
-def _without_derived(source: Opened, notes: list[str]) -> Opened:
+def _without_derived(source: OpenCheckpoint, notes: list[str]) -> OpenCheckpoint:
     derived = {
         name
         for name, spec in source.specs.items()
@@ -118,7 +118,7 @@ def _without_derived(source: Opened, notes: list[str]) -> Opened:
     return _quietly(source, source.specs.keys() - derived)
 
 
-def _without_copies(source: Opened, config: Mapping[str, Any], notes: list[str]) -> Opened:
+def _without_copies(source: OpenCheckpoint, config: Mapping[str, Any], notes: list[str]) -> OpenCheckpoint:
     if not config.get("tie_word_embeddings"):
         return source
     pair = next((pair for pair in TIED if all(name in source.specs for name in pair)), None)
@@ -141,12 +141,12 @@ def _without_copies(source: Opened, config: Mapping[str, Any], notes: list[str])
     return _quietly(source, {name for name in source.specs if owners[name][0] != head})
 
 
-def _quietly(source: Opened, names: Collection[str]) -> Opened:
+def _quietly(source: OpenCheckpoint, names: Collection[str]) -> OpenCheckpoint:
     """Some tensors alone, where a sentence tells of the others."""
     return replace(only(source, names), beside=source.beside)
 
 
-def unlike_elements(source: Opened, one: str, other: str) -> tuple[int, int]:
+def unlike_elements(source: OpenCheckpoint, one: str, other: str) -> tuple[int, int]:
     """How many elements of two tensors of one type and shape differ in a bit, and how many there are."""
     specs = {name: source.specs[name] for name in (one, other)}
     pair = only(source, specs.keys())
@@ -169,14 +169,14 @@ def unlike_elements(source: Opened, one: str, other: str) -> tuple[int, int]:
 
 def facts(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
     """Numbers of a configuration that the shapes of a directory's tensors contradict: a short sentence each."""
-    said = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
-    found = [fact(specs, said) for fact in FACTS]
+    configured = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
+    found = [fact(specs, configured) for fact in FACTS]
     return [one for one in found if one]
 
 
-def _layers(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
+def _layers(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
     numbers = {int(match[1]) for name in specs if (match := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
-    layers, later = said.get("num_hidden_layers"), said.get("num_nextn_predict_layers", 0)
+    layers, later = configured.get("num_hidden_layers"), configured.get("num_nextn_predict_layers", 0)
     if layers is None or not numbers:
         return ""
     there = max(numbers) + 1
@@ -187,14 +187,14 @@ def _layers(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
     return ""
 
 
-def _groups(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
+def _groups(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
     key = next((name for name in specs if name.endswith("self_attn.k_proj.weight")), None)
     query = next((name for name in specs if name.endswith("self_attn.q_proj.weight")), None)
-    heads = said.get("num_attention_heads")
+    heads = configured.get("num_attention_heads")
     if key is None or query is None or not heads or not specs[key].shape:
         return ""
-    dim = said.get("head_dim") or specs[query].shape[0] // heads
-    rows, groups = specs[key].shape[0], said.get("num_key_value_heads")
+    dim = configured.get("head_dim") or specs[query].shape[0] // heads
+    rows, groups = specs[key].shape[0], configured.get("num_key_value_heads")
     there = rows // dim if dim and rows % dim == 0 else None
     if there is None or there == (groups or heads):
         return ""
@@ -202,8 +202,8 @@ def _groups(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
     return f"config.json {what}, but the weights have {there} (k_proj has {rows} rows, {dim} each)"
 
 
-def _words(specs: Mapping[str, TensorSpec], said: Mapping[str, int]) -> str:
-    spec, rows = specs.get("model.embed_tokens.weight"), said.get("vocab_size")
+def _words(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
+    spec, rows = specs.get("model.embed_tokens.weight"), configured.get("vocab_size")
     if spec is None or rows is None or not spec.shape or spec.shape[0] == rows:
         return ""
     return f"config.json has vocab_size {rows:,}, but the embeddings have {spec.shape[0]:,} rows"

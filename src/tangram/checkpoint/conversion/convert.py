@@ -25,12 +25,12 @@ from torch import Tensor
 from tangram import __version__
 from tangram.checkpoint.conversion.object_store import placing
 from tangram.checkpoint.formats.common.config_json import true_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import split
-from tangram.checkpoint.formats.common.outgoing import Task
+from tangram.checkpoint.formats.common.outgoing import WriteTask
 from tangram.checkpoint.formats.common.side_files import side_files, small_files, with_provenance
+from tangram.checkpoint.formats.detect import TARGETS, WriteFormat
 from tangram.checkpoint.formats.hf_export import SHARD, cast_of, with_dtype
-from tangram.checkpoint.formats.targets import TARGETS, Target
 from tangram.checkpoint.saving.file_writer import RING
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES
@@ -39,10 +39,21 @@ from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.models.directory import hub_hint
-from tangram.relayout import Bound, Piece, PieceIndex, TensorSpec, bind, execute, plan
-from tangram.relayout.states import States
+from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, bind, execute, plan
+from tangram.relayout.mapping.states import States
 
-__all__ = ["IDENTITY", "LEAST", "MEMORY", "TARGETS", "Filler", "Restructured", "Way", "restructure", "steps_of"]
+__all__ = [
+    "IDENTITY",
+    "LEAST",
+    "MEMORY",
+    "TARGETS",
+    "ConvertOptions",
+    "Filler",
+    "NewTensor",
+    "Restructured",
+    "restructure",
+    "steps_of",
+]
 
 IDENTITY = "{name*} -> {name*}"
 """The mapping that leaves everything as it is."""
@@ -55,7 +66,47 @@ _OUT = "out"
 
 
 @dataclass(frozen=True)
-class Way:
+class ConvertOptions:
+    """How a checkpoint is converted, beside where to and in which format."""
+
+    dtype: str | None = None
+    """Floating-point tensors of the model are cast to it, as `bfloat16`; None: as they are."""
+    rounded: bool = False
+    """Whether a cast may lose bits."""
+    shard: int = SHARD
+    """Bytes of a data file at most, but for a larger tensor."""
+    memory: int = MEMORY
+    """Bytes for all buffers."""
+    config: Path | None = None
+    """A directory whose config.json and tokenizer are used in place of the checkpoint's own."""
+    mapping: str | None = None
+    """A mapping of the user's own in the notation, in place of the family's."""
+    sizes: Mapping[str, int] | None = None
+    """Of names in that mapping."""
+    family: str | None = None
+    """By name, in place of the one that the configuration names."""
+    settings: Mapping[str, Any] | None = None
+    """Of the optimiser, which Megatron-core needs to resume."""
+    betas: tuple[float, float] | None = None
+    """Of Adam, where a format keeps its powers and no step."""
+    local_layers: bool = False
+    """Write Megatron-core's layers without Transformer Engine."""
+    pad_vocabulary: int = 1
+    """The vocabulary is padded to a multiple of it."""
+    stack: bool = True
+    """Stack equal layers in a torch_dist, as Megatron-core does."""
+    experts_apart: bool = True
+    """Give experts an optimiser of their own in a torch_dist."""
+    states: bool = True
+    """With the optimiser's states, where the format has a place for them."""
+    adapter: Path | None = None
+    """A directory of peft whose adapter is merged."""
+    dequantise: bool = False
+    """Make weights of quantised ones."""
+
+
+@dataclass(frozen=True)
+class NewTensor:
     """What becomes of a tensor."""
 
     name: str
@@ -97,12 +148,12 @@ class Restructured:
         return {**vars(self), **lists, "seconds": round(self.seconds, 3)}
 
 
-def bound_of(source: Opened, mapping: str, sizes: Mapping[str, int]) -> Bound:
+def bound_of(source: OpenCheckpoint, mapping: str, sizes: Mapping[str, int]) -> BoundMapping:
     """A mapping bound to a checkpoint's tensors. Raises UserError for one that does not fit."""
     return bind(mapping, source.specs, sizes=sizes)
 
 
-def cast_specs(bound: Bound, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:
+def cast_specs(bound: BoundMapping, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:
     """The tensors that are made, in a natural order; those of a model in another type where that is asked.
 
     `states`: of the optimiser, which are never cast. Raises UserError where bits would be lost and `rounded` is not
@@ -116,9 +167,9 @@ def cast_specs(bound: Bound, dtype: str | None, states: States, rounded: bool = 
     return made
 
 
-def steps_of(bound: Bound, made: Mapping[str, TensorSpec]) -> list[Way]:
+def steps_of(bound: BoundMapping, made: Mapping[str, TensorSpec]) -> list[NewTensor]:
     """Every new tensor, as it is cast, and what it is made of."""
-    found: list[Way] = []
+    found: list[NewTensor] = []
     for name, spec in made.items():
         family, region = bound.target.lift(name, Region.full(spec.shape))
         sources: dict[str, None] = {}
@@ -126,65 +177,46 @@ def steps_of(bound: Bound, made: Mapping[str, TensorSpec]) -> list[Way]:
             hit = any(cell.target.boxes(box) for box in region.boxes)
             if hit and cell.source is not None:
                 sources[cell.source.tensor] = None
-        found.append(Way(name, spec, tuple(sources)))
+        found.append(NewTensor(name, spec, tuple(sources)))
     return found
 
 
 def restructure(
-    source: Opened,
-    bound: Bound,
+    source: OpenCheckpoint,
+    bound: BoundMapping,
     target: Path | str,
     to: str,
+    options: ConvertOptions | None = None,
     *,
-    dtype: str | None = None,
-    rounded: bool = False,
-    shard: int = SHARD,
-    memory: int = MEMORY,
-    stack: bool = True,
-    experts_apart: bool = True,
     small: Mapping[str, bytes] | None = None,
-    config: Path | None = None,
-    told: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Restructured:
     """Write what a mapping makes of a checkpoint as the new directory `target`, or at an address of an object store.
 
-    `to`: one of TARGETS. `dtype`: floating-point tensors of the model are cast to it; `rounded` says that this may lose
-    bits. `shard`: bytes of a file at most. `memory`: bytes for all buffers. `stack`: layers that are alike lie stacked
-    in a torch_dist, as Megatron-core has them. `experts_apart`: experts have an optimiser of their own there. `small`:
-    side files, the source's own unless given; `config`: the directory that they are of then. `told` hears how many more
-    bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing is left of the
-    target then.
+    `to`: one of TARGETS. Of `options` it takes what is about writing: types, sizes, and how Megatron-core has layers.
+    `small`: side files, the source's own unless given; of the directory `options.config` then. `on_bytes` is called
+    with how many more bytes are written. Raises UserError for what cannot be done and DamagedError for damage; nothing
+    is left of the target then.
     """
     begin = time.perf_counter()
-    writer = target_of(to)
+    options = options or ConvertOptions()
+    writer, memory = target_of(to), options.memory
     if memory < LEAST:
         raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
-    specs = cast_specs(bound, dtype, source.states, rounded)
+    specs = cast_specs(bound, options.dtype, source.states, options.rounded)
     if not specs:
         raise UserError(f'"{source.path}" has no tensors to convert')
     for name, spec in specs.items():
         if spec.dtype not in writer.dtypes:
-            raise UserError(f"{name} is {spec.dtype}, which {writer.said} cannot hold: give a --dtype")
-    beside = dict(source.small if small is None else small)
-    if dtype is not None and "config.json" in beside:
-        beside["config.json"] = with_dtype(beside["config.json"], dtype)
-    made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
-    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
-    changed: tuple[str, ...] = ()
-    if writer.structure == "hf":
-        owners = split(specs, source.states)
-        beside, changed = true_of(beside, {name: spec for name, spec in specs.items() if not owners[name][1]})
-    origin = source.path if config is None else config
-    left = side_files(origin).left if origin.is_dir() else ()
-    made = {**made, "mapping": _lines(bound)}
-    beside = with_provenance(beside, made, origin.resolve().name if beside else "", left)
+            raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give a --dtype")
+    beside, changed, left = _side_files(source, bound, specs, to, options, source.small if small is None else small)
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
     with placing(str(target), nbytes + sum(map(len, beside.values()))) as (folder, done):
-        task = Task(
-            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, shard, stack, experts_apart, beside,
-            source.objects, told or _deaf, done,
+        task = WriteTask(
+            folder, specs, source.states, filler.fill, filler.bytes_of, chunk, options.shard, options.stack,
+            options.experts_apart, beside, source.objects, on_bytes or _deaf, done,
         )  # fmt: skip
         files = writer.write(task)
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
@@ -194,7 +226,31 @@ def restructure(
     )
 
 
-def target_of(to: str) -> Target:
+def _side_files(
+    source: OpenCheckpoint,
+    bound: BoundMapping,
+    specs: Mapping[str, TensorSpec],
+    to: str,
+    options: ConvertOptions,
+    small: Mapping[str, bytes],
+) -> tuple[dict[str, bytes], tuple[str, ...], tuple[str, ...]]:
+    """The files beside the weights, what was changed in the configuration, and what is not carried along."""
+    beside, dtype = dict(small), options.dtype
+    if dtype is not None and "config.json" in beside:
+        beside["config.json"] = with_dtype(beside["config.json"], dtype)
+    made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
+    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
+    changed: tuple[str, ...] = ()
+    if target_of(to).structure == "hf":
+        owners = split(specs, source.states)
+        beside, changed = true_of(beside, {name: spec for name, spec in specs.items() if not owners[name][1]})
+    origin = source.path if options.config is None else options.config
+    left = side_files(origin).left if origin.is_dir() else ()
+    made = {**made, "mapping": _lines(bound)}
+    return with_provenance(beside, made, origin.resolve().name if beside else "", left), changed, left
+
+
+def target_of(to: str) -> WriteFormat:
     """How a format is written. Raises UserError for one that is not."""
     if to not in TARGETS:
         raise UserError(f"--to {to}: give one of {', '.join(TARGETS)}")
@@ -231,7 +287,7 @@ def _deaf(_: int) -> None:
 class Filler:
     """Boxes of new tensors, made of what a source's pieces have."""
 
-    def __init__(self, source: Opened, bound: Bound, specs: Mapping[str, TensorSpec], keep: int) -> None:
+    def __init__(self, source: OpenCheckpoint, bound: BoundMapping, specs: Mapping[str, TensorSpec], keep: int) -> None:
         """`keep`: bytes that are read before what was read is let go."""
         self._source, self._bound, self._specs, self._keep = source, bound, specs, keep
         self._holders = PieceIndex(source.pieces, bound.source)
@@ -252,7 +308,11 @@ class Filler:
             execute(steps, self._source.read, {(_OUT, name): into})
             if into is not out:
                 out.copy_(into)
-        self._read += into.nbytes
+        self._let_go(into.nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        """Count bytes that were read, and let go of them where they are many."""
+        self._read += nbytes
         if self._read > self._keep:
             self._source.release()
             self._read = 0
@@ -267,6 +327,11 @@ class Filler:
         """Bytes of a tensor in row-major order, from the byte `first` on."""
         spec = self._specs[name]
         itemsize = DTYPES[spec.dtype]
+        values = self._as_it_is(name) if spec.dtype == self._own[name].dtype else None
+        if values is not None and values.is_contiguous():
+            torch.from_numpy(out).copy_(values.reshape(-1).view(torch.uint8)[first : first + len(out)])
+            self._let_go(len(out))
+            return
         flat = torch.from_numpy(out).view(getattr(torch, spec.dtype))
         at = 0
         for box in stretch(tuple(span(0, n) for n in spec.shape), first // itemsize, (first + len(out)) // itemsize):
@@ -276,14 +341,14 @@ class Filler:
             at += size
 
 
-def _lines(bound: Bound) -> list[str]:
+def _lines(bound: BoundMapping) -> list[str]:
     """The statements of a mapping; one for all tensors that keep their names, as what takes the rest."""
     other = [s for s in bound.mapping.statements if s.source != s.target or s.options]
     kept = len(other) < len(bound.mapping.statements)
     return [*map(str, other), *([IDENTITY] if kept else [])]
 
 
-def _copies_of(source: Opened, bound: Bound) -> dict[str, Piece]:
+def _copies_of(source: OpenCheckpoint, bound: BoundMapping) -> dict[str, Piece]:
     """The pieces that are a new tensor as they are: whole, alone, and of the same shape without any codec."""
     whole: dict[str, Piece | None] = {}
     for piece in source.pieces:

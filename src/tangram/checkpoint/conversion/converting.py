@@ -3,7 +3,8 @@
     convert("runs/step-100", "exported")                                  # to a Hugging Face directory
     convert("megatron/iter_0001000", "own", to="tangram", options=ConvertOptions(config=Path("hf-dir")))
 
-`prepare` decides everything and reads no values, so that a dry run can show it; `Prepared.write` moves the bytes.
+`prepare` decides everything and reads no values, so that a dry run can show it; `PreparedConversion.write` moves the
+bytes.
 """
 
 import contextlib
@@ -15,9 +16,9 @@ from typing import Any
 
 from tangram.checkpoint.conversion.configured import fitted
 from tangram.checkpoint.conversion.convert import (
-    MEMORY,
+    ConvertOptions,
+    NewTensor,
     Restructured,
-    Way,
     cast_specs,
     config_of,
     restructure,
@@ -25,74 +26,42 @@ from tangram.checkpoint.conversion.convert import (
     steps_of,
     target_of,
 )
-from tangram.checkpoint.conversion.find_mapping import Chosen, choose, model_of, structure_of
+from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of, structure_of
 from tangram.checkpoint.conversion.lora_adapters import with_adapter
 from tangram.checkpoint.conversion.object_store import is_remote, opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
-from tangram.checkpoint.formats.common.opened import Opened
-from tangram.checkpoint.formats.hf_export import SHARD, Converted, to_hugging_face
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.hf_export import Converted, to_hugging_face
 from tangram.checkpoint.formats.own import is_own
 from tangram.checkpoint.formats.paddle.step_count import betas_of, with_betas, with_steps
 from tangram.errors import UserError
 from tangram.models.families import family_named
 
-__all__ = ["ConvertOptions", "Prepared", "convert", "exported_as_it_is", "prepare", "rare_collections", "refuse_target"]
+__all__ = [
+    "ConvertOptions",
+    "PreparedConversion",
+    "convert",
+    "exported_as_it_is",
+    "prepare",
+    "rare_collections",
+    "refuse_target",
+]
 
 FITTED = ("hf", "torchtitan")
 """Structures of which it is known what models compute, and old checkpoints store."""
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """How a checkpoint is converted, beside where to and in which format."""
-
-    dtype: str | None = None
-    """Floating-point tensors of the model are cast to it, as `bfloat16`; None: as they are."""
-    rounded: bool = False
-    """Whether a cast may lose bits."""
-    shard: int = SHARD
-    """Bytes of a data file at most, but for a larger tensor."""
-    memory: int = MEMORY
-    """Bytes for all buffers."""
-    config: Path | None = None
-    """A directory whose config.json and tokenizer are used in place of the checkpoint's own."""
-    mapping: str | None = None
-    """A mapping of the user's own in the notation, in place of the family's."""
-    sizes: Mapping[str, int] | None = None
-    """Of names in that mapping."""
-    family: str | None = None
-    """By name, in place of the one that the configuration names."""
-    settings: Mapping[str, Any] | None = None
-    """Of the optimiser, which Megatron-core needs to resume."""
-    betas: tuple[float, float] | None = None
-    """Of Adam, where a format keeps its powers and no step."""
-    local_layers: bool = False
-    """Write Megatron-core's layers without Transformer Engine."""
-    pad_vocabulary: int = 1
-    """The vocabulary is padded to a multiple of it."""
-    stack: bool = True
-    """Stack equal layers in a torch_dist, as Megatron-core does."""
-    experts_apart: bool = True
-    """Give experts an optimiser of their own in a torch_dist."""
-    states: bool = True
-    """With the optimiser's states, where the format has a place for them."""
-    adapter: Path | None = None
-    """A directory of peft whose adapter is merged."""
-    dequantise: bool = False
-    """Make weights of quantised ones."""
-
-
-@dataclass(frozen=True)
-class Prepared:
+class PreparedConversion:
     """A conversion that is decided, and of which no value has been read."""
 
-    source: Opened
-    chosen: Chosen
+    source: OpenCheckpoint
+    chosen: ChosenMapping
     small: Mapping[str, bytes]
     """The files beside the weights."""
     to: str
     options: ConvertOptions
-    ways: Sequence[Way]
+    ways: Sequence[NewTensor]
     """Every new tensor, and what it is made of."""
     notes: tuple[str, ...]
     dequantised: Any
@@ -108,12 +77,9 @@ class Prepared:
 
         `on_bytes` is called with how many more bytes are written. Raises UserError, and leaves nothing then.
         """
-        one = self.options
         return restructure(
-            self.chosen.source, self.chosen.bound, target, self.to, dtype=one.dtype, rounded=one.rounded,
-            shard=one.shard, memory=one.memory, stack=one.stack, experts_apart=one.experts_apart, small=self.small,
-            config=one.config, told=on_bytes,
-        )  # fmt: skip
+            self.chosen.source, self.chosen.bound, target, self.to, self.options, small=self.small, on_bytes=on_bytes
+        )
 
 
 def convert(
@@ -143,14 +109,16 @@ def refuse_target(target: Path | str, to: str) -> None:
         raise UserError(f'"{target}" is there already: give the name of a new directory')
 
 
-def exported_as_it_is(opened: Opened, source: Path | str, target: Path | str, to: str, options: ConvertOptions) -> bool:
+def exported_as_it_is(
+    opened: OpenCheckpoint, source: Path | str, target: Path | str, to: str, options: ConvertOptions
+) -> bool:
     """Whether the model of one of Tangram's own checkpoints is exported with no tensor changed: proved by digests."""
     local = not is_remote(str(source)) and not is_remote(str(target))
     changed = options.mapping is not None or options.adapter is not None or options.dequantise
     return local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
 
 
-def prepare(source: Opened, to: str, options: ConvertOptions) -> Prepared:
+def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> PreparedConversion:
     """Decide what becomes of every tensor. Raises UserError where no mapping fits."""
     small = small_of(options.config) if options.config else dict(source.small)
     also = [word for word, on in (("an adapter", options.adapter), ("a mapping", options.mapping)) if on]
@@ -174,12 +142,12 @@ def prepare(source: Opened, to: str, options: ConvertOptions) -> Prepared:
     if options.adapter:
         number = source.objects["adapter"]["tensors"]
         merged = f'with "{options.adapter}" merged into {number:,} tensor{"" if number == 1 else "s"}'
-        chosen = replace(chosen, said=f"{chosen.said}, {merged}", left=left)
+        chosen = replace(chosen, description=f"{chosen.description}, {merged}", left=left)
     made = cast_specs(chosen.bound, options.dtype, chosen.source.states, options.rounded)
-    return Prepared(source, chosen, small, to, options, steps_of(chosen.bound, made), notes, rounding)
+    return PreparedConversion(source, chosen, small, to, options, steps_of(chosen.bound, made), notes, rounding)
 
 
-def _with_settings(source: Opened, options: ConvertOptions) -> Opened:
+def _with_settings(source: OpenCheckpoint, options: ConvertOptions) -> OpenCheckpoint:
     """With what a target needs to know of the optimiser beside its tensors."""
     if options.settings:
         source = replace(source, objects={**source.objects, "settings": dict(options.settings)})

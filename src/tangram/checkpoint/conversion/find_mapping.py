@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tangram.checkpoint.conversion.convert import IDENTITY, target_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import MASTER, split
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, family_of, fields_of, mapping_of, megatrons_embedding
 from tangram.models.structures import FRAMEWORKS, family_in
-from tangram.relayout import Bound, RelayoutError, TensorSpec, bind, inverse
-from tangram.relayout.names import NameTable, template_of
-from tangram.relayout.states import with_states
+from tangram.relayout import BoundMapping, RelayoutError, TensorSpec, bind, inverse
+from tangram.relayout.mapping.names import NameTable, template_of
+from tangram.relayout.mapping.states import with_states
 
 FUSED = ("mlp.experts.gate_up_proj",)
 """What a module of transformers has in memory, and so a checkpoint of Tangram, where files have experts one by one."""
@@ -28,18 +28,19 @@ SAID = 5
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenMapping:
     """A mapping that fits, and where it comes from."""
 
-    source: Opened
+    source: OpenCheckpoint
     """Without what is left."""
-    bound: Bound
-    said: str
+    bound: BoundMapping
+    description: str
+    """Of where it comes from, as a sentence has it."""
     left: tuple[str, ...]
     """Tensors that are not converted: the optimiser's states, where the format has no place for them."""
 
 
-def model_of(source: Opened) -> tuple[Opened, tuple[str, ...]]:
+def model_of(source: OpenCheckpoint) -> tuple[OpenCheckpoint, tuple[str, ...]]:
     """A checkpoint without optimiser states, and the names of those."""
     owners = split(source.specs, source.states)
     left = tuple(name for name in source.specs if owners[name][1])
@@ -49,7 +50,7 @@ def model_of(source: Opened) -> tuple[Opened, tuple[str, ...]]:
 
 
 def choose(
-    source: Opened,
+    source: OpenCheckpoint,
     to: str,
     config: Mapping[str, Any] | None,
     *,
@@ -60,7 +61,7 @@ def choose(
     divisor: int = 1,
     states: bool = True,
     made: Collection[str] | None = None,
-) -> Chosen:
+) -> ChosenMapping:
     """The mapping to a format, bound to the checkpoint's tensors.
 
     `text` and `sizes`: a mapping of the user's own. `family`: instead of the one that the configuration names.
@@ -73,9 +74,9 @@ def choose(
     model, left = (source, ()) if states and target.states else model_of(source)
     structure = structure_of(model)
     if text is not None:
-        return Chosen(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
+        return ChosenMapping(model, _followed(model, text, sizes or {}), "the mapping that was given", left)
     if target.structure in ("", structure):
-        return Chosen(model, bind(IDENTITY, model.specs), KEPT, left)
+        return ChosenMapping(model, bind(IDENTITY, model.specs), KEPT, left)
     framework = next((one for one in (structure, target.structure) if one in FRAMEWORKS), None)
     if framework is not None:
         if {structure, target.structure} != {"hf", framework}:
@@ -87,14 +88,14 @@ def choose(
     known = family or family_of(config)
     if structure == "core":
         bound = _from_core(model, known, config, made if made is not None else FUSED if to == "tangram" else ())
-        return Chosen(model, bound, f"the family {known.name}, read backwards", left)
+        return ChosenMapping(model, bound, f"the family {known.name}, read backwards", left)
     rows = fields_of(config).get("vocab_size")
     padded = -(-rows // divisor) * divisor if isinstance(rows, int) else None
     mapped = mapping_of(known, config, vocabulary=padded, names=model.specs, local=local)
-    return Chosen(model, _bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
+    return ChosenMapping(model, _bound(model, mapped.text, mapped.sizes, known), f"the family {known.name}", left)
 
 
-def structure_of(model: Opened) -> str:
+def structure_of(model: OpenCheckpoint) -> str:
     """Whose names and shapes a checkpoint's tensors have: `core`, one of `FRAMEWORKS`, else transformers' (`hf`)."""
     if megatrons_embedding(model.specs) is not None:
         return "core"
@@ -104,8 +105,12 @@ def structure_of(model: Opened) -> str:
 
 
 def _by_framework(
-    model: Opened, left: tuple[str, ...], framework: str, config: Mapping[str, Any] | None, family: Family | None
-) -> Chosen:
+    model: OpenCheckpoint,
+    left: tuple[str, ...],
+    framework: str,
+    config: Mapping[str, Any] | None,
+    family: Family | None,
+) -> ChosenMapping:
     """Between transformers' structure and another framework's: Paddle keeps weights of Linear layers as [in, out]."""
     if config is None:
         how = "give --config DIR, or --mapping FILE"
@@ -115,10 +120,10 @@ def _by_framework(
     mapped = mapping_of(known, config, names=model.specs)
     back = structure_of(model) == framework
     bound = _bound(model, str(inverse(mapped.text)) if back else mapped.text, mapped.sizes, known)
-    return Chosen(model, bound, f"the family {known.name}{', read backwards' if back else ''}", left)
+    return ChosenMapping(model, bound, f"the family {known.name}{', read backwards' if back else ''}", left)
 
 
-def _followed(model: Opened, text: str, sizes: Mapping[str, int], partial: bool = False) -> Bound:
+def _followed(model: OpenCheckpoint, text: str, sizes: Mapping[str, int], partial: bool = False) -> BoundMapping:
     """A mapping of a model, bound, with the optimiser's states behind it."""
     if not model.states:
         return bind(text, model.specs, partial=partial, sizes=sizes)
@@ -141,7 +146,7 @@ def _tied(mapping: MappingText, copies: Mapping[str, TensorSpec]) -> MappingText
     return MappingText(tuple(replace(s, source=tuple(map(group, s.source))) for s in mapping.statements))
 
 
-def _from_core(model: Opened, known: Family, config: Mapping[str, Any], names: Collection[str]) -> Bound:
+def _from_core(model: OpenCheckpoint, known: Family, config: Mapping[str, Any], names: Collection[str]) -> BoundMapping:
     """The way back, by whichever names the layers have. `names`: that are among those to be made."""
     rows = model.specs[megatrons_embedding(model.specs) or ""].shape[0]
     errors: list[UserError] = []
@@ -154,7 +159,7 @@ def _from_core(model: Opened, known: Family, config: Mapping[str, Any], names: C
     raise errors[0]
 
 
-def _bound(model: Opened, text: str, sizes: Mapping[str, int], known: Family) -> Bound:
+def _bound(model: OpenCheckpoint, text: str, sizes: Mapping[str, int], known: Family) -> BoundMapping:
     try:
         bound = _followed(model, text, sizes, partial=True)
     except RelayoutError as error:
@@ -167,7 +172,7 @@ def _bound(model: Opened, text: str, sizes: Mapping[str, int], known: Family) ->
     return bound
 
 
-def uncovered(bound: Bound, model: Opened) -> list[str]:
+def uncovered(bound: BoundMapping, model: OpenCheckpoint) -> list[str]:
     """The tensors of a checkpoint that a mapping does not name."""
     named = bound.source.specs
     return [name for name in model.specs if name not in named]

@@ -27,10 +27,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.conversion.adapter_files import WEIGHTS, Change, Changes, Pair, changes_of
+from tangram.checkpoint.conversion.adapter_files import WEIGHTS, Changes, LowRankPair, WeightChange, changes_of
 from tangram.checkpoint.conversion.find_mapping import model_of
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet, span
@@ -47,7 +47,7 @@ KEPT = 8
 
 
 @dataclass(frozen=True)
-class Block:
+class WeightBlock:
     """The place of a block: a part of a piece, in its buffer and in the tensor."""
 
     place: Hashable
@@ -62,7 +62,7 @@ class Full:
     """The place of a tensor that the adapter has in full."""
 
 
-def with_adapter(source: Opened, folder: Path, *, block: int = BLOCK) -> Opened:
+def with_adapter(source: OpenCheckpoint, folder: Path, *, block: int = BLOCK) -> OpenCheckpoint:
     """The same checkpoint with an adapter merged into its weights; states of the optimiser are of the old, and go.
 
     `block`: bytes of a block at most. Raises UserError for what is not merged: another kind of adapter than LoRA and
@@ -101,19 +101,19 @@ def with_adapter(source: Opened, folder: Path, *, block: int = BLOCK) -> Opened:
 class _Merge:
     """Reads what an adapter makes of a source."""
 
-    source: Opened
-    changes: Mapping[str, Change]
+    source: OpenCheckpoint
+    changes: Mapping[str, WeightChange]
     specs: Mapping[str, TensorSpec]
     pieces: Sequence[Piece]
     last: OrderedDict[tuple[Hashable, str], Tensor] = field(default_factory=OrderedDict[tuple[Hashable, str], Tensor])
     lengths: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def read(self, place: Hashable, name: str) -> Tensor:
-        """As `Opened.read`."""
+        """As `OpenCheckpoint.read`."""
         change = self.changes.get(name)
         if change is None:
             return self.source.read(place, name)
-        if not isinstance(place, Block) or change.pair is None:
+        if not isinstance(place, WeightBlock) or change.pair is None:
             return self._values(place, name)
         key = place, name
         if key not in self.last:
@@ -133,16 +133,16 @@ class _Merge:
             return change.full.to(getattr(torch, self.specs[name].dtype))
         return self.source.read(place, change.base)
 
-    def _sum(self, place: Block, name: str, pair: Pair) -> Tensor:
+    def _sum(self, place: WeightBlock, name: str, pair: LowRankPair) -> Tensor:
         own = self._values(place.place, name).view(place.shape)[tuple(slice(a, b) for a, b in place.at)]
         return _sum(own, place.box, pair)
 
-    def _lengths(self, name: str, pair: Pair) -> Tensor:
+    def _lengths(self, name: str, pair: LowRankPair) -> Tensor:
         """Of each output, the length of its weights with what the adapter adds: [out], float64."""
         if name not in self.lengths:
             squares = torch.zeros(len(cast(Tensor, pair.magnitude)), dtype=torch.float64)
             for place in (piece.place for piece in self.pieces if piece.tensor == name):
-                if isinstance(place, Block):
+                if isinstance(place, WeightBlock):
                     rows, columns = place.box
                     made = self._sum(place, name, pair).double().square()
                     squares[_index(columns if pair.turned else rows)] += made.sum(0 if pair.turned else 1)
@@ -150,19 +150,19 @@ class _Merge:
         return self.lengths[name]
 
 
-def _spec(source: Opened, change: Change) -> TensorSpec:
+def _spec(source: OpenCheckpoint, change: WeightChange) -> TensorSpec:
     """Of the source's type: what was trained in more bits is rounded to it."""
     spec = source.specs[change.base]
     return spec if change.full is None else TensorSpec(tuple(change.full.shape), spec.dtype)
 
 
-def _pieces_of(source: Opened, name: str, change: Change) -> list[Piece]:
+def _pieces_of(source: OpenCheckpoint, name: str, change: WeightChange) -> list[Piece]:
     if change.full is not None:
         return [Piece(Full(), name, Region.full(tuple(change.full.shape)))]
     return [replace(piece, tensor=name) for piece in source.pieces if piece.tensor == change.base]
 
 
-def _small(source: Opened, specs: Mapping[str, TensorSpec], found: Changes) -> Mapping[str, bytes]:
+def _small(source: OpenCheckpoint, specs: Mapping[str, TensorSpec], found: Changes) -> Mapping[str, bytes]:
     """The small files, with a configuration that is true of the tensors: whether the head is tied, how many tokens."""
     resized = [n for n, c in found.tensors.items() if c.full is not None and c.full.shape != source.specs[c.base].shape]
     if "config.json" not in source.small or not (resized or found.untied):
@@ -178,7 +178,9 @@ def _small(source: Opened, specs: Mapping[str, TensorSpec], found: Changes) -> M
 # ---------------------------------------------------------------- blocks
 
 
-def _cut(piece: Piece, source: Opened, spec: TensorSpec, pair: Pair | None, most: int) -> Iterator[Piece]:
+def _cut(
+    piece: Piece, source: OpenCheckpoint, spec: TensorSpec, pair: LowRankPair | None, most: int
+) -> Iterator[Piece]:
     """A piece of an adapted weight in blocks of rows, any other as it is."""
     if pair is None or not piece.region:
         yield piece
@@ -198,11 +200,11 @@ def _cut(piece: Piece, source: Opened, spec: TensorSpec, pair: Pair | None, most
                 if flat:
                     where = ((start, start + box_size(part)),)
                 shape = piece.region.local_shape or (piece.region.size,)
-                yield Piece(Block(piece.place, shape, where, part), piece.tensor, Region.of([part]))
+                yield Piece(WeightBlock(piece.place, shape, where, part), piece.tensor, Region.of([part]))
                 start += box_size(part)
 
 
-def _in_order(piece: Piece, shape: tuple[int, ...], source: Opened) -> list[Box]:
+def _in_order(piece: Piece, shape: tuple[int, ...], source: OpenCheckpoint) -> list[Box]:
     """The boxes of a piece, of which each has to end before the next begins: so they stand in its buffer."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
@@ -220,7 +222,7 @@ def _in_order(piece: Piece, shape: tuple[int, ...], source: Opened) -> list[Box]
     return boxes
 
 
-def _sum(values: Tensor, box: Box, pair: Pair) -> Tensor:
+def _sum(values: Tensor, box: Box, pair: LowRankPair) -> Tensor:
     """A block's values with what the adapter adds, as a matrix, in float32 or float64."""
     *experts, rows, columns = box
     left, right = pair.factors(experts[0][0][0] if experts else 0)
@@ -237,7 +239,7 @@ def _rounded(sums: Tensor, box: Box, spec: TensorSpec, name: str) -> Tensor:
     return made.view([intervals.size(one) for one in box])
 
 
-def _factor(pair: Pair, lengths: Tensor, box: Box) -> Tensor:
+def _factor(pair: LowRankPair, lengths: Tensor, box: Box) -> Tensor:
     """What DoRA multiplies a block with: magnitude over length, of each of its outputs."""
     assert pair.magnitude is not None
     at = _index(box[1] if pair.turned else box[0])

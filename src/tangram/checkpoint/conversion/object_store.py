@@ -20,9 +20,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.store.atomic_directory import appearing
+from tangram.checkpoint.store.commits import appearing
 from tangram.errors import UserError
 
 WHOLE = 16 << 20
@@ -42,7 +42,7 @@ def is_remote(place: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Store:
+class ObjectStore:
     """A prefix of an object store."""
 
     address: str
@@ -89,14 +89,14 @@ class Store:
             raise UserError(f'"{self.address}" cannot be {what}: {first[:300]}') from None
 
 
-def store_of(address: str) -> Store:
+def store_of(address: str) -> ObjectStore:
     """The store of an address, with the credentials of the environment. Raises UserError for one that is none."""
     try:
         from obstore.store import from_url
     except ImportError:
         raise UserError(f'"{address}" {MISSING}') from None
     try:
-        return Store(address, from_url(address.rstrip("/")))
+        return ObjectStore(address, from_url(address.rstrip("/")))
     except Exception as error:  # noqa: BLE001  each kind of store refuses in its own way
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f'"{address}" is no address of an object store that is known: {first[:300]}') from None
@@ -108,7 +108,7 @@ def store_of(address: str) -> Store:
 class RemoteMaps(Maps):
     """Files of a skeleton, filled where they are looked at."""
 
-    def __init__(self, folder: Path, store: Store, large: dict[str, int], front: str = "") -> None:
+    def __init__(self, folder: Path, store: ObjectStore, large: dict[str, int], front: str = "") -> None:
         """`front`: what stands before the names of files in the store."""
         super().__init__(folder)
         self._store, self._large, self._front = store, large, front
@@ -152,7 +152,7 @@ class RemoteMaps(Maps):
 
 
 @contextlib.contextmanager
-def opening(place: str) -> Generator[Opened]:
+def opening(place: str) -> Generator[OpenCheckpoint]:
     """A checkpoint at a path or an address. Raises UserError as `open_any` does, and where the store refuses."""
     if not is_remote(place):
         yield open_any(Path(place))

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler, target_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.hf_export import with_dtype
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.relayout import Piece, RelayoutError, TensorSpec, bind
-from tangram.relayout.quantised.groups import Box, Group, Settings, UnfitError
+from tangram.relayout.quantised.groups import Box, GroupUnfitError, Settings, TensorGroup
 from tangram.relayout.quantised.table import FLOAT8, GROUP_CODECS, find_groups, matched
 
 __all__ = ["Quantisation", "Rounding", "alike", "by_weights", "dequantised", "prepared", "quantisation_of"]
@@ -67,7 +67,7 @@ class Quantisation:
 
     method: str
     """Empty where no configuration says one."""
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
     unused: tuple[str, ...]
     """Tensors that are for codes alone."""
     problem: str
@@ -134,7 +134,7 @@ def _table(data: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
 
 
-def quantisation_of(source: Opened, small: Mapping[str, bytes] | None = None) -> Quantisation | None:
+def quantisation_of(source: OpenCheckpoint, small: Mapping[str, bytes] | None = None) -> Quantisation | None:
     """What is quantised; None where nothing is. `small`: the configuration, where it is not that of the source."""
     settings = settings_of(small or {}) or settings_of(source.small)
     if settings is None:
@@ -150,7 +150,7 @@ def quantisation_of(source: Opened, small: Mapping[str, bytes] | None = None) ->
         groups = tuple(find_groups(source.specs, method, settings, read))
         problem, torn = _understood(settings), False
     except RelayoutError as error:
-        groups, problem, torn = tuple(matched(source.specs, method)), str(error), isinstance(error, UnfitError)
+        groups, problem, torn = tuple(matched(source.specs, method)), str(error), isinstance(error, GroupUnfitError)
     members = {name for group in groups for name in group.members.values()}
     others = [name for name in source.specs if name not in members]
     left = [name for name in others if _is_part(name, source.specs[name]) and not UNUSED.search(name)]
@@ -164,7 +164,7 @@ def quantisation_of(source: Opened, small: Mapping[str, bytes] | None = None) ->
     return Quantisation(method, groups, unused, problem, before, torn)
 
 
-def _unsaid(source: Opened) -> Quantisation | None:
+def _unsaid(source: OpenCheckpoint) -> Quantisation | None:
     """By the names and types alone."""
     name = next((group.members["codes"] for group in matched(source.specs)), None)
     if name is None:
@@ -208,7 +208,7 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class DecodedBlock:
     """The place of a block."""
 
     box: Box
@@ -217,7 +217,7 @@ class Part:
 class _Reader:
     """Boxes of stored tensors, through the engine of copies, whatever pieces they lie in."""
 
-    def __init__(self, source: Opened) -> None:
+    def __init__(self, source: OpenCheckpoint) -> None:
         self._source = source
         self._pieces: dict[str, list[Piece]] = {}
         for piece in source.pieces:
@@ -240,8 +240,8 @@ def _region(box: Box) -> Region:
 
 
 def dequantised(
-    source: Opened, quantised: Quantisation, dtype: str | None = None, *, block: int = BLOCK
-) -> tuple[Opened, Rounding]:
+    source: OpenCheckpoint, quantised: Quantisation, dtype: str | None = None, *, block: int = BLOCK
+) -> tuple[OpenCheckpoint, Rounding]:
     """The same checkpoint with weights instead of codes and scales, and what is measured while they are read.
 
     `block`: bytes of a block in float32. Raises UserError where it cannot be decoded: now or, for numbers that a type
@@ -262,13 +262,15 @@ def dequantised(
         elif name not in gone:
             specs[name] = spec
     pieces = [piece for piece in source.pieces if piece.tensor not in gone]
-    pieces += [Piece(Part(box), name, _region(box)) for name, group in groups.items() for box in _boxes(group, block)]
+    pieces += [
+        Piece(DecodedBlock(box), name, _region(box)) for name, group in groups.items() for box in _boxes(group, block)
+    ]
     rounding = Rounding(quantised.method, len(groups), len(quantised.unused), kind)
-    decoded: OrderedDict[tuple[Part, str], Tensor] = OrderedDict()
+    decoded: OrderedDict[tuple[DecodedBlock, str], Tensor] = OrderedDict()
     stored = _Reader(source)
 
     def read(place: Hashable, name: str) -> Tensor:
-        if not isinstance(place, Part):
+        if not isinstance(place, DecodedBlock):
             return source.read(place, name)
         if (place, name) not in decoded:
             decoded[place, name] = _decoded(groups[name], stored, place.box, kind, rounding)
@@ -282,7 +284,7 @@ def dequantised(
     return replace(source, specs=specs, pieces=tuple(pieces), read=read, objects=objects), rounding
 
 
-def _boxes(group: Group, block: int) -> Iterator[Box]:
+def _boxes(group: TensorGroup, block: int) -> Iterator[Box]:
     """Blocks of rows of a tensor, or of each expert's matrix."""
     *lead, rows, columns = group.form.shape if len(group.form.shape) > 1 else (1, *group.form.shape)
     step = max(1, group.form.block[0] if group.form.block[0] < rows else 1, 32 if rows > 32 else 1)
@@ -293,7 +295,7 @@ def _boxes(group: Group, block: int) -> Iterator[Box]:
             yield box if len(group.form.shape) > 1 else box[1:]
 
 
-def _decoded(group: Group, stored: _Reader, box: Box, dtype: str, rounding: Rounding) -> Tensor:
+def _decoded(group: TensorGroup, stored: _Reader, box: Box, dtype: str, rounding: Rounding) -> Tensor:
     """A block in its type, made strip by strip, as what fits in a cache is several times faster."""
     made = torch.empty([b - a for a, b in box], dtype=getattr(torch, dtype))
     rows = max(0, len(box) - 2)
@@ -307,7 +309,7 @@ def _decoded(group: Group, stored: _Reader, box: Box, dtype: str, rounding: Roun
     return made
 
 
-def _strip(group: Group, stored: _Reader, box: Box, dtype: str) -> tuple[Tensor, float]:
+def _strip(group: TensorGroup, stored: _Reader, box: Box, dtype: str) -> tuple[Tensor, float]:
     """Values of a box in a type, and how far they are off at most."""
     try:
         codes, scale = GROUP_CODECS[group.codec].decode(group, stored, box)
@@ -334,8 +336,14 @@ def _off(made: Tensor, exact: Tensor) -> float:
 
 
 def prepared(
-    source: Opened, small: Mapping[str, bytes], to: str, *, dequantise: bool, dtype: str | None, also: Sequence[str]
-) -> tuple[Opened, dict[str, bytes], Rounding | None]:
+    source: OpenCheckpoint,
+    small: Mapping[str, bytes],
+    to: str,
+    *,
+    dequantise: bool,
+    dtype: str | None,
+    also: Sequence[str],
+) -> tuple[OpenCheckpoint, dict[str, bytes], Rounding | None]:
     """A source to convert: as it is where nothing is quantised or all of it is copied exactly, else dequantised.
 
     `also`: what else is asked that changes tensors, in words. Raises UserError for what is neither.
@@ -351,7 +359,7 @@ def prepared(
     reasons = [f"a cast to {dtype}"] if dtype else []
     reasons += also
     if target_of(to).structure not in ("", "hf"):
-        reasons.append(f"the structure of {target_of(to).said}")
+        reasons.append(f"the structure of {target_of(to).title}")
     if reasons:
         how = f"add --dequantise, which makes {quantised.dtype} of them"
         if reasons == [f"a cast to {quantised.dtype}"]:
@@ -367,7 +375,7 @@ def prepared(
     return replace(source, objects={**source.objects, "quantised": quantised.said}), dict(small), None
 
 
-def alike(a: Opened, b: Opened) -> tuple[Opened, Opened]:
+def alike(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[OpenCheckpoint, OpenCheckpoint]:
     """Two checkpoints to compare: where one of them is quantised and the other is not, by its weights."""
     codes, others = quantisation_of(a), quantisation_of(b)
     if (codes is None) == (others is None):
@@ -375,7 +383,7 @@ def alike(a: Opened, b: Opened) -> tuple[Opened, Opened]:
     return (dequantised(a, codes)[0], b) if codes else (a, by_weights(b))
 
 
-def by_weights(source: Opened) -> Opened:
+def by_weights(source: OpenCheckpoint) -> OpenCheckpoint:
     """A checkpoint with weights, of which codes and scales are decoded where they are read."""
     quantised = quantisation_of(source)
     return source if quantised is None else dequantised(source, quantised)[0]

@@ -11,7 +11,6 @@ makes opaque objects of all else, so nothing of it is run.
 import io
 import os
 import pickle
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +33,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tangram.checkpoint.formats.archives.archive import UNPICKLE, Opaque, Place
+from tangram.checkpoint.formats.archives.archive import UNPICKLE, Opaque, TensorPlace
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.small_archives import Archives, archived
 from tangram.checkpoint.formats.common.model_part import model_part
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import Naming
-from tangram.checkpoint.formats.common.outgoing import Task, filled
+from tangram.checkpoint.formats.common.outgoing import WriteTask, filled
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
 from tangram.checkpoint.loading.prefetch import fetched
-from tangram.checkpoint.saving.file_writer import Ring, Stream
+from tangram.checkpoint.saving.file_writer import FileStream, Ring
 from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -58,7 +57,7 @@ ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteSpan:
     """Where the bytes of one chunk are."""
 
     file: str
@@ -68,7 +67,7 @@ class Span:
 
 @dataclass(frozen=True)
 class DcpIndex:
-    """The tensors of a checkpoint and the pieces they lie in; the place of a piece is its `Span`."""
+    """The tensors of a checkpoint and the pieces they lie in; the place of a piece is its `ByteSpan`."""
 
     specs: Mapping[str, TensorSpec]
     pieces: tuple[Piece, ...]
@@ -140,24 +139,24 @@ _DESCRIBING: Mapping[tuple[str, str], Any] = {
 }  # fmt: skip
 
 
-def _span(path: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Span:
+def _span(path: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> ByteSpan:
     stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     if stored.transform_descriptors:
         how = ", ".join(stored.transform_descriptors)
         raise UserError(
             f'"{name}" in "{path}" was written through the transform {how}, which this reader does not know'
         )
-    return Span(stored.relative_path, stored.offset, stored.length)
+    return ByteSpan(stored.relative_path, stored.offset, stored.length)
 
 
 def _region(chunk: ChunkStorageMetadata) -> Region:
     return Region.box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """A directory, whose chunks are mapped. Raises UserError for one that is not whole."""
     index = read_index(path)
-    raw = Opened(
+    raw = OpenCheckpoint(
         "dcp", path, index.specs, index.pieces, mapped_chunks(maps), maps.release, index.opaque, small_files(path)
     )
     return model_part(raw, NAMING, index.opaque)
@@ -165,14 +164,14 @@ def open_folder(path: Path, maps: Maps) -> Opened:
 
 def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
     """A function from the place and tensor of a piece to a view of its values in the mapped file."""
-    places: dict[Span, Place] = {}
+    places: dict[ByteSpan, TensorPlace] = {}
     archives = Archives(maps)
 
     def read(span: Hashable, name: str) -> Tensor:
-        assert isinstance(span, Span)
+        assert isinstance(span, ByteSpan)
         if span not in places:
             found = archives.place(span.file, span.offset, span.length)
-            if not isinstance(found, Place):
+            if not isinstance(found, TensorPlace):
                 raise UserError(f'"{name}" in "{maps.folder / span.file}" is no tensor')
             places[span] = found
         place = places[span]
@@ -181,31 +180,10 @@ def mapped_chunks(maps: Maps) -> Callable[[Hashable, str], Tensor]:
     return read
 
 
-def chunk_reader(path: Path, sums: Mapping[str, Mapping[int, int]] | None = None) -> Callable[[Hashable, str], Tensor]:
-    """A function from the place and tensor of a piece to its values, read when asked for.
-
-    `sums`: the crc32 of the chunks by file and offset, which are then compared.
-    """
-
-    def read(place: Hashable, name: str) -> Tensor:
-        assert isinstance(place, Span)
-        file = path / place.file
-        with file.open("rb") as stream:
-            stream.seek(place.offset)
-            data = stream.read(place.length)
-        if len(data) != place.length:
-            raise UserError(f'"{name}" in "{file}" is cut off: it has {len(data)} of {place.length} bytes')
-        if sums is not None and sums.get(place.file, {}).get(place.offset) != zlib.crc32(data):
-            raise UserError(f'"{name}" in "{file}" is damaged: its bytes are not those that were written')
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-    return read
-
-
 # ---------------------------------------------------------------- writing
 
 
-def write(task: Task) -> list[str]:
+def write(task: WriteTask) -> list[str]:
     """Write a directory that torch's own reader loads; the names of its files."""
     owners = task.owners
     names = {name: NAMING.write(*owners[name]) if owners[name][1] else name for name in task.specs}
@@ -236,37 +214,24 @@ def size_of(chunk: Chunk) -> int:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenChunk:
     """A block that is on the disk."""
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    span: Span
-    crc32: int
+    span: ByteSpan
 
 
-def write_chunks(file: Path, chunks: Iterable[Chunk]) -> list[Written]:
-    """Write blocks one behind the other into a new file, and wait until they are on the disk."""
-    with file.open("xb") as stream:
-        written = _written(stream, file.name, chunks, summed=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return written
-
-
-def stream_chunks(task: Task, chunks: Iterator[Chunk]) -> tuple[list[Written], list[str]]:
-    """The same past the page cache, for more than fits in it, in files of a task's size; without the crc32 of each.
-
-    Returns the names of the files, too.
-    """
-    written: list[Written] = []
+def stream_chunks(task: WriteTask, chunks: Iterator[Chunk]) -> tuple[list[WrittenChunk], list[str]]:
+    """Write blocks one behind the other past the page cache, in files of a task's size, whose names come back, too."""
+    written: list[WrittenChunk] = []
     files: list[str] = []
     ring, first = Ring(), next(chunks, None)
     while first is not None:
         name, after = DATA.format(len(files)), list[Chunk]()
-        with Stream(task.folder / name, ring) as stream:
-            written += _written(stream, name, _until(stream, first, chunks, task.shard, after), summed=False)
+        with FileStream(task.folder / name, ring) as stream:
+            written += write_chunks(stream, name, _until(stream, first, chunks, task.shard, after))
             stream.finish()
         task.done(name)
         files.append(name)
@@ -274,7 +239,7 @@ def stream_chunks(task: Task, chunks: Iterator[Chunk]) -> tuple[list[Written], l
     return written, files
 
 
-def _until(stream: Stream, first: Chunk, chunks: Iterator[Chunk], most: int, after: list[Chunk]) -> Iterator[Chunk]:
+def _until(stream: FileStream, first: Chunk, chunks: Iterator[Chunk], most: int, after: list[Chunk]) -> Iterator[Chunk]:
     """A chunk and those that follow it, until a file has its size; the one that no longer fits is left in `after`."""
     yield first
     for chunk in chunks:
@@ -284,34 +249,33 @@ def _until(stream: Stream, first: Chunk, chunks: Iterator[Chunk], most: int, aft
         yield chunk
 
 
-def _written(stream: Any, name: str, chunks: Iterable[Chunk], summed: bool) -> list[Written]:
-    found: list[Written] = []
+def write_chunks(stream: FileStream, name: str, chunks: Iterable[Chunk]) -> list[WrittenChunk]:
+    """Write blocks into the file `name`, each as `torch.save` would. Raises OSError as the disk does."""
+    found: list[WrittenChunk] = []
     for chunk in chunks:
         stream.write(bytes(-stream.tell() % ALIGNED))
         start = stream.tell()
-        sink, small = _Sink(stream, summed), archived(chunk.values)
+        sink, small = _Sink(stream), archived(chunk.values)
         if small is not None:
             sink.write(small)
         else:
             torch.save(chunk.values, cast(IO[bytes], sink))
         if sink.error is not None:
             raise sink.error
-        span = Span(name, start, sink.size)
-        found.append(Written(chunk.name, chunk.offsets, tuple(chunk.values.shape), span, sink.crc32))
+        span = ByteSpan(name, start, sink.size)
+        found.append(WrittenChunk(chunk.name, chunk.offsets, tuple(chunk.values.shape), span))
     return found
 
 
 class _Sink:
-    """The stream that torch.save writes into: adds up size and checksum.
+    """The stream that torch.save writes into: adds up its size.
 
     An error of the disk is kept for after torch.save, whose writer in C++ is not made to be left in the middle.
     """
 
-    def __init__(self, stream: Any, summed: bool) -> None:
+    def __init__(self, stream: FileStream) -> None:
         self.stream = stream
-        self.summed = summed
         self.size = 0
-        self.crc32 = 0
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
@@ -323,29 +287,28 @@ class _Sink:
             except OSError as error:
                 self.error = error
             self.size += n
-            self.crc32 = zlib.crc32(data, self.crc32) if self.summed else 0
         return n
 
     def flush(self) -> None:
         """Nothing to do here: the file is flushed once, at its end."""
 
 
-def write_object(file: Path, value: object) -> Span:
+def write_object(file: Path, value: object) -> ByteSpan:
     """Write something that is no tensor into a new file, as DCP has it."""
     with file.open("xb") as stream:
         torch.save(value, stream)
         stream.flush()
         os.fsync(stream.fileno())
-        return Span(file.name, 0, stream.tell())
+        return ByteSpan(file.name, 0, stream.tell())
 
 
 def write_index(
     path: Path,
     specs: Mapping[str, TensorSpec],
-    written: Iterable[Written],
-    objects: Mapping[str, Span] | None = None,
-) -> tuple[int, int]:
-    """Write the `.metadata` of the directory `path`, as torch's own reader wants it; its size and crc32.
+    written: Iterable[WrittenChunk],
+    objects: Mapping[str, ByteSpan] | None = None,
+) -> None:
+    """Write the `.metadata` of the directory `path`, as torch's own reader wants it.
 
     `objects`: what is no tensor, by name; several may lie in the same bytes.
     """
@@ -369,4 +332,3 @@ def write_index(
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return len(data), zlib.crc32(data)

@@ -25,12 +25,12 @@ from tangram.checkpoint.formats.common.config_json import true_of
 from tangram.checkpoint.formats.common.side_files import of_checkpoint, side_files, with_provenance, write_side_files
 from tangram.checkpoint.formats.read_ahead import Ahead
 from tangram.checkpoint.loading.block_source import DamagedError
-from tangram.checkpoint.loading.stream import in_file_order
+from tangram.checkpoint.loading.read import in_file_order
 from tangram.checkpoint.saving.file_layout import Image, Outgoing, images
 from tangram.checkpoint.saving.file_writer import RING, Ring, write_from
 from tangram.checkpoint.saving.rank_parts import INDEX, MODEL
 from tangram.checkpoint.store import commits, digest, safetensors_header
-from tangram.checkpoint.store.atomic_directory import appearing
+from tangram.checkpoint.store.commits import appearing
 from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES, Manifest, StoredTensor
 from tangram.errors import UserError
@@ -91,13 +91,13 @@ def to_hugging_face(
     shard: int = SHARD,
     memory: int = MEMORY,
     config: Path | None = None,
-    told: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Converted:
     """Write the section `model` of the checkpoint `source` as the directory `target`.
 
     `dtype`: floating-point tensors are cast to it; `rounded` says that this may lose bits. `shard`: bytes of a file at
     most, but for a larger tensor. `memory`: bytes for all buffers. `config`: a directory to copy configuration and
-    tokenizer from, before those that were saved in the checkpoint. `told` hears how many more bytes of tensors are
+    tokenizer from, before those that were saved in the checkpoint. `on_bytes` is called with how many more bytes are
     written. Raises UserError for what cannot be converted, DamagedError for bytes that are not those that were saved;
     nothing is left of the target then.
     """
@@ -111,7 +111,7 @@ def to_hugging_face(
     planned = planned_images(specs, shard, manifest.id)
     nbytes = sum(placed.piece.nbytes for image in planned for placed in image.placed)
     with appearing(target, nbytes) as partial:
-        sums = _write(source, manifest, partial, planned, memory, told or (lambda count: None))
+        sums = _write(source, manifest, partial, planned, memory, on_bytes or (lambda count: None))
         _prove(source, manifest, specs, sums)
         if len(planned) > 1:
             small[INDEX] = index_of(planned)
@@ -274,7 +274,12 @@ def _prove(source: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], su
 
 
 def _write(
-    source: Path, manifest: Manifest, partial: Path, planned: Sequence[Image], memory: int, told: Callable[[int], None]
+    source: Path,
+    manifest: Manifest,
+    partial: Path,
+    planned: Sequence[Image],
+    memory: int,
+    on_bytes: Callable[[int], None],
 ) -> dict[str, Sums]:
     """Write all files. Returns the sums of the tensors, of the bytes as they went to the disk."""
     ring = Ring()
@@ -284,7 +289,7 @@ def _write(
 
             def take(start: int, out: Bytes) -> Bytes:
                 reader.copy(start, out)
-                told(len(out))
+                on_bytes(len(out))
                 return out
 
             for name, some in write_from(partial, image, take, ring, checked=False).sums.items():

@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import Opened
-from tangram.checkpoint.formats.common.outgoing import Task, taking
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.common.outgoing import WriteTask, taking
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
 from tangram.checkpoint.formats.hf_export import index_of, planned_images
 from tangram.checkpoint.saving.file_writer import Ring, write_from
 from tangram.checkpoint.saving.rank_parts import MODEL
-from tangram.checkpoint.store import safetensors_header
+from tangram.checkpoint.store.safetensors_header import TYPES
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
@@ -30,26 +30,6 @@ from tangram.relayout import Piece, TensorSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# safetensors' names of the types, and torch's.
-DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +47,7 @@ def has_weights(path: Path) -> bool:
 
 def read_index(path: Path) -> HuggingFaceIndex:
     """Read what tensors a directory has from the headers of its files. Raises UserError for one that is not whole."""
-    named = _weight_map(path) if (path / INDEX).exists() else {}
+    named = weight_map(path / INDEX) if (path / INDEX).exists() else {}
     if (path / SINGLE).exists() and not chooses_index(path, SINGLE, set(named.values())):
         named = {}
     files = sorted(set(named.values())) or [SINGLE]
@@ -103,9 +83,8 @@ def chooses_index(path: Path, single: str, files: Collection[str]) -> bool:
     return False
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    """Which file each tensor is in, by the index."""
-    file = path / INDEX
+def weight_map(file: Path) -> dict[str, str]:
+    """Which file each tensor is in, by an index. Raises UserError for one that is none."""
     try:
         fields: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -128,9 +107,9 @@ def _header(file: Path) -> dict[str, TensorSpec]:
         for name in stream.keys():  # noqa: SIM118  it is no dict
             part = stream.get_slice(name)
             dtype = str(part.get_dtype())
-            if dtype not in DTYPES:
+            if dtype not in TYPES:
                 raise UserError(f'{name} in "{file}" has the type {dtype}, which this version does not read')
-            specs[name] = TensorSpec(tuple(part.get_shape()), DTYPES[dtype])
+            specs[name] = TensorSpec(tuple(part.get_shape()), TYPES[dtype])
     return specs
 
 
@@ -156,26 +135,20 @@ def mapped_reader(path: Path) -> Callable[[Hashable, str], Tensor]:
     return read
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """A directory with its configuration. Raises UserError for one that is not whole."""
     index = read_index(path)
-    slots: dict[tuple[str, str], safetensors_header.Slot] = {}
-    for file in dict.fromkeys(str(piece.place) for piece in index.pieces):
-        size = (path / file).stat().st_size
-        data = maps.data(file)
-        found, _ = safetensors_header.parse(
-            data[: 8 + safetensors_header.header_length(data[:8], size, file)], size, file
-        )
-        slots.update({(file, slot.name): slot for slot in found})
+    files = dict.fromkeys(str(piece.place) for piece in index.pieces)
+    slots = {(file, slot.name): slot for file in files for slot in maps.header(file)[0]}
 
     def read(place: Hashable, name: str) -> Tensor:
         slot = slots[str(place), name]
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
-    return Opened("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
+    return OpenCheckpoint("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
 
 
-def write(task: Task) -> list[str]:
+def write(task: WriteTask) -> list[str]:
     """Write safetensors, with an index where they are several, and the small files; the names of all."""
     ring = Ring()
     names = {f"{MODEL}.{name}": name for name in task.specs}

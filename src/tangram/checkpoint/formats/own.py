@@ -15,14 +15,14 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import SETTINGS, Opened
+from tangram.checkpoint.formats.common.opened import SETTINGS, OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import Naming, named
-from tangram.checkpoint.formats.common.outgoing import Task, taking
+from tangram.checkpoint.formats.common.outgoing import WriteTask, taking
 from tangram.checkpoint.formats.common.side_files import of_checkpoint, packed
 from tangram.checkpoint.formats.hf_export import by_size
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.saving.file_layout import Outgoing, images
-from tangram.checkpoint.saving.file_writer import Ring, Written, write_from
+from tangram.checkpoint.saving.file_writer import Ring, WrittenFile, write_from
 from tangram.checkpoint.saving.rank_parts import MODEL, merged, part_of, with_small_files
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import BLOCK, StoredPiece, checksum
@@ -43,7 +43,7 @@ def is_own(path: Path) -> bool:
     return (path / commits.MARKER).exists()
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """Model and optimiser of a checkpoint, by the names that the module has. Raises UserError for a torn one.
 
     Other sections, and states of optimisers that are not known, are skipped.
@@ -82,7 +82,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
         return view
 
     small = of_checkpoint(path, manifest)
-    raw = Opened("tangram", path, specs, tuple(pieces), read, maps.release, tuple(skipped), small)
+    raw = OpenCheckpoint("tangram", path, specs, tuple(pieces), read, maps.release, tuple(skipped), small)
     settings = _settings(manifest.objects)
     return replace(named(raw, NAMING, f"{MODEL}."), objects={"settings": settings} if settings else {})
 
@@ -103,7 +103,7 @@ def _settings(objects: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- writing
 
 
-def write(task: Task) -> list[str]:
+def write(task: WriteTask) -> list[str]:
     """Write a checkpoint of one rank, whole but for its name; the names of its files."""
     owners = task.owners
     names = {name: NAMING.write(*owners[name]) if owners[name][1] else f"{MODEL}.{name}" for name in task.specs}
@@ -113,7 +113,7 @@ def write(task: Task) -> list[str]:
     pieces = [Outgoing(name, spec, Region.full(spec.shape)) for name, spec in specs.items() if name not in empty]
     parts = by_size(pieces, task.shard, lambda piece: piece.nbytes)
     files = [image for i, some in enumerate(parts) for image in images(some, i, len(parts), save_id)]
-    written: list[Written] = []
+    written: list[WrittenFile] = []
     for image in files:
         written.append(write_from(task.folder, image, taking(image, task, back), ring))
         task.done(image.name)

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.state_dicts import leaves, listed, plain_names, tensor_kind, view
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
 from tangram.errors import UserError
 from tangram.layout import Region, coverage
@@ -40,7 +40,7 @@ DTENSORS = (
 class _Part:
     """What a rank has of a tensor. `cuts`: the dim of each axis of its mesh, None where it has the same as others."""
 
-    place: Place
+    place: TensorPlace
     shape: tuple[int, ...]
     cuts: tuple[int | None, ...]
     at: tuple[int, ...]
@@ -52,7 +52,7 @@ def is_rank_files(path: Path) -> bool:
     return path.is_dir() and any(NAME.fullmatch(file.name) for file in path.iterdir())
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """The model of all ranks. Raises UserError where a rank's file is missing or its parts do not fit together."""
     files = _files(path)
     parts: dict[str, list[_Part]] = {}
@@ -78,7 +78,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
         return view(maps, place)
 
     beside = path / SOURCE if (path / SOURCE).is_dir() else path
-    return Opened("ranks", path, specs, tuple(pieces), read, maps.release, tuple(skipped), small_files(beside))
+    return OpenCheckpoint("ranks", path, specs, tuple(pieces), read, maps.release, tuple(skipped), small_files(beside))
 
 
 def _files(path: Path) -> list[str]:
@@ -99,7 +99,7 @@ def _files(path: Path) -> list[str]:
 
 def _part(value: Any, what: str) -> _Part | None:
     """What an entry is; None of one that is no tensor. Raises UserError for a tensor of another kind."""
-    if isinstance(value, Place):
+    if isinstance(value, TensorPlace):
         return _Part(value, value.shape, (), ())
     kind = tensor_kind(value)
     if kind is None:
@@ -111,7 +111,7 @@ def _part(value: Any, what: str) -> _Part | None:
     mesh = _fields(getattr(spec.get("mesh"), "state", None))
     local, at = fields.get("_local_tensor"), mesh.get("_coordinate_on_dim")
     placements = listed(spec.get("placements"))
-    if not isinstance(local, Place) or not isinstance(at, list | tuple) or len(placements) != len(listed(at)):
+    if not isinstance(local, TensorPlace) or not isinstance(at, list | tuple) or len(placements) != len(listed(at)):
         raise UserError(f"{what} is a DTensor that does not say where its rank stands in the mesh")
     return _Part(local, tuple(size), tuple(_cut(one, what) for one in placements), tuple(listed(at)))
 
@@ -170,6 +170,6 @@ def _region(part: _Part, sizes: Sequence[int]) -> Region:
     return Region.box([a for a, _ in spans], [b - a for a, b in spans])
 
 
-def _same(maps: Maps, one: Place, other: Place) -> bool:
+def _same(maps: Maps, one: TensorPlace, other: TensorPlace) -> bool:
     a, b = (view(maps, place).reshape(-1).contiguous().view(torch.uint8) for place in (one, other))
     return torch.equal(a, b)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from tangram.checkpoint.loading.block_source import Sources
-from tangram.checkpoint.loading.block_threads import Line, in_threads
+from tangram.checkpoint.loading.block_threads import WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.loading.scatter import Item, Moves, Want, moves
+from tangram.checkpoint.loading.scatter import BlockCopies, Item, Want, block_copies
 from tangram.checkpoint.saving.file_layout import Image, parts
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest
@@ -32,7 +32,7 @@ WINDOW = 96 << 20
 
 
 @dataclass(frozen=True)
-class Window:
+class FileWindow:
     """Some blocks of a new file that are read together."""
 
     image: Image
@@ -49,7 +49,7 @@ class Ahead:
         self._kept_most = (memory - LEAST) // 4 // BLOCK
         size = min(WINDOW, (memory - (READERS + self._kept_most) * BLOCK) // 2 // BLOCK * BLOCK)
         self._windows = [
-            Window(image, start, min(start + size, image.size))
+            FileWindow(image, start, min(start + size, image.size))
             for image in planned
             for start in range(0, image.size, size)
         ]
@@ -90,7 +90,7 @@ class Ahead:
 
     def _run(self) -> None:
         try:
-            with Sources(self._source, self._manifest, Moves()) as sources:
+            with Sources(self._source, self._manifest, BlockCopies()) as sources:
                 following = self._moves(0)
                 for number in range(len(self._windows)):
                     wanted, following = following, self._moves(number + 1)
@@ -101,10 +101,10 @@ class Ahead:
         except BaseException as error:  # noqa: BLE001  it is raised where the window is waited for
             self._ready.put(error)
 
-    def _moves(self, number: int) -> Moves:
+    def _moves(self, number: int) -> BlockCopies:
         """What a window needs, and where it goes; the buffer may still be in use."""
         if number >= len(self._windows):
-            return Moves()
+            return BlockCopies()
         window, buffer = self._windows[number], self._buffers[number % 2]
         wants: list[Want] = []
         for placed, first, last in parts(window.image, window.start, window.stop):
@@ -112,14 +112,14 @@ class Ahead:
             into = torch.from_numpy(buffer[at : at + last - first]).view(getattr(torch, piece.spec.dtype))
             region = Region.flat(piece.spec.shape, first // piece.itemsize, last // piece.itemsize)
             wants.append(Want(piece.name, region, into))
-        return moves(self._manifest, wants, cast=True)
+        return block_copies(self._manifest, wants, cast=True)
 
-    def _read(self, sources: Sources, number: int, wanted: Moves, following: Moves) -> None:
+    def _read(self, sources: Sources, number: int, wanted: BlockCopies, following: BlockCopies) -> None:
         window, buffer = self._windows[number], self._buffers[number % 2]
         head = window.image.head[window.start : window.stop]
         buffer[: len(head)] = np.frombuffer(head, np.uint8)
         items = wanted.items
-        line, rooms = Line(items), iter(self._rooms)
+        line, rooms = WorkQueue(items), iter(self._rooms)
 
         def make() -> Callable[[], bool]:
             room = next(rooms)

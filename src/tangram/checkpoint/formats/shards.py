@@ -15,9 +15,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
-from tangram.checkpoint.store import safetensors_header
+from tangram.checkpoint.store.safetensors_header import TensorSlot
 from tangram.errors import UserError
 from tangram.layout import Region, coverage
 from tangram.relayout import Piece, TensorSpec
@@ -37,18 +37,14 @@ def is_shards(path: Path) -> bool:
     return path.is_dir() and bool(_files(path))
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """All tensors of all files. Raises UserError where a file or a part is missing, or a tensor there twice."""
     files = _files(path)
     _refuse_missing(path, files)
-    slots: dict[tuple[str, str], safetensors_header.Slot] = {}
+    slots: dict[tuple[str, str], TensorSlot] = {}
     regions: dict[str, list[tuple[str, Region]]] = {}
     for file in files:
-        size = (path / file).stat().st_size
-        data = maps.data(file)
-        found, metadata = safetensors_header.parse(
-            data[: 8 + safetensors_header.header_length(data[:8], size, file)], size, file
-        )
+        found, metadata = maps.header(file)
         if OWN in metadata:
             raise UserError(f'"{path}" was written by Tangram and lacks its marker or index: that save did not end')
         offsets = _offsets(path / file, metadata)
@@ -68,7 +64,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
         slot = slots[str(place), name]
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
-    return Opened("hf", path, specs, tuple(pieces), read, maps.release, small=small_files(path))
+    return OpenCheckpoint("hf", path, specs, tuple(pieces), read, maps.release, small=small_files(path))
 
 
 def _files(path: Path) -> list[str]:

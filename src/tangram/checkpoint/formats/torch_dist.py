@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.formats import dcp
-from tangram.checkpoint.formats.archives.archive import Place, read_archive
+from tangram.checkpoint.formats.archives.archive import TensorPlace, read_archive
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.common.opened import SETTINGS, Opened
+from tangram.checkpoint.formats.common.opened import SETTINGS, OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import MASTER, STEP, Naming, common_step, named, with_steps
-from tangram.checkpoint.formats.common.outgoing import Task, filled
+from tangram.checkpoint.formats.common.outgoing import WriteTask, filled
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
 from tangram.checkpoint.loading.prefetch import fetched
 from tangram.errors import UserError
@@ -50,10 +50,10 @@ _MEMBER = re.compile(r"(.*?\blayers)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Row:
+class StackedRow:
     """A layer of a stacked chunk."""
 
-    span: dcp.Span
+    span: dcp.ByteSpan
     index: int
 
 
@@ -66,7 +66,7 @@ def is_torch_dist(path: Path) -> bool:
     return isinstance(fields, dict) and cast("dict[str, Any]", fields).get("sharded_backend") == "torch_dist"
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """A directory, stacked layers taken apart. Raises UserError for one that is not whole."""
     whole = _apart(path, maps)
     step, settings = _of_optimiser(path, maps) if (path / COMMON).is_file() else (None, None)
@@ -74,7 +74,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
     return replace(known, objects={"settings": settings}) if settings else known
 
 
-def _apart(path: Path, maps: Maps) -> Opened:
+def _apart(path: Path, maps: Maps) -> OpenCheckpoint:
     index = dcp.read_index(path)
     whole = dcp.mapped_chunks(maps)
     specs: dict[str, TensorSpec] = {}
@@ -89,20 +89,20 @@ def _apart(path: Path, maps: Maps) -> Opened:
             specs[name] = spec
     for piece in index.pieces:
         if piece.tensor in stacks and index.specs[piece.tensor].shape:
-            assert isinstance(piece.place, dcp.Span)
+            assert isinstance(piece.place, dcp.ByteSpan)
             before, after = stacks[piece.tensor]
             for box in piece.region.boxes:
                 ((first, last),) = box[0]
-                rows = ((i, Row(piece.place, i - first)) for i in range(first, last))
+                rows = ((i, StackedRow(piece.place, i - first)) for i in range(first, last))
                 pieces += [Piece(row, f"{before}.{i}.{after}", Region.of([box[1:]])) for i, row in rows]
         else:
             pieces.append(piece)
 
     def read(place: Hashable, name: str) -> Tensor:
-        return whole(place.span, name)[place.index] if isinstance(place, Row) else whole(place, name)
+        return whole(place.span, name)[place.index] if isinstance(place, StackedRow) else whole(place, name)
 
     small = small_files(path / SOURCE) if (path / SOURCE).is_dir() else {}
-    return Opened("torch_dist", path, specs, tuple(pieces), read, maps.release, index.opaque, small)
+    return OpenCheckpoint("torch_dist", path, specs, tuple(pieces), read, maps.release, index.opaque, small)
 
 
 def _of_optimiser(path: Path, maps: Maps) -> tuple[float | None, dict[str, Any] | None]:
@@ -116,7 +116,7 @@ def _of_optimiser(path: Path, maps: Maps) -> tuple[float | None, dict[str, Any] 
 
     def plain(value: Any) -> Any:
         """Numbers, also those that are tensors of one, and rows of numbers; None of anything else."""
-        if isinstance(value, Place) and not value.shape:
+        if isinstance(value, TensorPlace) and not value.shape:
             value = maps.view(value.file, value.offset, value.dtype, value.shape, value.stride).item()
         if isinstance(value, list | tuple):
             found = [plain(one) for one in cast("list[Any]", value)]
@@ -152,7 +152,7 @@ def _of_optimiser(path: Path, maps: Maps) -> tuple[float | None, dict[str, Any] 
 # ---------------------------------------------------------------- writing
 
 
-def write(task: Task) -> list[str]:
+def write(task: WriteTask) -> list[str]:
     """Write a checkpoint of Megatron-core's; the names of its files.
 
     Raises UserError where parameters have taken different numbers of steps.
@@ -189,7 +189,7 @@ def write(task: Task) -> list[str]:
     return [*files, OBJECTS, dcp.INDEX, *_beside(task)]
 
 
-def _homes(task: Task) -> dict[str, tuple[str, int, int]]:
+def _homes(task: WriteTask) -> dict[str, tuple[str, int, int]]:
     """Of each tensor of a layer its parameter's name in a stack, its number and how many there are."""
     found: dict[str, tuple[str, int, int]] = {}
     for state in ("", *task.states):
@@ -233,7 +233,7 @@ def extra_states(specs: Mapping[str, TensorSpec], stacks: Collection[str]) -> It
                 yield f"{match[1].removesuffix('linear_proj')}core_attention.{place}"
 
 
-def _beside(task: Task) -> list[str]:
+def _beside(task: WriteTask) -> list[str]:
     """The files that make a DCP one of Megatron-core, and those that it was made with."""
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     text = json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1})
@@ -242,7 +242,7 @@ def _beside(task: Task) -> list[str]:
     return [CONFIG, COMMON, *(f"{SOURCE}/{name}" for name in write_side_files(task.folder / SOURCE, task.small))]
 
 
-def _common(task: Task) -> dict[str, Any]:
+def _common(task: WriteTask) -> dict[str, Any]:
     """What all ranks have in common: of the optimiser its settings by group, and the step."""
     counts, settings = task.steps(), task.objects.get("settings", {})
     if not counts:

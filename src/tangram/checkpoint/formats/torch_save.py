@@ -9,7 +9,6 @@ Trade-off: an optimiser's states are taken where the file says the parameters' n
 module is refused: its tensors are known only to its class.
 """
 
-import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from tangram.checkpoint.formats import dcp
-from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.state_dicts import (
-    Found,
     Number,
-    Optimiser,
+    OptimiserStates,
+    StateDict,
     leaves,
     optimiser_of,
     plain_names,
@@ -32,9 +31,9 @@ from tangram.checkpoint.formats.archives.state_dicts import (
     whole,
 )
 from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
-from tangram.checkpoint.formats.huggingface import PICKLED, chooses_index
+from tangram.checkpoint.formats.huggingface import PICKLED, chooses_index, weight_map
 from tangram.errors import UserError
 from tangram.relayout import Piece, TensorSpec
 
@@ -65,18 +64,18 @@ def is_torch(path: Path) -> bool:
     return (path.is_file() and path.suffix in SUFFIXES) or any((path / name).is_file() for name in PICKLED)
 
 
-def open_path(path: Path, maps: Maps) -> Opened:
+def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
     """A file, or a directory with its configuration. Raises UserError for what is not whole, or no state dict."""
     if path.is_dir():
         return _folder(path, maps)
     maps = Maps(path.parent)
     parts = _parts(read_archive(maps, path.name), path)
-    found = Found()
+    found = StateDict()
     found.add(parts.model, path.name)
     names = plain_names(found.places, parts.lead)
-    places: dict[str, Place | Number] = {names[raw]: place for raw, place in found.places.items()}
+    places: dict[str, TensorPlace | Number] = {names[raw]: place for raw, place in found.places.items()}
     params = {name: whole(name, place)[0] for name, place in places.items()}
-    trained = Optimiser()
+    trained = OptimiserStates()
     skipped = [*found.skipped, *parts.skipped]
     for key, tree in parts.optimisers.items():
         trained = optimiser_of(tree, key, maps, params, parts.lead)
@@ -91,7 +90,7 @@ def open_path(path: Path, maps: Maps) -> Opened:
     return model_part(opened, dcp.NAMING, skipped)
 
 
-def _opened(path: Path, maps: Maps, places: Mapping[str, Place | Number], skipped: list[str]) -> Opened:
+def _opened(path: Path, maps: Maps, places: Mapping[str, TensorPlace | Number], skipped: list[str]) -> OpenCheckpoint:
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
     for name, place in places.items():
@@ -101,15 +100,15 @@ def _opened(path: Path, maps: Maps, places: Mapping[str, Place | Number], skippe
     def read(place: Hashable, name: str) -> Tensor:
         return view(maps, place)
 
-    return Opened("torch", path, specs, tuple(pieces), read, maps.release, tuple(skipped))
+    return OpenCheckpoint("torch", path, specs, tuple(pieces), read, maps.release, tuple(skipped))
 
 
-def _folder(path: Path, maps: Maps) -> Opened:
+def _folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """One file, or several with an index that says which tensor is where."""
-    index = _index(path) if (path / INDEX).is_file() or not (path / SINGLE).is_file() else {}
+    index = weight_map(path / INDEX) if (path / INDEX).is_file() or not (path / SINGLE).is_file() else {}
     if (path / SINGLE).is_file() and not chooses_index(path, SINGLE, set(index.values())):
         index = {}
-    found = Found()
+    found = StateDict()
     for file in sorted(set(index.values())) or [SINGLE]:
         parts = _parts(read_archive(maps, file), path / file)
         found.add(parts.model, file)
@@ -118,24 +117,9 @@ def _folder(path: Path, maps: Maps) -> Opened:
         if name not in found.places or found.places[name].file != file:
             raise UserError(f'the index "{path / INDEX}" says that {name} is in {file}, but it is not')
     names = plain_names(found.places)
-    places: dict[str, Place | Number] = {names[raw]: place for raw, place in found.places.items()}
+    places: dict[str, TensorPlace | Number] = {names[raw]: place for raw, place in found.places.items()}
     opened = _opened(path, maps, places, found.skipped)
     return replace(opened, small=small_files(path))
-
-
-def _index(path: Path) -> dict[str, str]:
-    file = path / INDEX
-    try:
-        fields: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f'the index "{file}" cannot be read: {error}') from None
-    table: Any = cast("dict[str, Any]", fields).get("weight_map") if isinstance(fields, dict) else None
-    if not isinstance(table, dict) or not table:
-        raise UserError(f'the index "{file}" has no table weight_map')
-    for name, home in cast("dict[str, Any]", table).items():
-        if not isinstance(home, str) or Path(home).name != home:
-            raise UserError(f'the index "{file}" says that {name} is in {home!r}, which is no name of a file beside it')
-    return cast("dict[str, str]", table)
 
 
 def _parts(tree: Any, path: Path) -> _Parts:
@@ -183,7 +167,7 @@ def _inside(fields: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(value, Place) or tensor_kind(value) for _, value in leaves(tree))
+    return any(isinstance(value, TensorPlace) or tensor_kind(value) for _, value in leaves(tree))
 
 
 def _attribute(model: Mapping[Any, Any]) -> str:

@@ -1,10 +1,15 @@
-"""What differs between two checkpoints, whatever layouts they were saved from.
+"""What differs between two checkpoints, whatever layouts, formats and structures they were saved in.
 
-Tensors with equal digests are equal, which costs no reading. Of the others the same elements of both are read side by
-side in parts, so memory does not grow with them, and every byte is proved by its block's checksum before it is used.
+Of two of Tangram's own, tensors with equal digests are equal, which costs no reading. Of the others the same elements
+of both are read side by side in parts, so memory does not grow with them, and every byte is proved by its block's
+checksum before it is used. Of any other two, one is seen as the other's:
+
+    A -> the mapping to B's structure, bound -> boxes of B's tensors, made of A's -> the same boxes of B
+
+Nothing is written: a model in Hugging Face's names is compared with Megatron-core's fused tensors element by element.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.conversion.convert import IDENTITY, Filler
+from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.inspect.tree import chosen, fits
-from tangram.checkpoint.loading.stream import batches, in_file_order, read_spans
-from tangram.checkpoint.store.manifest import Manifest, StoredTensor
+from tangram.checkpoint.loading.read import batches, in_file_order, read_spans
+from tangram.checkpoint.store.manifest import DTYPES, Manifest, StoredTensor
+from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.layout.intervals import span
+from tangram.models.families import megatrons_embedding
+from tangram.relayout import TensorSpec, bind
 
 CHUNK = 1 << 24
 """Bytes of each side that are compared together."""
+KEEP = 128 << 20
+"""Bytes that are read before what was read is let go."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclass(frozen=True)
-class Change:
+class TensorChange:
     """A tensor that is not the same in both."""
 
     name: str
@@ -58,10 +74,10 @@ class ObjectChange:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointDiff:
     """All differences of two checkpoints."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[TensorChange, ...]
     objects: tuple[ObjectChange, ...]
     equal: int
     """Tensors that are the same in both."""
@@ -89,34 +105,36 @@ def to_read(a: Manifest, b: Manifest, pattern: str = "*") -> int:
     pairs = (
         (a.tensors[name], b.tensors[name]) for name in _names(a, b, pattern) if name in a.tensors and name in b.tensors
     )
-    return sum(one.nbytes + other.nbytes for one, other in pairs if not _equal(one, other) and _alike(one, other))
+    return sum(
+        one.nbytes + other.nbytes for one, other in pairs if not _equal(one, other) and _alike(one.spec, other.spec)
+    )
 
 
-def compare(a: Side, b: Side, pattern: str = "*", told: Callable[[int], None] | None = None) -> Comparison:
+def compare(a: Side, b: Side, pattern: str = "*", on_bytes: Callable[[int], None] | None = None) -> CheckpointDiff:
     """Compare two checkpoints, each given as its folder and its manifest.
 
-    `pattern`: only tensors and objects whose names fit; `told` hears how many more bytes have been read. Raises
+    `pattern`: only tensors and objects whose names fit; `on_bytes` is called with how many more have been read. Raises
     UserError where no tensor fits, DamagedError where bytes that must be read are not those that were written.
     """
-    changes: list[Change] = []
+    changes: list[TensorChange] = []
     differing: list[StoredTensor] = []
     equal = 0
     for name in _names(a[1], b[1], pattern):
         one, other = a[1].tensors.get(name), b[1].tensors.get(name)
         if other is None:
             assert one is not None
-            changes.append(Change(name, "a", a=_said(one)))
+            changes.append(TensorChange(name, "a", a=_said(one.spec)))
         elif one is None:
-            changes.append(Change(name, "b", b=_said(other)))
+            changes.append(TensorChange(name, "b", b=_said(other.spec)))
         elif _equal(one, other):
             equal += 1
-        elif not _alike(one, other):
-            changes.append(Change(name, "shape", _said(one), _said(other)))
+        elif not _alike(one.spec, other.spec):
+            changes.append(TensorChange(name, "shape", _said(one.spec), _said(other.spec)))
         else:
             differing.append(one)
-    changes += _compared(a, b, differing, told or (lambda count: None))
+    changes += _compared(a, b, differing, on_bytes or (lambda count: None))
     changes.sort(key=lambda change: change.name)
-    return Comparison(tuple(changes), _objects(a[1], b[1], pattern), equal)
+    return CheckpointDiff(tuple(changes), _objects(a[1], b[1], pattern), equal)
 
 
 def _names(a: Manifest, b: Manifest, pattern: str) -> list[str]:
@@ -127,33 +145,35 @@ def _names(a: Manifest, b: Manifest, pattern: str) -> list[str]:
     return found
 
 
-def _said(tensor: StoredTensor) -> str:
-    return f"{tensor.spec.dtype} {list(tensor.spec.shape)}"
+def _said(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return one.spec == other.spec and one.digest == other.digest
 
 
-def _alike(one: StoredTensor, other: StoredTensor) -> bool:
-    return one.spec.shape == other.spec.shape
+def _alike(one: TensorSpec, other: TensorSpec) -> bool:
+    return one.shape == other.shape
 
 
-def _compared(a: Side, b: Side, differing: Sequence[StoredTensor], told: Callable[[int], None]) -> list[Change]:
+def _compared(
+    a: Side, b: Side, differing: Sequence[StoredTensor], on_bytes: Callable[[int], None]
+) -> list[TensorChange]:
     """What differs in tensors that have the same shapes in both."""
-    found: dict[str, Change] = {}
+    found: dict[str, TensorChange] = {}
     for one in differing:
         other = b[1].tensors[one.name]
         kind = "values" if one.spec.dtype == other.spec.dtype else "dtype"
-        found[one.name] = Change(one.name, kind, _said(one), _said(other))
+        found[one.name] = TensorChange(one.name, kind, _said(one.spec), _said(other.spec))
     for batch in batches(in_file_order(differing), CHUNK):
-        for span, left, right in zip(batch, read_spans(*a, batch), read_spans(*b, batch), strict=True):
-            found[span.name] = compared(found[span.name], left, right)
-            told(left.nbytes + right.nbytes)
+        for part, left, right in zip(batch, read_spans(*a, batch), read_spans(*b, batch), strict=True):
+            found[part.name] = compared(found[part.name], left, right)
+            on_bytes(left.nbytes + right.nbytes)
     return list(found.values())
 
 
-def compared(found: Change, left: Tensor, right: Tensor) -> Change:
+def compared(found: TensorChange, left: Tensor, right: Tensor) -> TensorChange:
     """What is known of a tensor, with some more elements of both sides."""
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     if left.dtype == right.dtype:
@@ -210,3 +230,89 @@ def _objects(a: Manifest, b: Manifest, pattern: str) -> tuple[ObjectChange, ...]
 
 def _json(number: float) -> float | str:
     return number if abs(number) != float("inf") else "inf"
+
+
+# ---------------------------------------------------------------- of any two formats and structures
+
+
+def seen_as(
+    a: OpenCheckpoint, b: OpenCheckpoint, config: Mapping[str, Any] | None
+) -> tuple[ChosenMapping, OpenCheckpoint]:
+    """A with a mapping to B's structure, and B; without the optimiser's states unless both have some.
+
+    Raises UserError where no mapping leads there.
+    """
+    states = bool(a.states) and bool(b.states)
+    other = b if states else model_of(b)[0]
+    words = megatrons_embedding(other.specs)
+    core = words is not None
+    to = "torch_dist" if core else "paddle" if other.format == "paddle" else "tangram"
+    rows = other.specs[words].shape[0] if words is not None and other.specs[words].shape else 1
+    ways = [
+        choose(a, to, config, states=states, local=local, divisor=rows, made=other.specs)
+        for local in ((False, True) if core else (False,))
+    ]
+    best = max(ways, key=lambda way: len(way.bound.target.specs.keys() & other.specs.keys()))
+    return best, other
+
+
+def to_read_across(way: ChosenMapping, other: OpenCheckpoint, pattern: str = "*") -> int:
+    """The bytes that a comparison will read of both."""
+    mine = way.bound.target.specs
+    both = [
+        name for name in mine if name in other.specs and fits(name, pattern) and _alike(mine[name], other.specs[name])
+    ]
+    return sum(_nbytes(mine[name]) + _nbytes(other.specs[name]) for name in both)
+
+
+def compare_across(
+    way: ChosenMapping,
+    other: OpenCheckpoint,
+    pattern: str = "*",
+    on_bytes: Callable[[int], None] | None = None,
+    among: Collection[str] | None = None,
+) -> CheckpointDiff:
+    """Compare what a mapping makes of a checkpoint with another. Raises UserError where no tensor fits the pattern.
+
+    `among`: names that come into question; all unless given.
+    """
+    mine, theirs = way.bound.target.specs, other.specs
+    every = {*mine, *theirs} if among is None else {*mine, *theirs} & set(among)
+    names = sorted(name for name in every if fits(name, pattern))
+    if not names:
+        raise UserError(f"no tensor of either fits {pattern!r}")
+    left = Filler(way.source, way.bound, mine, KEEP)
+    right = Filler(other, bind(IDENTITY, theirs), theirs, KEEP)
+    changes: list[TensorChange] = []
+    for name in names:
+        if name not in theirs:
+            changes.append(TensorChange(name, "a", a=_said(mine[name])))
+        elif name not in mine:
+            changes.append(TensorChange(name, "b", b=_said(theirs[name])))
+        elif not _alike(mine[name], theirs[name]):
+            changes.append(TensorChange(name, "shape", _said(mine[name]), _said(theirs[name])))
+        else:
+            changes += _values(name, mine[name], theirs[name], left, right, on_bytes)
+    both = [name for name in names if name in mine and name in theirs]
+    return CheckpointDiff(tuple(changes), (), len(both) - sum(one.kind not in ("a", "b") for one in changes))
+
+
+def _values(
+    name: str, mine: TensorSpec, theirs: TensorSpec, left: Filler, right: Filler, on_bytes: Callable[[int], None] | None
+) -> list[TensorChange]:
+    kind = "values" if mine.dtype == theirs.dtype else "dtype"
+    found = TensorChange(name, kind, _said(mine), _said(theirs))
+    for box in boxes(mine.shape, CHUNK // max(DTYPES[mine.dtype], DTYPES[theirs.dtype])):
+        region, shape = Region.of([tuple(span(a, b) for a, b in box)]), [b - a for a, b in box]
+        one, two = (torch.empty(shape, dtype=getattr(torch, spec.dtype)) for spec in (mine, theirs))
+        if one.numel():
+            left.fill(name, region, one)
+            right.fill(name, region, two)
+            found = compared(found, one.reshape(-1), two.reshape(-1))
+        if on_bytes:
+            on_bytes(one.nbytes + two.nbytes)
+    return [found] if found.differing or kind == "dtype" else []
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return DTYPES[spec.dtype] * int(torch.Size(spec.shape).numel())

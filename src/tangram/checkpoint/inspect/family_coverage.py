@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tangram.checkpoint.conversion.find_mapping import model_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.errors import UserError
 from tangram.layout.syntax import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, Mapped, mapping_of, megatrons_embedding
 from tangram.relayout import RelayoutError, bind, inverse
-from tangram.relayout.names import Family as Members
-from tangram.relayout.names import NameTable, TensorSpec, known_size, template_of
+from tangram.relayout.mapping.names import NameTable, TensorSpec, known_size, template_of
+from tangram.relayout.mapping.names import TensorFamily as Members
 
 HF, CORE, LOCAL = "Hugging Face", "Megatron-core", "Megatron-core without Transformer Engine"
 
@@ -54,7 +54,7 @@ class Cover:
         }  # fmt: skip
 
 
-def cover(source: Opened, family: Family, config: Mapping[str, Any]) -> Cover:
+def cover(source: OpenCheckpoint, family: Family, config: Mapping[str, Any]) -> Cover:
     """Whose names fit best, and what is said and not said of them. Raises UserError where sizes are not known."""
     model, left = model_of(source)
     words = megatrons_embedding(model.specs)
@@ -67,7 +67,7 @@ def cover(source: Opened, family: Family, config: Mapping[str, Any]) -> Cover:
     return max(found, key=lambda one: (one.covered, -len(one.missing)))
 
 
-def _fit(model: Opened, mapped: Mapped, names: str, left: tuple[str, ...]) -> Cover:
+def _fit(model: OpenCheckpoint, mapped: Mapped, names: str, left: tuple[str, ...]) -> Cover:
     text = MappingText.parse(mapped.text) if names == HF else inverse(mapped.text)
     groups = [group for statement in text.statements for group in statement.source]
     table = NameTable.of(model.specs)
@@ -85,7 +85,7 @@ def _fit(model: Opened, mapped: Mapped, names: str, left: tuple[str, ...]) -> Co
     return Cover(mapped.family, names, len(covered), uncovered, tuple(missing), wrong, left)
 
 
-def _wrong(model: Opened, text: MappingText, mapped: Mapped) -> str:
+def _wrong(model: OpenCheckpoint, text: MappingText, mapped: Mapped) -> str:
     try:
         bind(text, model.specs, sizes=mapped.sizes)
     except (RelayoutError, UserError) as error:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.conversion.quantised import quantisation_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import FORMATS, open_any
 from tangram.checkpoint.formats.own import is_own
 from tangram.checkpoint.inspect import quantised_weights, tree
+from tangram.checkpoint.inspect.verify import VerifyReport
+from tangram.checkpoint.inspect.verify import verify as verify_own
 from tangram.checkpoint.saving.rank_parts import MODEL
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import DTYPES, Manifest, StoredPiece, StoredTensor
@@ -77,7 +79,7 @@ def refuse_unknown(path: Path) -> None:
         open_any(path)
 
 
-def tensors_of(opened: Opened) -> list[StoredTensor]:
+def tensors_of(opened: OpenCheckpoint) -> list[StoredTensor]:
     """Its tensors as those of Tangram's own checkpoints are, without digests."""
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in opened.specs}
     for piece in opened.pieces:
@@ -85,7 +87,7 @@ def tensors_of(opened: Opened) -> list[StoredTensor]:
     return [StoredTensor(name, spec, "", tuple(pieces[name])) for name, spec in opened.specs.items()]
 
 
-def values_of(opened: Opened, name: str) -> tree.Values:
+def values_of(opened: OpenCheckpoint, name: str) -> tree.Values:
     """Look at the values of one tensor, in parts. Raises UserError where it is not there."""
     opened = quantised_weights.with_weights(opened, name)
     if name not in opened.specs:
@@ -95,12 +97,12 @@ def values_of(opened: Opened, name: str) -> tree.Values:
 
 def values_of_own(path: Path, manifest: Manifest, name: str) -> tree.Values:
     """The same of a checkpoint of Tangram's own; of a quantised weight what its codes stand for."""
-    if isinstance(manifest.tensors.get(name), tree.Together):
+    if isinstance(manifest.tensors.get(name), tree.QuantisedTensor):
         return values_of(open_any(path), name.removeprefix(f"{MODEL}."))
     return tree.values_of(path, manifest, name)
 
 
-def read_all(path: Path, told: Callable[[int], None]) -> Reading:
+def read_all(path: Path, on_bytes: Callable[[int], None]) -> Reading:
     """Read every tensor of a checkpoint. What keeps one from being read is a finding."""
     begin, kind = time.perf_counter(), format_of(path) or ""
     try:
@@ -113,7 +115,7 @@ def read_all(path: Path, told: Callable[[int], None]) -> Reading:
         try:
             for part in _parts(filler, opened, name):
                 nbytes += part.nbytes
-                told(part.nbytes)
+                on_bytes(part.nbytes)
         except UserError as error:
             findings.append(str(error))
     tensors, weights = len(opened.specs), 0
@@ -125,14 +127,32 @@ def read_all(path: Path, told: Callable[[int], None]) -> Reading:
     return Reading(path, opened.format, tensors, nbytes, tuple(findings), time.perf_counter() - begin, weights)
 
 
-def _filler(opened: Opened) -> Filler:
+def _filler(opened: OpenCheckpoint) -> Filler:
     return Filler(opened, bind(IDENTITY, opened.specs), opened.specs, KEEP)
 
 
-def _parts(filler: Filler, opened: Opened, name: str) -> Iterator[Tensor]:
+def _parts(filler: Filler, opened: OpenCheckpoint, name: str) -> Iterator[Tensor]:
     spec = opened.specs[name]
     for box in boxes(spec.shape, max(1, CHUNK // DTYPES[spec.dtype])):
         values = torch.empty([b - a for a, b in box], dtype=getattr(torch, spec.dtype))
         if values.numel():
             filler.fill(name, Region.of([tuple(span(a, b) for a, b in box)]), values)
             yield values.reshape(-1)
+
+
+def verify(path: Path | str) -> VerifyReport | Reading:
+    """Read every byte of the checkpoint `path` once; `.sound` says whether nothing is wrong, `.findings` what is.
+
+    Of Tangram's own format that is proved by checksums and digests (`VerifyReport`). Other formats have none: there it
+    is proved that every element is there once and can be read (`Reading`). Raises UserError where there is no
+    checkpoint.
+    """
+    path = Path(path)
+    if format_of(path) is not None:
+        return read_all(path, _no_progress)
+    refuse_unknown(path)
+    return verify_own(path)
+
+
+def _no_progress(_: int) -> None:
+    """Nobody watches."""

@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from tangram.checkpoint.conversion.quantised import Quantisation, dequantised, quantisation_of
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.inspect import diff, diff_across_formats
-from tangram.checkpoint.inspect.diff import Change, Comparison, Side
-from tangram.checkpoint.inspect.tree import Together, fits
+from tangram.checkpoint.inspect import diff
+from tangram.checkpoint.inspect.diff import CheckpointDiff, Side, TensorChange
+from tangram.checkpoint.inspect.tree import QuantisedTensor, fits
 from tangram.checkpoint.saving.rank_parts import MODEL
 from tangram.checkpoint.store.manifest import Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.relayout import TensorSpec
-from tangram.relayout.quantised.groups import Group
+from tangram.relayout.quantised.groups import TensorGroup
 from tangram.relayout.quantised.table import GROUP_CODECS
 
 WIDE = "float32"
@@ -26,7 +26,7 @@ WIDE = "float32"
 
 
 def seen_together(
-    opened: Opened, tensors: Sequence[StoredTensor], front: str = ""
+    opened: OpenCheckpoint, tensors: Sequence[StoredTensor], front: str = ""
 ) -> tuple[list[StoredTensor], Quantisation | None]:
     """Tensors of a checkpoint with one in the place of each group's, and what is quantised (None: nothing).
 
@@ -42,14 +42,14 @@ def seen_together(
     return [groups[name] if name in groups else by_name[name] for name in names], quantised
 
 
-def _together(group: Group, by_name: Mapping[str, StoredTensor], front: str) -> Together:
+def _together(group: TensorGroup, by_name: Mapping[str, StoredTensor], front: str) -> QuantisedTensor:
     stored = {role: by_name[front + name] for role, name in group.members.items()}
     pieces = tuple(piece for one in stored.values() for piece in one.pieces)
     spec = TensorSpec(group.form.shape, group.codec)
-    return Together(front + group.name, spec, "", pieces, stored["codes"].layout, stored)
+    return QuantisedTensor(front + group.name, spec, "", pieces, stored["codes"].layout, stored)
 
 
-def owners_of(groups: Collection[Group]) -> dict[str, str]:
+def owners_of(groups: Collection[TensorGroup]) -> dict[str, str]:
     """Of each stored tensor of a quantised weight the weight's name."""
     return {name: group.name for group in groups for name in group.members.values()}
 
@@ -68,7 +68,7 @@ def of_own(path: Path, manifest: Manifest) -> tuple[Manifest, Quantisation | Non
     return replace(manifest, tensors={tensor.name: tensor for tensor in tensors}), quantised
 
 
-def with_weights(opened: Opened, name: str) -> Opened:
+def with_weights(opened: OpenCheckpoint, name: str) -> OpenCheckpoint:
     """A checkpoint in which a quantised weight of that name has its values, where it is one."""
     quantised = quantisation_of(opened)
     if quantised is None or quantised.problem or name not in {group.name for group in quantised.groups}:
@@ -79,7 +79,7 @@ def with_weights(opened: Opened, name: str) -> Opened:
 # ---------------------------------------------------------------- comparing
 
 
-def of_two_own(a: Side, b: Side, pattern: str = "*") -> Comparison | None:
+def of_two_own(a: Side, b: Side, pattern: str = "*") -> CheckpointDiff | None:
     """Compare two checkpoints of Tangram's own that are quantised; None where either is not, as far as it is known."""
     if not (may_be_quantised(a[1]) and may_be_quantised(b[1])):
         return None
@@ -92,7 +92,7 @@ def of_two_own(a: Side, b: Side, pattern: str = "*") -> Comparison | None:
     return by_weights(chosen, sides, (a[1].tensors, b[1].tensors), quantised, pattern, None, f"{MODEL}.")
 
 
-def both_quantised(a: Opened, b: Opened) -> tuple[Quantisation, Quantisation] | None:
+def both_quantised(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[Quantisation, Quantisation] | None:
     """What is quantised in two checkpoints whose codes are understood; None where either is not one."""
     mine, theirs = quantisation_of(a), quantisation_of(b)
     if mine is None or theirs is None or mine.problem or theirs.problem:
@@ -101,12 +101,12 @@ def both_quantised(a: Opened, b: Opened) -> tuple[Quantisation, Quantisation] | 
 
 
 def compare(
-    a: Opened,
-    b: Opened,
+    a: OpenCheckpoint,
+    b: OpenCheckpoint,
     quantised: tuple[Quantisation, Quantisation],
     pattern: str = "*",
-    told: Callable[[int], None] | None = None,
-) -> Comparison:
+    on_bytes: Callable[[int], None] | None = None,
+) -> CheckpointDiff:
     """Compare two quantised checkpoints weight by weight: equal where all that is stored of it has the same bits.
 
     A weight that is not is compared by its values in float32; its change is of the kind `codes` where those are the
@@ -115,19 +115,19 @@ def compare(
     stored = {name for side in _sides((a.specs, b.specs), quantised, pattern, "") for name in side}
     if not stored:
         raise UserError(f"no tensor of either fits {pattern!r}")
-    found = diff_across_formats.compare(*diff_across_formats.seen_as(a, b, None), told=told, among=stored)
-    return by_weights(found, (a, b), (a.specs, b.specs), quantised, pattern, told)
+    found = diff.compare_across(*diff.seen_as(a, b, None), on_bytes=on_bytes, among=stored)
+    return by_weights(found, (a, b), (a.specs, b.specs), quantised, pattern, on_bytes)
 
 
 def by_weights(
-    found: Comparison,
-    sides: tuple[Opened, Opened],
+    found: CheckpointDiff,
+    sides: tuple[OpenCheckpoint, OpenCheckpoint],
     names: tuple[Collection[str], Collection[str]],
     quantised: tuple[Quantisation, Quantisation],
     pattern: str = "*",
-    told: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
     front: str = "",
-) -> Comparison:
+) -> CheckpointDiff:
     """A comparison of stored tensors (of all `names` that fit) as one of weights.
 
     `front`: what these names have before those of the opened sides.
@@ -139,10 +139,10 @@ def by_weights(
     owners = {name: {side[name] for side in known if name in side} & weights for name in changes}
     plain = [one for name, one in changes.items() if not owners[name]]
     differ = {name.removeprefix(front) for some in owners.values() for name in some}
-    values = _of_values(sides, quantised, differ, told) if differ else []
+    values = _of_values(sides, quantised, differ, on_bytes) if differ else []
     changed = [*plain, *(replace(one, name=front + one.name) for one in values)]
     equal = len(both - {one.name for one in changed})
-    return Comparison(tuple(sorted(changed, key=lambda one: one.name)), found.objects, equal)
+    return CheckpointDiff(tuple(sorted(changed, key=lambda one: one.name)), found.objects, equal)
 
 
 def _sides(
@@ -160,25 +160,25 @@ def _sides(
 
 
 def _of_values(
-    sides: tuple[Opened, Opened],
+    sides: tuple[OpenCheckpoint, OpenCheckpoint],
     quantised: tuple[Quantisation, Quantisation],
     names: Collection[str],
-    told: Callable[[int], None] | None,
-) -> list[Change]:
+    on_bytes: Callable[[int], None] | None,
+) -> list[TensorChange]:
     """The changes of weights of which some bits differ: in values, or in codes alone."""
     left, right = (dequantised(one, known, WIDE)[0] for one, known in zip(sides, quantised, strict=True))
-    found = diff_across_formats.compare(*diff_across_formats.seen_as(left, right, None), told=told, among=names)
+    found = diff.compare_across(*diff.seen_as(left, right, None), on_bytes=on_bytes, among=names)
     changes = {one.name: one for one in found.changes}
     first, second = (
         {group.name: f"{group.codec} {list(group.form.shape)}" for group in one.groups} for one in quantised
     )
-    made: list[Change] = []
+    made: list[TensorChange] = []
     for name in names:
-        change = changes.get(name, Change(name, "codes", _said(left, name), _said(right, name)))
+        change = changes.get(name, TensorChange(name, "codes", _said(left, name), _said(right, name)))
         made.append(replace(change, a=first.get(name, change.a), b=second.get(name, change.b)))
     return made
 
 
-def _said(opened: Opened, name: str) -> str:
+def _said(opened: OpenCheckpoint, name: str) -> str:
     spec = opened.specs[name]
     return f"{spec.dtype} {list(spec.shape)}"

@@ -4,29 +4,28 @@ Threads share the blocks; each has memory for one, so memory does not grow with 
 cache where the file system lets them: what counts is what the disk has, and a job beside it keeps its cache.
 """
 
-import bisect
-import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
+from tangram.checkpoint.loading.block_threads import WorkQueue, in_threads
+from tangram.checkpoint.loading.page_memory import DirectFile, pages
+from tangram.checkpoint.saving.file_layout import Image, Outgoing, PlacedPiece, add_sums, parts
 from tangram.checkpoint.store import digest, safetensors_header
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES, Manifest, ManifestError, checksum
+from tangram.checkpoint.store.safetensors_header import PAGE
 
 THREADS = max(4, min(16, os.cpu_count() or 1))
 """That read and sum blocks: some wait for the disk while the others compute."""
 DATA = ".safetensors"
 SAVE = "tangram_save"
 
-Told = Callable[[int], None]
+OnBytes = Callable[[int], None]
 """Is called, from any thread, with how many more bytes have been read."""
 
 
@@ -69,27 +68,23 @@ class Scan:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._pieces: dict[str, list[tuple[int, int, Outgoing]]] = {name: [] for name in self.manifest.files}
+        placed: dict[str, list[PlacedPiece]] = {name: [] for name in self.manifest.files}
         for name, tensor in self.manifest.tensors.items():
             for piece in tensor.pieces:
-                stop = piece.offset + piece.region.size * tensor.itemsize
-                own = Outgoing(name, tensor.spec, piece.region)
-                self._pieces[piece.file].append((piece.offset, stop, own))
-        for pieces in self._pieces.values():
-            pieces.sort(key=lambda item: item[0])
+                placed[piece.file].append(PlacedPiece(Outgoing(name, tensor.spec, piece.region), piece.offset))
+        self._images = {
+            name: Image(name, b"", tuple(sorted(some, key=lambda one: one.offset)), self.manifest.files[name].size)
+            for name, some in placed.items()
+        }
+        self._open: dict[str, DirectFile] = {}
+        self._done = 0
+        """Bytes that were read."""
         self._there: dict[str, int] = {}
         """Bytes of each plain file that is there, as far as the manifest wants them."""
 
-    def touched(self, file: str, start: int, stop: int) -> list[tuple[int, int, Outgoing]]:
-        """The pieces that have bytes of a file there: (offset, stop, piece)."""
-        pieces = self._pieces[file]
-        first = bisect.bisect_right(pieces, start, key=lambda item: item[1])
-        last = bisect.bisect_left(pieces, stop, key=lambda item: item[0])
-        return pieces[first:last]
-
     def _finding(self, kind: str, text: str, file: str, start: int = 0, stop: int | None = None) -> Finding:
         stop = self.manifest.files[file].size if stop is None else stop
-        names = tuple(dict.fromkeys(piece.name for _, _, piece in self.touched(file, start, stop)))
+        names = tuple(dict.fromkeys(placed.piece.name for placed, _, _ in parts(self._images[file], start, stop)))
         self.unsure.update(names)
         return Finding(kind, text, file, start, stop, names)
 
@@ -142,62 +137,60 @@ class Scan:
         if metadata.get(SAVE) != self.manifest.id:
             return f"{name} is of another save: {metadata.get(SAVE, 'none')!r}, not {self.manifest.id!r}"
         said = {slot.name: (slot.dtype, slot.shape, slot.offset) for slot in slots}
-        meant = {piece.key: (*_stored(piece), offset) for offset, _, piece in self._pieces[name]}
+        meant = {one.piece.key: (*_stored(one.piece), one.offset) for one in self._images[name].placed}
         for key, place in meant.items():
             if said.get(key) != place:
                 return f"the header of {name} has {key} as {said.get(key)}, the manifest as {place}"
         others = [slot.name for slot in slots if slot.name not in meant]
         return f"the header of {name} has {others[0]}, which is not in the manifest" if others else ""
 
-    def read(self, told: Told, threads: int) -> int:
+    def read(self, on_bytes: OnBytes, threads: int) -> int:
         """Sum all blocks. Returns how many bytes were read."""
-        jobs = self._jobs()
-        with ThreadPoolExecutor(threads, "tangram-verify") as pool:
-            return sum([worker.result() for worker in [pool.submit(self._work, jobs, told) for _ in range(threads)]])
-
-    def _jobs(self) -> Iterator[tuple[str, int]]:
-        return ((name, start) for name, size in self._there.items() for start in range(0, size, BLOCK))
-
-    def _work(self, jobs: Iterator[tuple[str, int]], told: Told) -> int:
-        room = pages(BLOCK)
-        opened: tuple[str, int] | None = None
-        done = 0
+        jobs = WorkQueue([(n, start) for n, size in self._there.items() for start in range(0, size, BLOCK)])
         try:
-            while True:
-                with self._lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return done
-                name, start = job
-                length = min(BLOCK, self.manifest.files[name].size - start)
-                try:
-                    if opened is None or opened[0] != name:
-                        if opened is not None:
-                            os.close(opened[1])
-                        opened = None
-                        opened = (name, open_direct(self.path / name))
-                    read_at(opened[1], start, room, length)
-                except OSError as error:
-                    said = f"{name} cannot be read: {error.strerror or error}"
-                    with self._lock:
-                        self.damaged.append(self._finding("unreadable", said, name, start, start + length))
-                    continue
-                self._block(name, start, room[:length])
-                done += length
-                told(length)
+            in_threads(lambda: self._reader(jobs, on_bytes), threads)
         finally:
-            if opened is not None:
-                os.close(opened[1])
+            for file in self._open.values():
+                file.close()
+        return self._done
+
+    def _reader(self, jobs: WorkQueue[tuple[str, int]], on_bytes: OnBytes) -> Callable[[], bool]:
+        room = pages(BLOCK)
+
+        def step() -> bool:
+            job = jobs.take()
+            if job is None:
+                return False
+            name, start = job
+            length = min(BLOCK, self.manifest.files[name].size - start)
+            try:
+                if self._file(name).read(start, room[: -(-length // PAGE) * PAGE]) < length:
+                    raise OSError(5, "it ends too early")
+            except OSError as error:
+                why = f"{name} cannot be read: {error.strerror or error}"
+                with self._lock:
+                    self.damaged.append(self._finding("unreadable", why, name, start, start + length))
+                return True
+            self._block(name, start, room[:length])
+            on_bytes(length)
+            return True
+
+        return step
+
+    def _file(self, name: str) -> DirectFile:
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = DirectFile(self.path / name)
+            return self._open[name]
 
     def _block(self, name: str, start: int, data: Bytes) -> None:
         stop = start + len(data)
         right = checksum(data.data) == self.manifest.files[name].sums[start // BLOCK]
         sums: dict[str, Sums] = {}
         if right:
-            for offset, end, piece in self.touched(name, start, stop):
-                first, last = max(start, offset), min(stop, end)
-                add_piece(piece, first - offset, data[first - start : last - start], sums)
+            add_sums(self._images[name], start, data, sums)
         with self._lock:
+            self._done += len(data)
             if not right:
                 said = f"bytes {start:,} to {stop:,} of {name} are not those that were written"
                 self.damaged.append(self._finding("block", said, name, start, stop))
@@ -218,35 +211,3 @@ def _stored(piece: Outgoing) -> tuple[str, tuple[int, ...]]:
     return (
         (dtype, piece.shape) if dtype in safetensors_header.NAMES else ("uint8", (piece.region.size * DTYPES[dtype],))
     )
-
-
-# ---------------------------------------------------------------- reading
-
-
-def open_direct(file: Path) -> int:
-    """A descriptor of a plain file that reads around the page cache, where the file system takes that."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        return os.open(file, flags | getattr(os, "O_DIRECT", 0))
-    except OSError:  # no such mode here; another reason is found again
-        return os.open(file, flags)
-
-
-def read_at(descriptor: int, start: int, room: Bytes, length: int) -> None:
-    """Fill `room[:length]` from the byte `start` on; `room` begins on a page and may be filled up to its end.
-
-    Raises OSError, also where the file ends before.
-    """
-    done = 0
-    while done < length:
-        try:
-            count = os.preadv(descriptor, [room[done:].data], start + done)
-        except OSError:
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            if not flags & getattr(os, "O_DIRECT", 0):
-                raise
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # it was taken at opening, but not here
-            continue
-        if count == 0:
-            raise OSError(5, "it ends too early")
-        done += count

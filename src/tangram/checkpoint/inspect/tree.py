@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.loading.stream import read_spans, spans
+from tangram.checkpoint.loading.read import read_spans, spans
 from tangram.checkpoint.store.manifest import Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
@@ -35,7 +35,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Line:
+class TreeLine:
     """A line of the tree: some tensors that are alike but for the numbers in their names, or what they lie below."""
 
     depth: int
@@ -53,7 +53,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Together(StoredTensor):
+class QuantisedTensor(StoredTensor):
     """A quantised weight: its name and shape, and as dtype the name of its codec."""
 
     stored: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
@@ -87,7 +87,7 @@ def fits(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
-def tree(tensors: Sequence[StoredTensor], fold: bool = True) -> list[Line]:
+def tree(tensors: Sequence[StoredTensor], fold: bool = True) -> list[TreeLine]:
     """The lines of the tree of some tensors. `fold`: tensors that differ only in numbers share a line."""
     root = _Node("")
     for path, some in _folded(tensors) if fold else ((_parts(t.name), [t]) for t in tensors):
@@ -109,14 +109,14 @@ class _Node:
         for node in self.below.values():
             yield from node.all()
 
-    def lines(self, depth: int) -> Iterator[Line]:
+    def lines(self, depth: int) -> Iterator[TreeLine]:
         label, node = self.label, self
         while not node.here and len(node.below) == 1:  # nothing forks here
             (node,) = node.below.values()
             label += f".{node.label}"
         for some in node.here:
             first = some[0]
-            yield Line(
+            yield TreeLine(
                 depth,
                 label,
                 len(some),
@@ -130,7 +130,7 @@ class _Node:
         if node.below:
             every = list(itertools.chain.from_iterable(inner.all() for inner in node.below.values()))
             pieces = sum(len(t.pieces) for t in every)
-            yield Line(depth, label, len(every), sum(t.nbytes for t in every), pieces)
+            yield TreeLine(depth, label, len(every), sum(t.nbytes for t in every), pieces)
         for inner in node.below.values():
             yield from inner.lines(depth + 1)
 
@@ -190,7 +190,7 @@ def tensor_json(tensor: StoredTensor) -> dict[str, Any]:
         "pieces": len(tensor.pieces),
         "digest": tensor.digest,
     }
-    if not isinstance(tensor, Together):
+    if not isinstance(tensor, QuantisedTensor):
         return fields
     stored = {role: {"name": one.name, **tensor_json(one)} for role, one in tensor.stored.items()}
     return {**fields, "dtype": tensor.stored["codes"].spec.dtype, "codec": tensor.spec.dtype, "stored": stored}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint.inspect.scan import THREADS, Finding, Scan, Told
+from tangram.checkpoint.inspect.scan import THREADS, Finding, OnBytes, Scan
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store import manifest as manifests
 from tangram.checkpoint.store.commits import MANIFEST, MARKER, Marker
@@ -27,7 +27,7 @@ from tangram.errors import UserError
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What was verified, and all that is wrong."""
 
     path: Path
@@ -60,7 +60,7 @@ class Report:
         }
 
 
-def verify(path: Path, told: Told | None = None, threads: int = THREADS) -> Report:
+def verify(path: Path, on_bytes: OnBytes | None = None, threads: int = THREADS) -> VerifyReport:
     """Read the whole checkpoint `path`. Raises UserError where there is none of this format, and for nothing else."""
     begin = time.perf_counter()
     marker, manifest, findings = _described(path)
@@ -73,11 +73,11 @@ def verify(path: Path, told: Told | None = None, threads: int = THREADS) -> Repo
     else:
         scan = Scan(path, manifest)
         findings += scan.presence() + scan.headers()
-        done = scan.read(told or (lambda count: None), threads)
+        done = scan.read(on_bytes or (lambda count: None), threads)
         findings += [*scan.damaged, *scan.digests()]
     of = manifest or marker
     findings.sort(key=lambda f: (f.file not in (MARKER, MANIFEST), f.file, f.start or 0, f.kind))
-    return Report(
+    return VerifyReport(
         path=path,
         id=of.id if of else "",
         step=of.step if of else 0,
@@ -117,7 +117,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     return sorted(found, key=lambda inner: (serials.get(inner, 0), inner.name))
 
 
-def newest_sound(path: Path, told: Told | None = None, passed: tuple[Path, ...] = ()) -> Path | None:
+def newest_sound(path: Path, on_bytes: OnBytes | None = None, passed: tuple[Path, ...] = ()) -> Path | None:
     """The newest checkpoint beside `path` that is older than it and sound, None where there is none.
 
     Each that comes into question is read until one is sound. Where `path` itself says no longer how old it is, all
@@ -127,7 +127,7 @@ def newest_sound(path: Path, told: Told | None = None, passed: tuple[Path, ...] 
     own = next((marker.serial for other, marker in known if other.name == path.resolve().name), None)
     for other, marker in reversed(known):
         skipped = other.name == path.resolve().name or other.is_symlink() or any(other.samefile(p) for p in passed)
-        if not skipped and (own is None or marker.serial < own) and verify(other, told).sound:
+        if not skipped and (own is None or marker.serial < own) and verify(other, on_bytes).sound:
             return path.parent / other.name
     return None
 

@@ -27,7 +27,7 @@ Wants = Mapping[str, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class Task:
+class BlockTask:
     """A block that a rank gets hold of."""
 
     item: Item
@@ -50,7 +50,7 @@ class Task:
 class Deal:
     """What one rank does, and what it finds in the windows of its node."""
 
-    tasks: list[Task]
+    tasks: list[BlockTask]
     """In their order."""
     stretches: list[list[Item]]
     """For each rank of the node, the blocks that pass through its window."""
@@ -87,7 +87,7 @@ def deal(wants: Sequence[Wants], nodes: Sequence[object], me: int, sizes: Mappin
     sources, targets = _between(mine, [some for some in wanting if some is mine or there[some.numbers].any()])
     order = np.lexsort((mine.numbers, sources == -1))  # first what passes between nodes
     slots: dict[int, list[int]] = {rank: [] for rank in here}
-    tasks: list[Task] = []
+    tasks: list[BlockTask] = []
     for i in order:
         rank, number = int(mine.holder[i]), int(mine.numbers[i])
         slot = len(slots[rank]) if mine.several[i] else None
@@ -96,7 +96,7 @@ def deal(wants: Sequence[Wants], nodes: Sequence[object], me: int, sizes: Mappin
         if rank == me:
             source = int(sources[i]) if sources[i] not in (-1, me) else None
             to = targets[int(i)] if sources[i] == me else ()
-            tasks.append(Task(item(number), number, slot, source, to))
+            tasks.append(BlockTask(item(number), number, slot, source, to))
     tasks.sort(key=lambda task: 0 if task.passes else 1 if task.slot is not None else 2)  # of each kind as they are
     return Deal(tasks, [[item(number) for number in slots[rank]] for rank in here])
 

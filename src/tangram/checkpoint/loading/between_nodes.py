@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.loading.assign_blocks import Task
+from tangram.checkpoint.loading.assign_blocks import BlockTask
 from tangram.checkpoint.loading.page_memory import pages
 from tangram.checkpoint.loading.scatter import Item
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 _WORD = 256
 """Bytes of a word: how it is, and a sentence."""
@@ -74,7 +74,7 @@ class Between:
         self._limit = limit
         self._closed: set[int] = set()
 
-    def send(self, task: Task, data: Bytes) -> Sending:
+    def send(self, task: BlockTask, data: Bytes) -> Sending:
         """Begin to send a block to whom the task says; `data` stays as it is until that is finished."""
         self._closed.add(task.number)
         word, body = _word(_FOLLOWS), torch.from_numpy(data)
@@ -83,7 +83,7 @@ class Between:
             [(rank, self._begin(self._peers.send, some, rank, task, n)) for rank, (some, n) in pairs], self._wait
         )
 
-    def receive(self, task: Task, out: Bytes) -> Bytes:
+    def receive(self, task: BlockTask, out: Bytes) -> Bytes:
         """A block from the rank that sends it, in `out`.
 
         Raises ToldError where that rank has failed, PeerError where it, or one that it waited for, is gone.
@@ -96,7 +96,7 @@ class Between:
             raise ToldError
         return out[: self._length(task.item)]
 
-    def abandon(self, tasks: Iterable[Task], error: BaseException) -> None:
+    def abandon(self, tasks: Iterable[BlockTask], error: BaseException) -> None:
         """Say that this rank has failed, for every block that it has not yet sent; take what is sent to it.
 
         `tasks`: all that are left, in their order. Who is gone is not waited for.
@@ -113,7 +113,7 @@ class Between:
             if task.source is not None and task.source not in gone:
                 _unless_gone(task.source, gone, lambda task=task: self._receive(task, pages(BLOCK)))
 
-    def _receive(self, task: Task, out: Bytes) -> tuple[int, str]:
+    def _receive(self, task: BlockTask, out: Bytes) -> tuple[int, str]:
         source = -1 if task.source is None else task.source
         word = torch.zeros(_WORD, dtype=torch.uint8)
         self._wait(source, self._begin(self._peers.receive, word, source, task, 0))
@@ -123,7 +123,9 @@ class Between:
             self._wait(source, self._begin(self._peers.receive, body, source, task, 1))
         return how, text
 
-    def _begin(self, act: Callable[[Tensor, int, int], Any], data: Tensor, rank: int, task: Task, part: int) -> Any:
+    def _begin(
+        self, act: Callable[[Tensor, int, int], Any], data: Tensor, rank: int, task: BlockTask, part: int
+    ) -> Any:
         """A message begun, or the error with which it cannot be."""
         try:
             return act(data, rank, 2 * (task.number % _TAGS) + part)

@@ -7,7 +7,6 @@ its checksum is compared before the caller sees it.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -16,15 +15,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.loading.scatter import Moves
+from tangram.checkpoint.loading.page_memory import DirectFile, pages
+from tangram.checkpoint.loading.scatter import BlockCopies
 from tangram.checkpoint.store.digest import Bytes
-from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredFile, checksum
+from tangram.checkpoint.store.manifest import BLOCK, Manifest, checksum
 from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.errors import UserError
-
-_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class DamagedError(UserError):
@@ -34,12 +30,12 @@ class DamagedError(UserError):
 class Sources:
     """The open files of one checkpoint. Several threads may read from it."""
 
-    def __init__(self, path: Path, manifest: Manifest, wanted: Moves) -> None:
+    def __init__(self, path: Path, manifest: Manifest, wanted: BlockCopies) -> None:
         """`wanted`: what is read of it, for errors that name tensors."""
         self._path = path
         self._manifest = manifest
         self._wanted = wanted
-        self._open: dict[str, _Source] = {}
+        self._open: dict[str, DirectFile] = {}
         self._lock = threading.Lock()
         try:
             self._folder = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
@@ -51,7 +47,7 @@ class Sources:
 
     def __exit__(self, *_: object) -> None:
         for source in self._open.values():
-            os.close(source.descriptor)
+            source.close()
         os.close(self._folder)
 
     def length(self, file: str, block: int) -> int:
@@ -85,7 +81,7 @@ class Sources:
         what = f", with {found[0]}{more}," if found else ""
         return DamagedError(f'the checkpoint "{self._path}" is damaged: its file "{file}"{what} {how}')
 
-    def _source(self, file: str) -> "_Source":
+    def _source(self, file: str) -> DirectFile:
         source = self._open.get(file)
         if source is None:
             with self._lock:
@@ -94,18 +90,17 @@ class Sources:
                     source = self._open[file] = self._opened(file)
         return source
 
-    def _opened(self, file: str) -> "_Source":
+    def _opened(self, file: str) -> DirectFile:
         stored = self._manifest.files[file]
         if Path(file).name != file:
             raise self.damaged(file, None, "has a name that leads out of the folder")
         try:
-            descriptor, direct = self._descriptor(file)
+            source = DirectFile(file, self._folder)
         except OSError as error:
             how = "is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
             raise self.damaged(file, None, how) from None
-        source = _Source(descriptor, direct, stored)
         try:
-            found = os.fstat(descriptor)
+            found = os.fstat(source.descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise self.damaged(file, None, "is no plain file")
             if found.st_size != stored.size:
@@ -114,50 +109,9 @@ class Sources:
             if own != self._manifest.id:
                 raise self.damaged(file, None, f"is of another save: its header has the id {own}, not the manifest's")
         except BaseException:
-            os.close(descriptor)
+            source.close()
             raise
         return source
-
-    def _descriptor(self, file: str) -> tuple[int, bool]:
-        if _DIRECT:
-            try:
-                return os.open(file, _FLAGS | _DIRECT, dir_fd=self._folder), True
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system without it
-                    raise
-        return os.open(file, _FLAGS, dir_fd=self._folder), False
-
-
-class _Source:
-    """One open file."""
-
-    def __init__(self, descriptor: int, direct: bool, file: StoredFile) -> None:
-        self.descriptor = descriptor
-        self.direct = direct
-        self.file = file
-
-    def read(self, start: int, out: Bytes) -> int:
-        """Fill `out`, whole pages, from the page `start` on; how many bytes there were."""
-        done = 0
-        while done < len(out):
-            try:
-                got = os.preadv(self.descriptor, [out[done:].data], start + done)
-            except OSError as error:
-                if not self.direct or error.errno != errno.EINVAL:  # taken at opening, but not here
-                    raise
-                self._buffered()
-                continue
-            if not got:
-                break
-            done += got
-            if done % PAGE and self.direct:  # the end of the file; past it no aligned request can begin
-                break
-        return done
-
-    def _buffered(self) -> None:
-        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
-        self.direct = False
 
 
 def _names(manifest: Manifest, file: str, block: int | None) -> list[str]:
@@ -174,7 +128,7 @@ def _names(manifest: Manifest, file: str, block: int | None) -> list[str]:
 _METADATA = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
 
 
-def _save_id(source: _Source) -> str | None:
+def _save_id(source: DirectFile) -> str | None:
     """The id of the save that a file's header has, which begins with its metadata; None where there is none.
 
     Only its first page is read: that block's checksum is compared when something of it is wanted.

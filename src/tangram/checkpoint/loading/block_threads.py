@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from tangram.checkpoint.loading.block_source import Sources
 from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.loading.scatter import Item, Moves
+from tangram.checkpoint.loading.scatter import BlockCopies, Item
 from tangram.checkpoint.store.manifest import BLOCK, Manifest
 from tangram.checkpoint.store.one_thread import one_thread
 
@@ -23,7 +23,7 @@ READERS = 3
 """Threads of a rank."""
 
 
-class Line(Generic[T]):
+class WorkQueue(Generic[T]):
     """Things that threads take in turn."""
 
     def __init__(self, items: Sequence[T]) -> None:
@@ -36,15 +36,15 @@ class Line(Generic[T]):
             return next(self._items, None)
 
 
-def read_blocks(path: Path, manifest: Manifest, wanted: Moves, memory: int = MEMORY) -> None:
+def read_blocks(path: Path, manifest: Manifest, wanted: BlockCopies, memory: int = MEMORY) -> None:
     """Read all blocks that have something of what is wanted, in this process alone. Raises DamagedError, OSError."""
     items = wanted.items
     with Sources(path, manifest, wanted) as sources:
-        line = Line(items)
+        line = WorkQueue(items)
         in_threads(lambda: filler(sources, wanted, line), min(READERS, len(items), max(1, memory // BLOCK)))
 
 
-def filler(sources: Sources, wanted: Moves, line: Line[Item]) -> Callable[[], bool]:
+def filler(sources: Sources, wanted: BlockCopies, line: WorkQueue[Item]) -> Callable[[], bool]:
     """A step for one thread: the next block of a line is read, and what is wanted of it taken."""
     room = pages(BLOCK)
 

@@ -16,19 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint.loading.assign_blocks import Deal, Task, Wants, deal
+from tangram.checkpoint.loading.assign_blocks import BlockTask, Deal, Wants, deal
 from tangram.checkpoint.loading.between_nodes import Between, PeerError, ToldError
 from tangram.checkpoint.loading.block_source import DamagedError, Sources
-from tangram.checkpoint.loading.block_threads import READERS, Line, in_threads
+from tangram.checkpoint.loading.block_threads import READERS, WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import pages
-from tangram.checkpoint.loading.scatter import Item, Moves
-from tangram.checkpoint.loading.shared_windows import Shape, Window
+from tangram.checkpoint.loading.scatter import BlockCopies, Item
+from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, blocks_of
 from tangram.errors import UserError
 from tangram.hardware import shared
 from tangram.hardware.shared import Shared
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 LIMIT = 900.0
 """Seconds without any progress after which a rank gives up: longer than storage stalls and recovers."""
@@ -38,7 +38,7 @@ SLOTS = 4
 """Of a window at most."""
 
 
-def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], peers: Peers, memory: int) -> None:
+def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies], peers: Peers, memory: int) -> None:
     """Fill what all ranks want. Collective; `plan` gives what this one wants. Raises the same on all ranks.
 
     DamagedError, UserError, and PeerError where another rank ended: that one raises nothing.
@@ -61,7 +61,7 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], pee
     room = (memory // BLOCK - READERS) // len(here)  # what a rank sees of all windows counts as its memory
     slots = max(1, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
     me = here.index(peers.index)
-    found = _windows(peers, here, me, Shape(slots if any(made.stretches) else 0, len(here)))
+    found = _windows(peers, here, me, WindowShape(slots if any(made.stretches) else 0, len(here)))
     if not found:
         made, me = deal(wants, range(peers.size), peers.index, sizes), 0
     _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
@@ -71,13 +71,13 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], Moves], pee
 # ---------------------------------------------------------------- what passes between ranks
 
 
-def _windows(peers: Peers, here: Sequence[int], me: int, shape: Shape) -> list[Window]:
+def _windows(peers: Peers, here: Sequence[int], me: int, shape: WindowShape) -> list[SharedWindow]:
     """The windows of the ranks of this node, open to this one; none where they cannot have memory in common."""
     for way in shared.WAYS:
         made, _ = _tried(lambda way=way: way(shape.size))
         try:
             if made is not None:
-                Window(made.memory, shape).begin()
+                SharedWindow(made.memory, shape).begin()
             names = _said(peers, "" if made is None else made.name)
             found, error = _tried(lambda made=made, names=names: _opened(made, [names[i] for i in here], me, shape))
             if not any(_said(peers, error)):
@@ -88,11 +88,11 @@ def _windows(peers: Peers, here: Sequence[int], me: int, shape: Shape) -> list[W
     return []
 
 
-def _opened(made: Shared | None, names: Sequence[str], me: int, shape: Shape) -> list[Window]:
+def _opened(made: Shared | None, names: Sequence[str], me: int, shape: WindowShape) -> list[SharedWindow]:
     if made is None or not all(names):
         raise OSError("a rank has no memory that others can open")
     memory = [made.memory if i == me else shared.opened(name, shape.size) for i, name in enumerate(names)]
-    return [Window(some, shape) for some in memory]
+    return [SharedWindow(some, shape) for some in memory]
 
 
 def _said(peers: Peers, word: Any) -> list[Any]:
@@ -136,7 +136,13 @@ class _Exchange:
     """One rank's part."""
 
     def __init__(
-        self, wanted: Moves, made: Deal, me: int, found: Sequence[Window], ranks: Sequence[int], peers: Peers
+        self,
+        wanted: BlockCopies,
+        made: Deal,
+        me: int,
+        found: Sequence[SharedWindow],
+        ranks: Sequence[int],
+        peers: Peers,
     ) -> None:
         self._wanted = wanted
         self._made = made
@@ -152,7 +158,7 @@ class _Exchange:
         threads = min(READERS, len(self._made.tasks), max(1, memory // BLOCK - 1))
         with Sources(path, manifest, self._wanted) as sources:
             between = Between(self._peers, lambda item: sources.length(*item), LIMIT)
-            line = Line(self._made.tasks)
+            line = WorkQueue(self._made.tasks)
             try:
                 in_threads(
                     lambda: self._guarded(self._step(sources, between, line)), threads, self._guarded(self._rest)
@@ -178,7 +184,7 @@ class _Exchange:
 
         return guarded
 
-    def _step(self, sources: Sources, between: Between, line: Line[Task]) -> Callable[[], bool]:
+    def _step(self, sources: Sources, between: Between, line: WorkQueue[BlockTask]) -> Callable[[], bool]:
         """A step for one thread: the next block is got hold of."""
         room = pages(BLOCK)
 
@@ -197,7 +203,7 @@ class _Exchange:
 
         return step
 
-    def _get(self, task: Task, sources: Sources, between: Between, room: Bytes) -> None:
+    def _get(self, task: BlockTask, sources: Sources, between: Between, room: Bytes) -> None:
         """Read or receive a block, let the ranks of this node have it, send it to others, take what is wanted of it."""
         out = room if task.slot is None else self._slot(task.slot)
         if task.source is None:

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from tangram.checkpoint.loading import optimiser_load
 from tangram.checkpoint.loading.read import MEMORY, DamagedError, Want, read_wants
-from tangram.checkpoint.state.entries import Described, Entry, Held, State, describe
+from tangram.checkpoint.state.entries import Described, LocalPart, State, StateEntry, describe
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 IMPORTED = "imported"
 """The object that a checkpoint of another format has, once it is converted."""
@@ -73,7 +73,7 @@ def load(
     manifest = _together(peers, lambda: commits.read_manifest(path))
     if len(set(peers.all_words(manifest.id))) > 1:
         raise LoadError(f'the ranks do not read the same checkpoint: the folder of "{path}" is not shared by all')
-    made = optimiser_load.Made()
+    made = optimiser_load.MadeStates()
     try:
         _together(peers, lambda: _prepared(state, manifest, only, made))
         described = _together(peers, lambda: _fitting(state, peers, manifest, only))
@@ -137,7 +137,7 @@ def _union(peers: Peers, names: Sequence[str]) -> set[str]:
     return {name for some in peers.all_words(sorted(names)) for name in some}
 
 
-def _mismatch(entries: Iterable[Entry], manifest: Manifest, cast: bool) -> str:
+def _mismatch(entries: Iterable[StateEntry], manifest: Manifest, cast: bool) -> str:
     """What keeps stored tensors from going into those of the state, as a sentence."""
     found: list[str] = []
     for entry in entries:
@@ -165,7 +165,7 @@ def _listed(what: str, found: Sequence[str]) -> str:
     return f"{what}: {'; '.join(found[:3])}{more}"
 
 
-def _prepared(state: State, manifest: Manifest, only: Sequence[str], made: optimiser_load.Made) -> None:
+def _prepared(state: State, manifest: Manifest, only: Sequence[str], made: optimiser_load.MadeStates) -> None:
     _refuse_read_only(state)
     optimiser_load.prepare(
         state, [name for name in (*manifest.tensors, *manifest.objects) if _chosen(name, only)], made
@@ -219,7 +219,7 @@ def _by_hand(state: State) -> Iterator[tuple[str, Tensor | np.ndarray[Any, Any]]
 
 
 def _arrays(name: str, content: Any) -> Iterator[tuple[str, Tensor | np.ndarray[Any, Any]]]:
-    if isinstance(content, Held):
+    if isinstance(content, LocalPart):
         yield name, content.local
     elif isinstance(content, np.ndarray):
         yield name, cast("np.ndarray[Any, Any]", content)

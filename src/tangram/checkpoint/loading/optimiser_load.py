@@ -21,7 +21,7 @@ TOGETHER = 64 << 20
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeStates:
     """The states that were made for a load."""
 
     states: list[tuple[Optimizer, nn.Parameter]] = field(default_factory=list[tuple[Optimizer, nn.Parameter]])
@@ -38,7 +38,7 @@ def names_of(state: State) -> dict[int, str]:
     return {id(p): name for module in modules for name, p in module.named_parameters()}
 
 
-def prepare(state: State, stored: Iterable[str], made: Made) -> None:
+def prepare(state: State, stored: Iterable[str], made: MadeStates) -> None:
     """Give states to the parameters that have some under a stored name and none here."""
     names = names_of(state)
     having = {name.rpartition(".")[0] for name in stored}

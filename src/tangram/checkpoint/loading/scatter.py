@@ -20,8 +20,8 @@ from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet
-from tangram.relayout import Bound, Copy, CoverageError, Piece, PieceIndex, bind, plan
-from tangram.relayout.lower import Block, View, blocks, view
+from tangram.relayout import BoundMapping, Copy, CoverageError, Piece, PieceIndex, bind, plan
+from tangram.relayout.copies.lower import StridedBlock, View, blocks, view
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A type that numpy has, by the bytes of an element: only bits are moved."""
@@ -46,18 +46,18 @@ Dims = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class BlockCopy:
     """A strided block of elements from a file into memory."""
 
     start: int
     """The byte of the file where the first of them lies."""
     dims: Dims
-    target: "Target"
+    target: "WantedMemory"
     at: int
     """The place of the first of them in the target's storage."""
 
 
-class Target:
+class WantedMemory:
     """The memory of one want."""
 
     def __init__(self, want: Want, stored: StoredTensor, cast: bool) -> None:
@@ -102,10 +102,10 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class BlockCopies:
     """All that is read of a checkpoint: for each file and each block of it that is needed, what goes where."""
 
-    by_block: dict[str, dict[int, list[Move]]] = field(default_factory=dict[str, dict[int, list[Move]]])
+    by_block: dict[str, dict[int, list[BlockCopy]]] = field(default_factory=dict[str, dict[int, list[BlockCopy]]])
 
     @property
     def items(self) -> list[Item]:
@@ -136,7 +136,7 @@ class Moves:
                 move.target.put(data, first - start, dims, at)
 
 
-def moves(manifest: Manifest, wants: Sequence[Want], *, cast: bool = False) -> Moves:
+def block_copies(manifest: Manifest, wants: Sequence[Want], *, cast: bool = False) -> BlockCopies:
     """The moves that fill what is wanted. Nothing is read or written.
 
     Raises UserError where a tensor is not in the manifest or does not fit, or its coverage cannot be proved.
@@ -144,14 +144,14 @@ def moves(manifest: Manifest, wants: Sequence[Want], *, cast: bool = False) -> M
     for want in wants:
         if want.tensor not in manifest.tensors:
             raise UserError(f"the checkpoint has no tensor {want.tensor}")
-    targets = [Target(want, manifest.tensors[want.tensor], cast) for want in wants]
+    targets = [WantedMemory(want, manifest.tensors[want.tensor], cast) for want in wants]
     shapes = {manifest.tensors[want.tensor].spec: f"shape {i}" for i, want in enumerate(wants) if want.region}
     specs = {name: spec for spec, name in shapes.items()}  # an identity knows shapes only; most tensors share theirs
     if not specs:
-        return Moves()
+        return BlockCopies()
     bound = bind("{name*} -> {name*}", specs, specs)
     holders: dict[str, PieceIndex] = {}
-    found = Moves()
+    found = BlockCopies()
     for want, target in zip(wants, targets, strict=True):
         if want.region:
             stored = manifest.tensors[want.tensor]
@@ -168,7 +168,7 @@ def moves(manifest: Manifest, wants: Sequence[Want], *, cast: bool = False) -> M
     return found
 
 
-def _add(found: Moves, copy: Copy, stored: StoredTensor, target: Target, bound: Bound) -> None:
+def _add(found: BlockCopies, copy: Copy, stored: StoredTensor, target: WantedMemory, bound: BoundMapping) -> None:
     """Add the moves of a copy to those of all blocks that it touches."""
     source, part = copy.source, copy.cell.source
     if source is None or part is None or not isinstance(source.place, int):
@@ -184,7 +184,9 @@ def _add(found: Moves, copy: Copy, stored: StoredTensor, target: Target, bound: 
                 table.setdefault(block, []).append(move)
 
 
-def _move(target: Target, offset: int, have: View, extents: tuple[int, ...], a: Block, b: Block) -> Move:
+def _move(
+    target: WantedMemory, offset: int, have: View, extents: tuple[int, ...], a: StridedBlock, b: StridedBlock
+) -> BlockCopy:
     strides = [math.prod(have.local_shape[i + 1 :]) * target.itemsize for i in range(len(have.local_shape))]
     start = offset + sum(base * step for base, step in zip(a.base, strides, strict=True))
     tensor = target.tensor
@@ -193,7 +195,7 @@ def _move(target: Target, offset: int, have: View, extents: tuple[int, ...], a: 
         (n, strides[i] * p if i >= 0 else 0, tensor.stride(j) * q if j >= 0 else 0)
         for n, i, p, j, q in zip(extents, a.dims, a.steps, b.dims, b.steps, strict=True)
     ]
-    return Move(start, _joined(rows), target, at)
+    return BlockCopy(start, _joined(rows), target, at)
 
 
 def _joined(rows: Sequence[tuple[int, int, int]]) -> Dims:

@@ -25,7 +25,7 @@ _TEXT = 4 * PAGE
 
 
 @dataclass(frozen=True)
-class Shape:
+class WindowShape:
     """Of all windows of an exchange."""
 
     slots: int
@@ -42,10 +42,10 @@ class Shape:
         return self.head + self.slots * BLOCK
 
 
-class Window:
+class SharedWindow:
     """One window, seen by its owner or by another rank."""
 
-    def __init__(self, memory: mmap.mmap, shape: Shape) -> None:
+    def __init__(self, memory: mmap.mmap, shape: WindowShape) -> None:
         whole = np.frombuffer(memory, np.uint8)
         words = whole[: shape.head].view(np.int64)
         self._words = words

@@ -28,13 +28,13 @@ import torch
 
 from tangram.checkpoint.saving.file_layout import Outgoing
 from tangram.checkpoint.saving.save import About, new_id, sentence
-from tangram.checkpoint.saving.snapshot import Pool, Share, Snapshot, share
+from tangram.checkpoint.saving.snapshot import Pool, RankShare, Snapshot, share
 from tangram.checkpoint.saving.writer_process import Order, share_fields
-from tangram.checkpoint.state.entries import Described, Entry
+from tangram.checkpoint.state.entries import Described, StateEntry
 from tangram.hardware.hostmemory import Shared
 from tangram.hardware.workers import Detached, Job, start_detached
 from tangram.relayout import TensorSpec
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 
 START = 120.0
 """Seconds that a new process has for its imports."""
@@ -62,7 +62,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """What came of a save."""
 
     step: int
@@ -86,7 +86,7 @@ class _Task:
 
     id: str
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[StateEntry, ...]
     objects: Any
     about: About
     begun: float
@@ -95,7 +95,7 @@ class _Task:
     blocked: float = 0.0
     handed_over: bool = False
     done: threading.Event = field(default_factory=threading.Event)
-    told: dict[str, Any] | None = None
+    verdict: dict[str, Any] | None = None
     """How it ended, by the first rank's word."""
     ended: float = 0.0
     result: str = ""
@@ -103,12 +103,12 @@ class _Task:
     reason: str = ""
     notes: list[str] = field(default_factory=list[str])
 
-    def saved(self) -> Saved:
+    def saved(self) -> SaveResult:
         """What came of it."""
         path = Path(self.result) if self.result else None
         took = (self.ended or time.monotonic()) - self.begun
         size = self.nbytes if path else 0
-        return Saved(self.about.step, path, self.reason, self.blocked, took, size, tuple(self.notes))
+        return SaveResult(self.about.step, path, self.reason, self.blocked, took, size, tuple(self.notes))
 
 
 class AsyncSaver:
@@ -124,7 +124,7 @@ class AsyncSaver:
         self._peers = peers
         self._pool: Pool | None = None
         self._task: _Task | None = None
-        self._over: queue.SimpleQueue[_Task | Saved] = queue.SimpleQueue()
+        self._over: queue.SimpleQueue[_Task | SaveResult] = queue.SimpleQueue()
         self._written = (0, 0)
         self._process: Detached | None = None
         self._ready = False
@@ -134,7 +134,7 @@ class AsyncSaver:
 
     # ------------------------------------------------------------ in the training thread
 
-    def prepare(self, entries: Iterable[Entry]) -> str:
+    def prepare(self, entries: Iterable[StateEntry]) -> str:
         """Take the memory for a state like this, and start the process that writes. Before step 1, for seconds.
 
         What the optimiser has not made yet may lie on the meta device. Returns why the memory cannot be had, in one
@@ -170,7 +170,7 @@ class AsyncSaver:
             assert self._task is not None
             reason = f"left out: the save of step {self._task.about.step} is still being written"
             now = time.monotonic()
-            self._over.put(Saved(about.step, None, reason, now - begun, now - begun, 0))
+            self._over.put(SaveResult(about.step, None, reason, now - begun, now - begun, 0))
             return
         self._conclude(word["last"])
         path = self.folder / f"step-{about.step:08d}"
@@ -185,12 +185,12 @@ class AsyncSaver:
             self._task.snapshot.fence()
             self._task.blocked += time.monotonic() - begun
 
-    def poll(self) -> list[Saved]:
+    def poll(self) -> list[SaveResult]:
         """What came of saves since the last call, on this rank. Never waits."""
-        found: list[Saved] = []
+        found: list[SaveResult] = []
         while not self._over.empty():
             over = self._over.get()
-            found.append(over if isinstance(over, Saved) else over.saved())
+            found.append(over if isinstance(over, SaveResult) else over.saved())
         return found
 
     def progress(self) -> tuple[int, int]:
@@ -215,7 +215,7 @@ class AsyncSaver:
                 self._task.done.wait()
             self._conclude(self._peers.from_first(self._verdict()))
 
-    def close(self) -> list[Saved]:
+    def close(self) -> list[SaveResult]:
         """`wait`, give the memory back and let the process end; what `poll` would still say. Collective."""
         try:
             self.wait()
@@ -241,10 +241,10 @@ class AsyncSaver:
         task = self._task
         return None if task is None else {"id": task.id, "path": task.result, "reason": task.reason}
 
-    def _conclude(self, told: dict[str, Any] | None) -> None:
+    def _conclude(self, verdict: dict[str, Any] | None) -> None:
         """Let the last save be as the first rank says; its writer may not have seen that yet."""
         if self._task is not None and not self._task.done.is_set():
-            self._task.told = told
+            self._task.verdict = verdict
             self._task.done.wait()
 
     # ------------------------------------------------------------ in the thread that copies and listens
@@ -291,7 +291,7 @@ class AsyncSaver:
                 problem = problem or f"its process ended ({how})"
         return "", f"the process that writes ended again and again ({task.notes[-1]})"
 
-    def _memory(self, own: Share) -> Shared:
+    def _memory(self, own: RankShare) -> Shared:
         pool = self._pool_of(own)
         if pool.memory is not None and pool.memory.nbytes < own.places.size and self._knows[2] is not None:
             with contextlib.suppress(OSError):  # a process that is gone has forgotten it, too
@@ -300,7 +300,7 @@ class AsyncSaver:
         return pool.reserve(own.places.size)
 
     def _have_written(
-        self, task: _Task, own: Share, memory: Shared | None, problem: str, hopeless: bool
+        self, task: _Task, own: RankShare, memory: Shared | None, problem: str, hopeless: bool
     ) -> tuple[str, str]:
         """Tell the process, listen until it is done. Raises EOFError or OSError when it ends or says nothing more."""
         process = self._up()
@@ -343,8 +343,8 @@ class AsyncSaver:
                     return message["path"], message["reason"]
             elif time.monotonic() - heard > self.settings.limit:
                 raise EOFError("nothing was heard of it")
-            if task.told is not None and not passed_on:
-                process.channel.send({"told": task.told})
+            if task.verdict is not None and not passed_on:
+                process.channel.send({"verdict": task.verdict})
                 passed_on = True
 
     # ------------------------------------------------------------ the process
@@ -381,7 +381,7 @@ class AsyncSaver:
         if self._process is not None and self._process.ended:
             self._replace()
 
-    def _pool_of(self, own: Share) -> Pool:
+    def _pool_of(self, own: RankShare) -> Pool:
         if self._pool is None:
             device = next((e.local.device for e in own.own if e.local.device.type not in ("cpu", "meta")), None)
             self._pool = Pool(device or torch.device("cpu"))

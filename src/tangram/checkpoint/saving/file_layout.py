@@ -6,10 +6,12 @@ where it is whole, so that other readers of safetensors find it, else name and r
 """
 
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +68,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPiece:
     """A piece and the byte of the file that it begins at."""
 
     piece: Outgoing
@@ -84,7 +86,7 @@ class Image:
 
     name: str
     head: bytes
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedPiece, ...]
     size: int
 
     @cached_property
@@ -110,20 +112,20 @@ def _image(name: str, pieces: Sequence[Outgoing], save_id: str) -> Image:
     ordered = sorted(pieces, key=lambda piece: -piece.itemsize)
     rows = [(piece.key, piece.spec.dtype, piece.shape) for piece in ordered]
     head, slots = safetensors_header.build(rows, {"format": "pt", "tangram_save": save_id})
-    placed = tuple(Placed(piece, slot.offset) for piece, slot in zip(ordered, slots, strict=True))
+    placed = tuple(PlacedPiece(piece, slot.offset) for piece, slot in zip(ordered, slots, strict=True))
     return Image(name, head, placed, placed[-1].stop if placed else len(head))
 
 
 # ---------------------------------------------------------------- the bytes between two offsets
 
 
-def parts(image: Image, start: int, stop: int) -> Iterator[tuple[Placed, int, int]]:
+def parts(image: Image, start: int, stop: int) -> Iterator[tuple[PlacedPiece, int, int]]:
     """The pieces that have bytes between two offsets of the file, and those bytes' offsets in the piece."""
     for _, placed, first, last in _numbered(image, start, stop):
         yield placed, first, last
 
 
-def _numbered(image: Image, start: int, stop: int) -> Iterator[tuple[int, Placed, int, int]]:
+def _numbered(image: Image, start: int, stop: int) -> Iterator[tuple[int, PlacedPiece, int, int]]:
     """The same with each piece's number. A file may have a million pieces, and is looked at block by block."""
     begin = max(0, bisect_right(image.offsets, start) - 1)
     for i in range(begin, bisect_left(image.offsets, stop)):
@@ -164,9 +166,32 @@ def _copy(values: Tensor, itemsize: int, first: int, out: Bytes) -> None:
 
 def add_sums(image: Image, start: int, data: Bytes, found: dict[str, Sums]) -> None:
     """Add to each tensor's sums what the file's bytes from `start` on have of it."""
-    for placed, first, last in parts(image, start, start + len(data)):
-        piece, begin = placed.piece, placed.offset + first - start
-        add_piece(piece, first, data[begin : begin + last - first], found)
+    for alike, group in itertools.groupby(parts(image, start, start + len(data)), _alike):
+        some = list(group)
+        if alike is not None and some[-1][0].stop - some[0][0].offset == alike.nbytes * len(some):
+            begin = some[0][0].offset - start
+            rows = data[begin : begin + alike.nbytes * len(some)].reshape(len(some), -1)
+            for (placed, _, _), sums in zip(some, digest.sums_of_each(rows), strict=True):
+                found[placed.piece.name] = digest.add(found.get(placed.piece.name, digest.NOTHING), sums)
+            continue
+        for placed, first, last in some:
+            begin = placed.offset + first - start
+            add_piece(placed.piece, first, data[begin : begin + last - first], found)
+
+
+class _Alike(NamedTuple):
+    """What whole tensors have in common whose sums are taken together: there may be a million of one element."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def _alike(part: tuple[PlacedPiece, int, int]) -> _Alike | None:
+    piece, first, last = part[0].piece, part[1], part[2]
+    shape, itemsize = piece.spec.shape, piece.itemsize
+    if first or last != piece.nbytes or not digest.is_one_block(shape, itemsize):
+        return None
+    return _Alike(shape, last) if last == math.prod(shape) * itemsize else None
 
 
 def add_piece(piece: Outgoing, first: int, data: Bytes, found: dict[str, Sums]) -> None:

@@ -9,18 +9,17 @@ written padded and the file is cut to its length afterwards. `write_image` retur
 
 import contextlib
 import errno
-import fcntl
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from tangram.checkpoint.loading.page_memory import pages
+from tangram.checkpoint.loading.page_memory import DIRECT, pages, through_the_cache
 from tangram.checkpoint.saving.file_layout import Image, add_sums, fill
 from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
@@ -34,7 +33,7 @@ RING = 6
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file that is on the disk, and what its pieces add to the digests of their tensors."""
 
     name: str
@@ -42,7 +41,7 @@ class Written:
     sums: Mapping[str, Sums]
 
 
-def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Ring | None" = None) -> Written:
+def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Ring | None" = None) -> WrittenFile:
     """Write a file of pieces whose elements are `values`, in the order of `image.placed`.
 
     Raises OSError as the disk does; what was written by then is left to the caller to remove.
@@ -55,7 +54,7 @@ def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Rin
     return write_from(folder, image, take, ring or Ring())
 
 
-def write_mapped(folder: Path, image: Image, memory: Bytes) -> Written:
+def write_mapped(folder: Path, image: Image, memory: Bytes) -> WrittenFile:
     """Write a file that lies in memory as it will lie on the disk; `memory` begins on a page and ends on one."""
 
     def take(start: int, out: Bytes) -> Bytes:
@@ -82,7 +81,7 @@ def write_from(
     ring: Ring,
     checked: bool = True,
     summed: bool = True,
-) -> Written:
+) -> WrittenFile:
     """Write a file whose bytes come block by block, in their order, from `take(start, room)`.
 
     `take` fills the room, a block of the ring, and returns it; or other memory, which nobody may change meanwhile.
@@ -101,10 +100,10 @@ def write_from(
                 add_sums(image, start, block, sums)
             sink.put(start, room, block)
         sink.finish(image.size)
-    return Written(image.name, StoredFile(image.size, tuple(found)), sums)
+    return WrittenFile(image.name, StoredFile(image.size, tuple(found)), sums)
 
 
-class Stream:
+class FileStream:
     """A new file that is written in its order, by writes of any size that are gathered into blocks."""
 
     def __init__(self, path: Path, ring: Ring) -> None:
@@ -112,7 +111,7 @@ class Stream:
         self._room: Bytes | None = None
         self._at = 0
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "FileStream":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,7 +153,7 @@ class _Sink:
         self._direct = True
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
-            self._descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+            self._descriptor = os.open(path, flags | DIRECT, 0o644)
         except OSError:  # a file system without it, as tmpfs; another reason is found again
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -222,15 +221,10 @@ class _Sink:
             except OSError as error:
                 if not self._direct or error.errno != errno.EINVAL:  # it was taken at opening, but not here
                     raise
-                self._buffered()
+                through_the_cache(self._descriptor)
+                self._direct = False
                 continue
             data, start = data[done:], start + done
-
-    def _buffered(self) -> None:
-        """Go on through the page cache."""
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
-        self._direct = False
 
 
 def _padded(block: Bytes, size: int) -> Bytes:
@@ -240,8 +234,3 @@ def _padded(block: Bytes, size: int) -> Bytes:
     base = block.base if isinstance(block.base, np.ndarray) else block
     start = block.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     return base[start : start + size]
-
-
-def each_block(size: int) -> Iterator[tuple[int, int]]:
-    """The blocks of a file of this size: (start, stop)."""
-    return ((start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))

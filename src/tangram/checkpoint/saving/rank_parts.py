@@ -12,7 +12,7 @@ from typing import Any
 
 from tangram.checkpoint.loading.optimiser_load import merged_groups
 from tangram.checkpoint.saving.file_layout import Image
-from tangram.checkpoint.saving.file_writer import Written
+from tangram.checkpoint.saving.file_writer import WrittenFile
 from tangram.checkpoint.store import digest, safetensors_header
 from tangram.checkpoint.store.commits import write_file
 from tangram.checkpoint.store.digest import Sums
@@ -36,7 +36,7 @@ MODEL = "model"
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank wrote: its files, and for each tensor its pieces and their sums."""
 
     files: Mapping[str, StoredFile]
@@ -49,10 +49,10 @@ class Part:
 
 def part_of(
     images: Sequence[Image],
-    written: Sequence[Written],
+    written: Sequence[WrittenFile],
     empty: Mapping[str, TensorSpec] | None = None,
     objects: Mapping[str, Any] | None = None,
-) -> Part:
+) -> RankPart:
     """What a rank wrote, from its files. `empty`: tensors without elements, which no file has."""
     tensors = {name: StoredTensor(name, spec, "", ()) for name, spec in (empty or {}).items()}
     for image in images:
@@ -65,10 +65,10 @@ def part_of(
     for file in written:
         for name, some in file.sums.items():
             sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
-    return Part({file.name: file.file for file in written}, tensors, sums, objects or {})
+    return RankPart({file.name: file.file for file in written}, tensors, sums, objects or {})
 
 
-def merged(parts: Iterable[Part], **fields: Any) -> Manifest:
+def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
     """The manifest of all that was written; `fields` are its others: id, step, created, mesh.
 
     Ranks may have different objects, as stages of a pipeline do; one that several have is as the first of them has it,
@@ -94,7 +94,7 @@ def merged(parts: Iterable[Part], **fields: Any) -> Manifest:
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in sorted(known.items()):
         own = digest.digest(tensor.spec.dtype, tensor.spec.shape, sums.get(name, digest.NOTHING))
-        tensors[name] = replace(tensor, digest=own, pieces=tuple(pieces[name]))
+        tensors[name] = StoredTensor(name, tensor.spec, own, tuple(pieces[name]), tensor.layout)
     manifest = Manifest(tensors=tensors, files=files, objects=objects, **fields)
     check(manifest)
     return manifest
@@ -132,7 +132,7 @@ def _stands_whole(tensor: StoredTensor) -> bool:
 # ---------------------------------------------------------------- as files
 
 
-def leave_part(partial: Path, writer: int, part: Part) -> None:
+def leave_part(partial: Path, writer: int, part: RankPart) -> None:
     """Leave what this writer did in the folder under way."""
     numbers = {name: i for i, name in enumerate(part.files)}
     rows = {
@@ -163,7 +163,7 @@ def _appear(file: Path, data: bytes) -> None:
     hidden.rename(file)
 
 
-def found_parts(partial: Path, writers: int) -> list[Part] | None:
+def found_parts(partial: Path, writers: int) -> list[RankPart] | None:
     """The parts of all writers, or None while some are missing. Raises OSError with the reason of one that cannot."""
     failed = sorted(partial.glob("failed-*.json"))
     if failed:
@@ -181,7 +181,7 @@ def remove_words(partial: Path) -> None:
             file.unlink()
 
 
-def _read_part(file: Path) -> Part:
+def _read_part(file: Path) -> RankPart:
     fields = json.loads(file.read_text())
     names = list(fields["files"])
     tensors = {
@@ -196,4 +196,4 @@ def _read_part(file: Path) -> Part:
     }
     files = {name: StoredFile(row["size"], tuple(row["sums"])) for name, row in fields["files"].items()}
     sums = {name: tuple(row["sums"]) for name, row in fields["tensors"].items()}
-    return Part(files, tensors, sums, fields["objects"])
+    return RankPart(files, tensors, sums, fields["objects"])

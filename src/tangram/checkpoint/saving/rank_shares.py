@@ -10,19 +10,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tangram.checkpoint.state.entries import Entry
+from tangram.checkpoint.state.entries import StateEntry
 from tangram.layout import IntSet, Region, intervals
 from tangram.layout.region import Box, stretch
 
 
-def mine(entries: Iterable[Entry], index: int) -> list[Entry]:
+def mine(entries: Iterable[StateEntry], index: int) -> list[StateEntry]:
     """The entries that the rank at this place writes: of what several hold, one writes each, balanced by bytes.
 
     The ranks that hold the same agree without a word: they share the list of what they hold alike, and give each in
     turn, largest first, to the one with the least so far.
     """
     entries = list(entries)
-    groups: dict[tuple[int, ...], list[Entry]] = {}
+    groups: dict[tuple[int, ...], list[StateEntry]] = {}
     for entry in entries:
         if entry.region and entry.uneven_share is None:
             groups.setdefault(entry.replicas, []).append(entry)
@@ -34,7 +34,7 @@ def mine(entries: Iterable[Entry], index: int) -> list[Entry]:
             load[writer] += entry.nbytes
             if writer == index:
                 own.add(id(entry))
-    found: list[Entry] = []
+    found: list[StateEntry] = []
     for entry in entries:
         if entry.uneven_share is not None:
             found += cut_out(entry, entry.uneven_share)
@@ -43,7 +43,7 @@ def mine(entries: Iterable[Entry], index: int) -> list[Entry]:
     return found
 
 
-def cut_out(entry: Entry, share: Region) -> list[Entry]:
+def cut_out(entry: StateEntry, share: Region) -> list[StateEntry]:
     """Entries of a part of a part, which share its memory: one for each block of it without gaps in memory."""
     if share == entry.region:
         return [replace(entry, uneven_share=None)]
@@ -54,7 +54,7 @@ def cut_out(entry: Entry, share: Region) -> list[Entry]:
     ]
 
 
-def _of_grid(entry: Entry, share: Region) -> Iterator[tuple[Box, Tensor]]:
+def _of_grid(entry: StateEntry, share: Region) -> Iterator[tuple[Box, Tensor]]:
     held = entry.region.boxes[0]
     for box in share.boxes:
         blocks = [list(_together(have, want)) for have, want in zip(held, box, strict=True)]
@@ -71,7 +71,7 @@ def _together(held: IntSet, wanted: IntSet) -> Iterator[tuple[IntSet, int, int]]
         yield intervals.take(held, ((start, stop),)), start, stop
 
 
-def _of_runs(entry: Entry, share: Region) -> Iterator[tuple[Box, Tensor]]:
+def _of_runs(entry: StateEntry, share: Region) -> Iterator[tuple[Box, Tensor]]:
     """The same of a part that is no grid, whose buffer has one dim."""
     shape = entry.spec.shape
     flat, whole = entry.local.reshape(-1), tuple(intervals.span(0, n) for n in shape)

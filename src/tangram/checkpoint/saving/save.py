@@ -20,11 +20,11 @@ from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.file_layout import Outgoing, images
 from tangram.checkpoint.saving.file_writer import Ring, write_image
 from tangram.checkpoint.saving.rank_shares import mine
-from tangram.checkpoint.state.entries import Described, Entry, State, describe
+from tangram.checkpoint.state.entries import Described, State, StateEntry, describe
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
-from tangram.relayout.peers import PeerLostError, Peers
+from tangram.relayout.exchange.peers import PeerLostError, Peers
 
 
 class SaveError(UserError):
@@ -116,7 +116,7 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def outgoing(entries: list[Entry]) -> list[Outgoing]:
+def outgoing(entries: list[StateEntry]) -> list[Outgoing]:
     """Entries as pieces of files."""
     return [Outgoing(entry.name, entry.spec, entry.region, entry.layout) for entry in entries]
 

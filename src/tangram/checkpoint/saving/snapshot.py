@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tangram.checkpoint.saving.file_layout import Image, Outgoing, images
 from tangram.checkpoint.saving.rank_shares import mine
-from tangram.checkpoint.state.entries import Entry
+from tangram.checkpoint.state.entries import StateEntry
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.hardware.hostmemory import Shared
@@ -33,7 +33,7 @@ NO_ID = "0" * 32
 
 
 @dataclass(frozen=True)
-class Places:
+class FilePlaces:
     """Where the files of one rank lie in the memory, each on a page."""
 
     files: tuple[Image, ...]
@@ -47,30 +47,30 @@ class Places:
         return sum(file.size for file in self.files)
 
 
-def places(pieces: Iterable[Outgoing], index: int, writers: int, save_id: str = NO_ID) -> Places:
+def places(pieces: Iterable[Outgoing], index: int, writers: int, save_id: str = NO_ID) -> FilePlaces:
     """The files of the writer at a place, one after the other, each up to the end of its last page."""
     files = images(pieces, index, writers, save_id)
     *starts, size = itertools.accumulate((-(-file.size // PAGE) * PAGE for file in files), initial=0)
-    return Places(tuple(files), tuple(starts), size)
+    return FilePlaces(tuple(files), tuple(starts), size)
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank writes of a state, and where it comes to lie."""
 
-    own: tuple[Entry, ...]
+    own: tuple[StateEntry, ...]
     pieces: tuple[Outgoing, ...]
     empty: Mapping[str, TensorSpec]
     """Tensors without elements, which no file has."""
-    places: Places
+    places: FilePlaces
 
 
-def share(entries: Sequence[Entry], index: int, writers: int) -> Share:
+def share(entries: Sequence[StateEntry], index: int, writers: int) -> RankShare:
     """What the rank at a place writes. Raises UserError for what no file can hold."""
     own = tuple(mine(entries, index))
     pieces = tuple(Outgoing(e.name, e.spec, e.region, e.layout) for e in own)
     empty = {e.name: e.spec for e in entries if 0 in e.spec.shape}
-    return Share(own, pieces, empty, places(pieces, index, writers))
+    return RankShare(own, pieces, empty, places(pieces, index, writers))
 
 
 class Pool:
@@ -109,7 +109,7 @@ class Snapshot:
         self._problem: Exception | None = None
         self._started = threading.Event()
 
-    def run(self, own: Share, memory: Shared) -> None:
+    def run(self, own: RankShare, memory: Shared) -> None:
         """Copy the share's elements; returns when they are there. Raises what a copy raised, on whatever thread."""
         values = {id(piece): entry.local for piece, entry in zip(own.pieces, own.own, strict=True)}
         copies = [

@@ -1,6 +1,6 @@
 """The process that writes what a rank has copied, and goes on alone when the rank dies.
 
-    caller -> memory (an open file, what lies in it), save, told        writer -> ready, bytes, done
+    caller -> memory (an open file, what lies in it), save, verdict     writer -> ready, bytes, done
 
 The writers of a save say nothing to each other: they look at its folder. The first makes it, every one writes its files
 from the shared memory and leaves its part, or the reason why it cannot; when all parts are there the first commits. An
@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.file_layout import Outgoing
-from tangram.checkpoint.saving.file_writer import Written, write_mapped
+from tangram.checkpoint.saving.file_writer import WrittenFile, write_mapped
 from tangram.checkpoint.saving.save import About, finish, sentence
-from tangram.checkpoint.saving.snapshot import Places, Share, places
+from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.manifest import region_fields, region_of
 from tangram.errors import UserError
@@ -67,7 +67,7 @@ class _FailedError(Exception):
     """An attempt came to nothing."""
 
 
-class _ToldError(Exception):
+class _VerdictError(Exception):
     """The caller knows how the save ended."""
 
 
@@ -76,7 +76,7 @@ def attempt_id(save_id: str, attempt: int) -> str:
     return hashlib.sha256(f"{save_id} {attempt}".encode()).hexdigest()[:32] if attempt else save_id
 
 
-def share_fields(own: Share, index: int, writers: int) -> dict[str, Any]:
+def share_fields(own: RankShare, index: int, writers: int) -> dict[str, Any]:
     """What a writer must know of the memory, as JSON."""
     return {
         "index": index,
@@ -90,7 +90,7 @@ def serve(channel: Channel) -> None:
     """The process's main function: save what it is told to until the caller is gone."""
     caller = os.getppid()
     channel.send({"ready": True})
-    writer = Writer(channel)
+    writer = SaveWriter(channel)
     with contextlib.suppress(EOFError):
         while True:
             alive = os.getppid() == caller  # a process that the caller forked may hold the channel open
@@ -100,7 +100,7 @@ def serve(channel: Channel) -> None:
                 return
 
 
-class Writer:
+class SaveWriter:
     """What one rank's writer knows and does."""
 
     def __init__(self, channel: Channel) -> None:
@@ -124,8 +124,8 @@ class Writer:
             order = Order(**message["save"])
             try:
                 path, reason, notes = self._save(order)
-            except _ToldError as told:
-                path, reason, notes = told.args
+            except _VerdictError as verdict:
+                path, reason, notes = verdict.args
             except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
                 path, reason, notes = "", sentence(error), []
             self._say({"done": order.id, "path": path, "reason": reason, "notes": notes})
@@ -181,7 +181,7 @@ class Writer:
         try:
             self._write(order, partial, save_id, problem)
 
-            def look() -> list[rank_parts.Part] | None:
+            def look() -> list[rank_parts.RankPart] | None:
                 _refuse_failed(partial)
                 return rank_parts.found_parts(partial, self._writers)
 
@@ -246,7 +246,7 @@ class Writer:
                     (partial / file.name).unlink(missing_ok=True)
             raise _FailedError(f"rank {self._index} cannot write: {sentence(error)}") from None
 
-    def _file(self, partial: Path, found: Places, number: int) -> Written:
+    def _file(self, partial: Path, found: FilePlaces, number: int) -> WrittenFile:
         file, start = found.files[number], found.starts[number]
         stop = found.starts[number + 1] if number + 1 < len(found.starts) else found.size
         memory = self._memory[start:stop]
@@ -254,7 +254,7 @@ class Writer:
         return write_mapped(partial, file, memory)
 
     @contextlib.contextmanager
-    def _telling(self, partial: Path, found: Places) -> Generator[None]:
+    def _telling(self, partial: Path, found: FilePlaces) -> Generator[None]:
         """Say how many bytes are written, while they are; nothing while nothing moves."""
         ended = threading.Event()
 
@@ -295,12 +295,12 @@ class Writer:
     def _until(self, folder: Path, limit: float, look: Callable[[], T | None]) -> T:
         """What `look` finds at last. Raises _FailedError when nothing in the folder moves for `limit` seconds."""
         seen = _movement(folder)
-        since = told = time.monotonic()
+        since = reported = time.monotonic()
         while (found := look()) is None:
             self._listen(LOOK)
             now = time.monotonic()
-            if now - told > TELL:
-                told = now
+            if now - reported > TELL:
+                reported = now
                 self._say({"waiting": True})
                 if (movement := _movement(folder)) != seen:
                     seen, since = movement, now
@@ -324,9 +324,9 @@ class Writer:
         except EOFError:
             self._gone = True
             return
-        if received is not None and "told" in received[0]:
-            told: Any = received[0]["told"]
-            raise _ToldError(told["path"], told["reason"], [])
+        if received is not None and "verdict" in received[0]:
+            verdict: Any = received[0]["verdict"]
+            raise _VerdictError(verdict["path"], verdict["reason"], [])
 
     def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:
         """Remove what no rule keeps; what the caller should know of it."""

@@ -3,8 +3,8 @@
     {"model": model, "optim": optimiser, "rng": {"cpu": tensor}, "progress": {"step": 100}}
 
 A section is a module, an optimiser, or a table of tensors and of anything that JSON can say. Tensors are DTensors, as
-FSDP2 makes them, plain ones, which are whole on every rank, numpy arrays, or `Held`: a part with its layout. The states
-of an optimiser go by the names of its parameters, so its module must be in the same state.
+FSDP2 makes them, plain ones, which are whole on every rank, numpy arrays, or `LocalPart`: a part with its layout. The
+states of an optimiser go by the names of its parameters, so its module must be in the same state.
 """
 
 import hashlib
@@ -22,19 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tangram.checkpoint.state.replicas import replicas, uneven_share
 from tangram.errors import UserError
-from tangram.layout import Layout, Mesh, Region, region
+from tangram.layout import Layout, Mesh, Region, owners, ranks_of, region
 from tangram.relayout import TensorSpec
-from tangram.relayout.dtensor import layout_of, mesh_of
-from tangram.relayout.peers import Peers
+from tangram.relayout.copies.dtensor import layout_of, mesh_of
+from tangram.relayout.exchange.peers import Peers
 
 State = Mapping[str, Any]
 """Sections by their names."""
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalPart:
     """A part of a tensor, with where it lies said in the notation: for who cuts by hand."""
 
     local: Tensor | np.ndarray[Any, Any]
@@ -47,7 +46,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class StateEntry:
     """One tensor of the state, as it lies on this rank."""
 
     name: str
@@ -75,7 +74,7 @@ class Entry:
 class Described:
     """A state as entries, and the rest of it."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[StateEntry, ...]
     objects: Mapping[str, Any]
     """What is no tensor, by section and name."""
 
@@ -93,7 +92,7 @@ def describe(state: State, peers: Peers | None = None) -> Described:
         if not section or "." in section or section.startswith("__"):
             raise UserError(f"the section {section!r} of the state needs a name without dots")
         for name, value in _leaves(section, content, state):
-            if isinstance(value, Tensor | np.ndarray | Held):
+            if isinstance(value, Tensor | np.ndarray | LocalPart):
                 tensors[name] = value
             else:
                 objects[name] = _json(name, value)
@@ -102,7 +101,7 @@ def describe(state: State, peers: Peers | None = None) -> Described:
     return Described(tuple(_with_replicas(entries, peers)), objects)
 
 
-def _with_replicas(entries: list[Entry], peers: Peers) -> list[Entry]:
+def _with_replicas(entries: list[StateEntry], peers: Peers) -> list[StateEntry]:
     """Fill in who holds the same of the entries whose layout does not say it: their `replicas` are empty.
 
     Mostly every rank has all of them, which a few bytes tell; only else are names exchanged.
@@ -147,7 +146,7 @@ def _of_table(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_tensor(v) for v in cast("Mapping[str, Any]", value).values())
-    return isinstance(value, Tensor | np.ndarray | Held)
+    return isinstance(value, Tensor | np.ndarray | LocalPart)
 
 
 def _of_module(section: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -214,17 +213,17 @@ class _Places:
         some = any(peers.all_words(bool(own))) if any(isinstance(t, DTensor) for t in tensors.values()) else False
         self._shapes: list[dict[str, list[int]]] = peers.all_words(own) if some else []
 
-    def entry(self, name: str, value: Any) -> Entry:
-        if isinstance(value, Held):
+    def entry(self, name: str, value: Any) -> StateEntry:
+        if isinstance(value, LocalPart):
             return self._held(name, value)
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
         local = _as_tensor(value)
         if local.layout != torch.strided or local.is_meta:
             raise UserError(f"{name} is a {local.layout} tensor on {local.device}: a checkpoint holds dense values")
-        return Entry(name, _spec(local, tuple(local.shape)), Region.full(local.shape), local)
+        return StateEntry(name, _spec(local, tuple(local.shape)), Region.full(local.shape), local)
 
-    def _dtensor(self, name: str, tensor: DTensor) -> Entry:
+    def _dtensor(self, name: str, tensor: DTensor) -> StateEntry:
         mesh, ranks = mesh_of(tensor.device_mesh)
         me = self._ranks[self._peers.index]
         if me not in ranks:
@@ -239,7 +238,7 @@ class _Places:
         places = [self._ranks.index(rank) if rank in self._ranks else -1 for rank in ranks]
         return self._cut(name, local, tuple(tensor.shape), layout, mesh, position, places)
 
-    def _held(self, name: str, held: Held) -> Entry:
+    def _held(self, name: str, held: LocalPart) -> StateEntry:
         mesh, layout = Mesh.parse(held.mesh), Layout.parse(held.layout).bind(held.shape)
         local = _as_tensor(held.local)
         if self._peers.size not in (1, mesh.size):
@@ -249,7 +248,7 @@ class _Places:
 
     def _cut(
         self, name: str, local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, at: int, places: list[int]
-    ) -> Entry:
+    ) -> StateEntry:
         if layout.pending:
             raise UserError(f"{name} has a pending reduction ({layout}): reduce it before it is saved")
         here, text = _place(layout, mesh, at)
@@ -263,7 +262,7 @@ class _Places:
         if len(places) == self._peers.size:
             alike = tuple(sorted(places[i] for i in replicas(mesh, layout.axes, at, layout.at)))
             share = uneven_share(layout, mesh, at)
-        return Entry(name, _spec(local, shape), here, local, alike, text, share)
+        return StateEntry(name, _spec(local, shape), here, local, alike, text, share)
 
 
 @lru_cache(1 << 12)
@@ -290,3 +289,32 @@ def _group_ranks(peers: Peers) -> list[int]:
     if peers.group is not None:
         return dist.get_process_group_ranks(peers.group)
     return [dist.get_rank() if dist.is_initialized() else 0]
+
+
+@lru_cache(1 << 12)
+def replicas(
+    mesh: Mesh, cut: frozenset[str], rank: int, held: tuple[tuple[str, tuple[int, ...]], ...] = ()
+) -> tuple[int, ...]:
+    """The ranks of a mesh that differ from one in no axis that cuts, that one included.
+
+    `held`: the coordinates of the ranks that hold the tensor at all, as a layout's `at` has them; empty: all do.
+    """
+    own = mesh.coords(rank)
+    alike = mesh.ranks(tuple((axis, own[axis]) for axis in sorted(cut)))
+    return tuple(r for r in alike if all(mesh.coords(r)[axis] in where for axis, where in held))
+
+
+@lru_cache(1 << 12)
+def uneven_share(layout: Layout, mesh: Mesh, rank: int) -> Region | None:
+    """What a rank writes of what it holds, where other ranks hold some of that and not the rest: what no lower one has.
+
+    So with `(g/kv (r/rep + 1 + 1) d) h`, where the query heads of a group are cut and its key and value are not. None
+    where whoever holds any of it holds all of it: then the replicas take turns.
+    """
+    here = region(layout, mesh, rank)
+    if len(layout.axes) < 2 or not here:
+        return None
+    holders = [(tuple(sorted(ranks_of(layout, mesh, owner))), owner.boxes) for owner in owners(layout, mesh, here)]
+    if all(ranks == holders[0][0] for ranks, _ in holders):
+        return None
+    return here - Region.of([box for ranks, boxes in holders if ranks[0] < rank for box in boxes])

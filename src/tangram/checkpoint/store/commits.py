@@ -21,7 +21,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -294,3 +294,33 @@ def next_serial(folder: Path) -> int:
     """The number of the next commit."""
     found = whole(folder)
     return found[-1][1].serial + 1 if found else 1
+
+
+@contextlib.contextmanager
+def appearing(target: Path, nbytes: int) -> Generator[Path]:
+    """A folder to write into, that becomes `target` by one rename where all goes well, and is removed otherwise.
+
+    Raises UserError where the target is there already, or the disk has less room than `nbytes`.
+    """
+    if target.exists() or target.is_symlink():
+        raise UserError(f'"{target}" is there already: give the name of a new directory')
+    partial = target.with_name(f".{target.name}-{secrets.token_hex(6)}{PARTIAL}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(target.parent)
+        if disk.total and disk.free < nbytes:
+            raise UserError(f'"{target.parent}" has room for {disk.free:,} bytes, and {nbytes:,} are to be written')
+        partial.mkdir()
+    except OSError as error:  # a file in the place of a folder, no right to write, a file system that is no disk
+        why = "it is a file" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+        raise UserError(f'no directory can be made in "{target.parent}" ({why}): give another place') from None
+    try:
+        yield partial
+        flush_folder(partial)
+        if target.exists():
+            raise UserError(f'"{target}" has appeared meanwhile: give the name of a new directory')
+        partial.rename(target)
+        flush_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -88,6 +88,25 @@ def sums(shape: Sequence[int], itemsize: int, box: Box, start: int, stop: int, d
     return tuple(total.tolist())
 
 
+def sums_of_each(data_TB: Bytes) -> list[Sums]:
+    """The sums of many tensors of one shape that `is_one_block` is true of, a row of bytes each."""
+    rows_TB = data_TB if data_TB.flags.writeable else data_TB.copy()
+    key_2 = _keys(1, 0, 1)[:, 0]
+    found: list[Sums] = []
+    with one_thread():
+        for row in range(0, len(rows_TB), ROWS):
+            some_TC = _products(rows_TB[row : row + ROWS].view(np.int8), _table()[: rows_TB.shape[1]])
+            wide_T2C = some_TC.astype(np.uint64).reshape(-1, 2, COLUMNS // 2) * key_2[:, None]
+            found += map(tuple, wide_T2C.reshape(-1, COLUMNS).tolist())
+    return found
+
+
+@lru_cache(1 << 10)
+def is_one_block(shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether all of a tensor is one row under one key, as what a mixture has many of: norms, biases, scales."""
+    return 0 < itemsize * math.prod(shape) <= PLACES and _leading(shape, itemsize) == 0
+
+
 def _leading(shape: Sequence[int], itemsize: int) -> int:
     """How many dims count the rows; the others make a row."""
     return max((i for i in range(len(shape)) if itemsize * math.prod(shape[i:]) >= WIDE), default=0)
@@ -169,13 +188,17 @@ def _weighed(rows_RB: Signed, inside: int, keys_2R: Words, block: int, blocks: i
     table_BC = _table()[inside : inside + rows_RB.shape[1]]
     total = np.zeros((2, COLUMNS // 2), np.uint64)
     for row in range(0, len(rows_RB), ROWS):
-        found_RC = (fast() or by_floats)(rows_RB[row : row + ROWS], table_BC)
+        found_RC = _products(rows_RB[row : row + ROWS], table_BC)
         wide_2CR = found_RC.T.astype(np.uint64, order="C").reshape(2, COLUMNS // 2, -1)
         total += np.einsum("fcr,fr->fc", wide_2CR, keys_2R[:, row : row + ROWS])
     return total.ravel()
 
 
 # ---------------------------------------------------------------- products of 8-bit matrices
+
+
+def _products(rows_RB: Signed, table_BC: Signed) -> Ints:
+    return (fast() or by_floats)(rows_RB, table_BC)
 
 
 def by_floats(rows_RB: Signed, table_BC: Signed) -> Ints:

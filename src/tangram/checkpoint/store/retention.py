@@ -22,12 +22,12 @@ from typing import Any, cast
 
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.commits import MANIFEST, MARKER, PARTIAL
-from tangram.checkpoint.store.retention_rules import Best, Policy, parse
+from tangram.checkpoint.store.retention_rules import KeepBest, Policy, parse
 from tangram.errors import UserError
 
 __all__ = [
-    "Best",
     "Candidate",
+    "KeepBest",
     "Leftover",
     "Policy",
     "Pruning",

@@ -15,7 +15,7 @@ _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @dataclass(frozen=True)
-class Best:
+class KeepBest:
     """Keep some by a number that was saved with them."""
 
     metric: str
@@ -31,7 +31,7 @@ class Policy:
     last: int = 0
     every: int = 0
     """Steps; 0 keeps none."""
-    best: tuple[Best, ...] = ()
+    best: tuple[KeepBest, ...] = ()
     younger: datetime.timedelta | None = None
 
 
@@ -40,7 +40,7 @@ def parse(rules: Sequence[str]) -> Policy:
     if not rules:
         raise UserError("say what stays: --keep last=3, every=1000, best=eval.loss:min or younger=7d")
     policy: dict[str, Any] = {}
-    best: list[Best] = []
+    best: list[KeepBest] = []
     for rule in rules:
         key, _, value = rule.partition("=")
         if key in policy:
@@ -62,12 +62,12 @@ def _count(text: str, rule: str) -> int:
     return int(text)
 
 
-def _best(value: str, rule: str) -> Best:
+def _best(value: str, rule: str) -> KeepBest:
     name, _, rest = value.partition(":")
     order, _, number = rest.partition(":")
     if not name or order not in ("", "min", "max"):
         raise UserError(f"--keep {rule}: give best=NAME, best=NAME:max or best=NAME:min:N")
-    return Best(name, _count(number, rule) if number else 1, order == "max")
+    return KeepBest(name, _count(number, rule) if number else 1, order == "max")
 
 
 def _age(value: str, rule: str) -> datetime.timedelta:

@@ -40,11 +40,11 @@ NAMES: Mapping[str, str] = {
     "float64": "F64",
     "complex64": "C64",
 }
-_TYPES = {theirs: ours for ours, theirs in NAMES.items()}
+TYPES = {theirs: ours for ours, theirs in NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """One tensor of a file; `offset` counts from the beginning of the file."""
 
     name: str
@@ -60,7 +60,7 @@ class Slot:
 
 def build(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, tuple[Slot, ...]]:
+) -> tuple[bytes, tuple[TensorSlot, ...]]:
     """The header of a file with these tensors `(name, dtype, shape)`, in this order, and where each of them lies."""
     fields: dict[str, Any] = {METADATA: dict(metadata)}
     at, places = 0, list[int]()
@@ -73,11 +73,11 @@ def build(
     text = json.dumps(fields, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // PAGE) * PAGE
     head = (length - 8).to_bytes(8, "little") + text.ljust(length - 8)
-    slots = tuple(Slot(n, d, s, length + place) for (n, d, s), place in zip(tensors, places, strict=True))
+    slots = tuple(TensorSlot(n, d, s, length + place) for (n, d, s), place in zip(tensors, places, strict=True))
     return head, slots
 
 
-def parse(data: bytes, size: int, file: str) -> tuple[tuple[Slot, ...], dict[str, str]]:
+def parse(data: bytes, size: int, file: str) -> tuple[tuple[TensorSlot, ...], dict[str, str]]:
     """The tensors and the metadata that a header says. `data`: at least the header; `size`: of the whole file.
 
     Raises ManifestError where the header is no header, a tensor lies outside the file, or two overlap.
@@ -109,15 +109,15 @@ def header_length(data: bytes, size: int, file: str) -> int:
     return length
 
 
-def _slot(name: str, row: Any, begin: int, size: int, file: str) -> Slot:
+def _slot(name: str, row: Any, begin: int, size: int, file: str) -> TensorSlot:
     fields = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
-    dtype, shape, span = _TYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
+    dtype, shape, span = TYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
     if dtype is None:
         raise ManifestError(f"{name} in {file} has the type {fields.get('dtype')!r}, which this version does not read")
     sizes, places = _numbers(shape), _numbers(span)
     if sizes is None or len(sizes) > MAX_DIMS or places is None or len(places) != 2:
         raise ManifestError(f"{name} in {file} has no shape or no offsets")
-    slot = Slot(name, dtype, sizes, begin + places[0])
+    slot = TensorSlot(name, dtype, sizes, begin + places[0])
     if places[1] - places[0] != slot.nbytes or begin + places[1] > size:
         raise ManifestError(f"{name} in {file} has {slot.nbytes} bytes by its shape, but lies at {span} of {size}")
     return slot

@@ -26,7 +26,7 @@ from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.planner.local.tensor_share import TensorShare, tensor_share
-from tangram.relayout.collectives import ALL_REDUCE
+from tangram.relayout.collectives.one_collective import ALL_REDUCE
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used

@@ -6,9 +6,9 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, cast
 
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.quantised.grids import gridded, numbers, of_blocks, spread, stored
-from tangram.relayout.quantised.groups import Box, Form, Group, Read, Settings, ceil, unfit
+from tangram.relayout.quantised.groups import Box, GroupForm, Read, Settings, TensorGroup, ceil, unfit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ def _fp4(packed: Tensor) -> Tensor:
     return table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
 
 
-def bind_fp4(group: Group, settings: Settings, read: Read) -> Form:
+def bind_fp4(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     """Blocks along rows; `times` or `under`: one more scale of all or of each expert, that multiplies or divides."""
     *lead, half = group.specs["codes"].shape
     form = gridded(group, (*lead, 2 * half), settings)
@@ -36,7 +36,7 @@ def bind_fp4(group: Group, settings: Settings, read: Read) -> Form:
     return form
 
 
-def decode_fp4(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_fp4(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     """Codes and scales of a box."""
     codes = _fp4(read(group.members["codes"], (*box[:-1], (0, group.form.shape[-1] // 2))))
     scale = numbers(stored(group, read, "scale", of_blocks(group.form, box)))
@@ -47,22 +47,22 @@ def decode_fp4(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     return codes, spread(scale, group.form, box)
 
 
-def _of_experts(group: Group, read: Read, role: str, box: Box) -> Tensor:
+def _of_experts(group: TensorGroup, read: Read, role: str, box: Box) -> Tensor:
     every = read(group.members[role], None).float()
     if every.numel() == 1:
         return every.reshape(())
     return every.view(*group.form.shape[:-2], 1, 1)[tuple(slice(a, b) for a, b in box[:-2])]
 
 
-def bind_mxfp4(group: Group, settings: Settings, read: Read) -> Form:
+def bind_mxfp4(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     """Experts of GPT-OSS: blocks of 32 along the inputs, which the module has before the outputs."""
     codes = group.specs["codes"].shape
     if len(codes) != 4 or codes[-1] != 16 or group.specs["scale"].shape != codes[:-1]:
         raise unfit(group, "scale")
-    return Form((codes[0], codes[2] * 32, codes[1]), codes[:-1], (32, 1))
+    return GroupForm((codes[0], codes[2] * 32, codes[1]), codes[:-1], (32, 1))
 
 
-def decode_mxfp4(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_mxfp4(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     expert, (first, last), outputs = box
     low, high = first // 32, -(-last // 32)
     codes = _fp4(read(group.members["codes"], (expert, outputs, (low, high), (0, 16)))).flatten(-2)
@@ -71,7 +71,7 @@ def decode_mxfp4(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     return codes[..., cut].transpose(-1, -2), scale[..., cut].transpose(-1, -2)
 
 
-def bind_blockwise(group: Group, settings: Settings, read: Read) -> Form:
+def bind_blockwise(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     """bitsandbytes' 4 bits: a JSON text among the tensors says the shape."""
     text = bytes(cast("list[int]", read(group.members["state"], None).tolist()))
     try:
@@ -90,7 +90,7 @@ def bind_blockwise(group: Group, settings: Settings, read: Read) -> Form:
         raise unfit(group, "scale")
     if "nested" in group.specs and math.prod(group.specs["nested"].shape) != ceil(ceil(count, size), facts["nested"]):
         raise unfit(group, "nested")
-    return Form(shape, shape, (1, 1), 4, facts)
+    return GroupForm(shape, shape, (1, 1), 4, facts)
 
 
 def _itemsize(dtype: str) -> int:
@@ -99,7 +99,7 @@ def _itemsize(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-def decode_blockwise(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_blockwise(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     """Codes are stored flat, two a byte, the first in the high bits."""
     import torch
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from tangram.relayout.quantised.groups import Box, Form, Group, Read, Settings, ceil, unfit
+from tangram.relayout.quantised.groups import Box, GroupForm, Read, Settings, TensorGroup, ceil, unfit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,23 +25,23 @@ def schemes(settings: Settings) -> list[Mapping[str, Any]]:
     return [cast("Mapping[str, Any]", one["weights"]) for one in groups.values() if one.get("weights")]
 
 
-def gridded(group: Group, shape: tuple[int, ...], settings: Settings, bits: int = 0) -> Form:
+def gridded(group: TensorGroup, shape: tuple[int, ...], settings: Settings, bits: int = 0) -> GroupForm:
     """Which elements share a scale, by the shape of the scales: blocks, rows, parts of rows, or all."""
     *lead, rows, columns = shape
     scales = group.specs["scale"].shape
     for down, along in _blocks(settings):
         if scales == (*lead, ceil(rows, down), ceil(columns, along)):
-            return Form(shape, scales, (down, along), bits)
+            return GroupForm(shape, scales, (down, along), bits)
     if math.prod(scales) == 1:
-        return Form(shape, (1,) * len(shape), (rows, columns), bits)
+        return GroupForm(shape, (1,) * len(shape), (rows, columns), bits)
     if scales in ((*lead, rows, 1), (*lead, rows)):
-        return Form(shape, (*lead, rows, 1), (1, columns), bits)
+        return GroupForm(shape, (*lead, rows, 1), (1, columns), bits)
     if scales == (*lead, 1, columns):
-        return Form(shape, scales, (rows, 1), bits)
+        return GroupForm(shape, scales, (rows, 1), bits)
     if lead and scales in ((*lead,), (*lead, 1), (*lead, 1, 1)):
-        return Form(shape, (*lead, 1, 1), (rows, columns), bits)
+        return GroupForm(shape, (*lead, 1, 1), (rows, columns), bits)
     if scales[:-1] == (*lead, rows) and scales[-1] and columns % scales[-1] == 0:
-        return Form(shape, scales, (1, columns // scales[-1]), bits)
+        return GroupForm(shape, scales, (1, columns // scales[-1]), bits)
     raise unfit(group, "scale")
 
 
@@ -52,7 +52,7 @@ def numbers(values: Tensor) -> Tensor:
     return (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
 
 
-def spread(values: Tensor, form: Form, box: Box, columns: Tensor | None = None) -> Tensor:
+def spread(values: Tensor, form: GroupForm, box: Box, columns: Tensor | None = None) -> Tensor:
     """Values of blocks, from the block on in which the box begins, for each element; dims of one block stay 1.
 
     `columns`: which block of its row each column has, where that is no matter of its place.
@@ -68,7 +68,7 @@ def spread(values: Tensor, form: Form, box: Box, columns: Tensor | None = None) 
     return values
 
 
-def of_blocks(form: Form, box: Box, all_columns: bool = False) -> Box:
+def of_blocks(form: GroupForm, box: Box, all_columns: bool = False) -> Box:
     """The blocks that a box touches."""
     ranges = [(0, 1) if n == 1 else one for n, one in zip(form.grid[:-2], box[:-2], strict=True)]
     for dim, size in ((-2, form.block[0]), (-1, form.block[1])):
@@ -77,7 +77,7 @@ def of_blocks(form: Form, box: Box, all_columns: bool = False) -> Box:
     return tuple(ranges)
 
 
-def stored(group: Group, read: Read, role: str, box: Box) -> Tensor:
+def stored(group: TensorGroup, read: Read, role: str, box: Box) -> Tensor:
     """A box of blocks of scales or zero points, which may be stored with fewer dims."""
     if group.specs[role].shape == group.form.grid:
         return read(group.members[role], box)
@@ -87,7 +87,7 @@ def stored(group: Group, read: Read, role: str, box: Box) -> Tensor:
 # ---------------------------------------------------------------- one number a code
 
 
-def bind_scaled(group: Group, settings: Settings, read: Read) -> Form:
+def bind_scaled(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     if len(group.specs["codes"].shape) < 2:
         raise unfit(group, "scale")
     form = gridded(group, group.specs["codes"].shape, settings)
@@ -96,21 +96,21 @@ def bind_scaled(group: Group, settings: Settings, read: Read) -> Form:
     return form
 
 
-def decode_scaled(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_scaled(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     codes, blocks = read(group.members["codes"], box).float(), of_blocks(group.form, box)
     if "zero" in group.members:
         codes = codes - spread(stored(group, read, "zero", blocks).float(), group.form, box)
     return codes, spread(numbers(stored(group, read, "scale", blocks)), group.form, box)
 
 
-def bind_rows(group: Group, settings: Settings, read: Read) -> Form:
+def bind_rows(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     shape = group.specs["codes"].shape
     if len(shape) != 2 or group.specs["scale"].shape not in ((shape[0],), (shape[0], 1)):
         raise unfit(group, "scale")
-    return Form(shape, (shape[0], 1), (1, shape[1]))
+    return GroupForm(shape, (shape[0], 1), (1, shape[1]))
 
 
-def decode_rows(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_rows(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     """bitsandbytes' 8 bits: the largest number of a row is the code 127."""
     scale = stored(group, read, "scale", of_blocks(group.form, box)).float() / 127
     return read(group.members["codes"], box).float(), scale

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import TensorSpec
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class GroupForm:
     """What a row says of the tensor of a group."""
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Stored tensors that are one tensor together."""
 
     name: str
@@ -51,7 +51,7 @@ class Group:
     """Names of the stored tensors by their role."""
     specs: Mapping[str, TensorSpec]
     """The same tensors' types and shapes."""
-    form: Form = Form(())
+    form: GroupForm = GroupForm(())
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,20 @@ class GroupCodec:
     """Of the codes."""
     needs: Mapping[str, str]
     """Roles of the other tensors, and how their names end."""
-    bind: Callable[[Group, Settings, Read], Form]
-    decode: Callable[[Group, Read, Box], tuple[Tensor, Tensor]]
+    bind: Callable[[TensorGroup, Settings, Read], GroupForm]
+    decode: Callable[[TensorGroup, Read, Box], tuple[Tensor, Tensor]]
     """Codes and scales of a box, in float32; the last dim of the box is all of it."""
     may: Mapping[str, str] = field(default_factory=dict[str, str])
     """Roles that may be missing."""
 
 
-class UnfitError(RelayoutError):
+class GroupUnfitError(RelayoutError):
     """Tensors of a group whose shapes do not fit together."""
 
 
-def unfit(group: Group, role: str) -> UnfitError:
+def unfit(group: TensorGroup, role: str) -> GroupUnfitError:
     codes, other = group.specs["codes"], group.specs[role]
-    return UnfitError(
+    return GroupUnfitError(
         f"{group.members[role]} of shape {list(other.shape)} does not fit {group.members['codes']} of shape "
         f"{list(codes.shape)}"
     )

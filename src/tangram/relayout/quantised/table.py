@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tangram.relayout.errors import RelayoutError
-from tangram.relayout.names import TensorSpec
+from tangram.relayout.mapping.errors import RelayoutError
+from tangram.relayout.mapping.names import TensorSpec
 from tangram.relayout.quantised.bytes16 import (
     bind_blockwise,
     bind_fp4,
@@ -15,7 +15,7 @@ from tangram.relayout.quantised.bytes16 import (
     decode_mxfp4,
 )
 from tangram.relayout.quantised.grids import bind_rows, bind_scaled, decode_rows, decode_scaled
-from tangram.relayout.quantised.groups import Group, GroupCodec, Read, Settings
+from tangram.relayout.quantised.groups import GroupCodec, Read, Settings, TensorGroup
 from tangram.relayout.quantised.words import bind_awq, bind_gptq, bind_packed, decode_awq, decode_gptq, decode_packed
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -71,7 +71,7 @@ GROUP_CODECS: Mapping[str, GroupCodec] = {
 """By name; of each stored tensor the first that fits is it."""
 
 
-def matched(specs: Mapping[str, TensorSpec], method: str | None = None) -> Iterator[Group]:
+def matched(specs: Mapping[str, TensorSpec], method: str | None = None) -> Iterator[TensorGroup]:
     """Groups by their names and types alone, of one method or of any; their tensors have no shape yet."""
     rows = [(key, row) for key, row in GROUP_CODECS.items() if method is None or method in row.methods]
     for name, spec in specs.items():
@@ -82,16 +82,16 @@ def matched(specs: Mapping[str, TensorSpec], method: str | None = None) -> Itera
             others = {role: stem + end for role, end in {**row.needs, **row.may}.items()}
             if all(others[role] in specs for role in row.needs):
                 members = {"codes": name, **{role: one for role, one in others.items() if one in specs}}
-                yield Group(stem + row.decoded, key, members, {role: specs[one] for role, one in members.items()})
+                yield TensorGroup(stem + row.decoded, key, members, {role: specs[one] for role, one in members.items()})
                 break
 
 
-def find_groups(specs: Mapping[str, TensorSpec], method: str, settings: Settings, read: Read) -> list[Group]:
+def find_groups(specs: Mapping[str, TensorSpec], method: str, settings: Settings, read: Read) -> list[TensorGroup]:
     """The groups of a method with the shapes of their tensors. Raises RelayoutError for one that does not fit."""
-    groups: list[Group] = []
+    groups: list[TensorGroup] = []
     for group in matched(specs, method):
         if group.name in specs and group.name != group.members["codes"]:
             raise RelayoutError(f"{group.name} is there both quantised and by itself")
         form = GROUP_CODECS[group.codec].bind(group, settings, read)
-        groups.append(Group(group.name, group.codec, group.members, group.specs, form))
+        groups.append(TensorGroup(group.name, group.codec, group.members, group.specs, form))
     return groups

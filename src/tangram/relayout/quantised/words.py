@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from tangram.relayout.errors import RelayoutError
+from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.quantised.grids import gridded, of_blocks, schemes, spread, stored
-from tangram.relayout.quantised.groups import Box, Form, Group, Read, Settings, ceil, unfit
+from tangram.relayout.quantised.groups import Box, GroupForm, Read, Settings, TensorGroup, ceil, unfit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ def _of(first: int, last: int, bits: int, words: int) -> tuple[int, int]:
     return first // 32 * bits, min(ceil(last, 32) * bits, words)
 
 
-def bind_packed(group: Group, settings: Settings, read: Read) -> Form:
+def bind_packed(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     """compressed-tensors' `pack-quantized`."""
     shape = tuple(cast("list[int]", read(group.members["shape"], None).flatten().tolist()))
     codes = group.specs["codes"].shape
@@ -56,7 +56,7 @@ def bind_packed(group: Group, settings: Settings, read: Read) -> Form:
     return form
 
 
-def decode_packed(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_packed(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     """Words go along rows, zero points' words along columns; codes are stored as unsigned numbers."""
     form, names = group.form, group.members
     words = read(names["codes"], (*box[:-1], (0, group.specs["codes"].shape[-1])))
@@ -79,7 +79,7 @@ def decode_packed(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     return codes, spread(stored(group, read, "scale", blocks).float(), form, box, columns)
 
 
-def bind_gptq(group: Group, settings: Settings, read: Read) -> Form:
+def bind_gptq(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     """A weight of a Linear layer, of which the inputs are stored first."""
     bits, form = settings.get("bits"), settings.get("checkpoint_format", "gptq")
     if bits not in (2, 3, 4, 8) or form not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
@@ -97,10 +97,10 @@ def bind_gptq(group: Group, settings: Settings, read: Read) -> Form:
     if ceil(inner, size) != groups:
         raise unfit(group, "scale")
     facts = {"size": size, "less": form == "gptq", "even": settings.get("sym") is True}
-    return Form((out, inner), (groups, out), (1, 1), bits, facts)
+    return GroupForm((out, inner), (groups, out), (1, 1), bits, facts)
 
 
-def decode_gptq(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_gptq(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     """Words go along the inputs. Zero points are stored less one, but in the second version of the format."""
     import torch
 
@@ -122,7 +122,7 @@ def decode_gptq(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     return (codes - zero[order]).float().T, scale[order].T
 
 
-def bind_awq(group: Group, settings: Settings, read: Read) -> Form:
+def bind_awq(group: TensorGroup, settings: Settings, read: Read) -> GroupForm:
     """A weight of a Linear layer, of which the inputs are stored first."""
     bits = settings.get("bits", settings.get("w_bit"))
     version = str(settings.get("version", "gemm")).lower()
@@ -135,10 +135,10 @@ def bind_awq(group: Group, settings: Settings, read: Read) -> Form:
         raise unfit(group, "scale")
     if group.specs["zero"].shape != (groups, words):
         raise unfit(group, "zero")
-    return Form((out, inner), (groups, out), (1, 1), 4, {"size": size})
+    return GroupForm((out, inner), (groups, out), (1, 1), 4, {"size": size})
 
 
-def decode_awq(group: Group, read: Read, box: Box) -> tuple[Tensor, Tensor]:
+def decode_awq(group: TensorGroup, read: Read, box: Box) -> tuple[Tensor, Tensor]:
     """Words go along the outputs, in an order of their own; zero points as they are."""
     import torch
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tangram.hardware.cluster import Cluster, collective_seconds
 from tangram.layout import Mesh
-from tangram.relayout.collectives import ALL_GATHER, ALL_TO_ALL
+from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_TO_ALL
 from tangram.sharding.choose.options import States
 from tangram.sharding.derive.problem.states import State, part_dim, way
 

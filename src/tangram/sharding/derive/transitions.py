@@ -1,7 +1,7 @@
 """How a tensor is brought from one way to lie over the axes of a mesh to another: what ranks do, and what it costs.
 
     Step     over one axis: a collective and its dual
-    Joint    over several at once: the cheapest sequence that `relayout.sequences` knows, there and back
+    Joint    over several at once: the cheapest sequence that `relayout.collectives.sequences` knows, there and back
 
 One rule: what one axis after the other takes several steps for is asked of `sequences`, and done so where ranks then
 receive fewer bytes or, of as many, take part in fewer collectives. Rows in orders of their own (`states.Routed`) and
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tangram.layout import Mesh
 from tangram.layout.intervals import size
-from tangram.relayout import collectives, digits, sequences
+from tangram.relayout.collectives import digits, one_collective, sequences
 from tangram.sharding.derive.problem.states import (
     SAME,
     SEVERAL,
@@ -55,8 +55,8 @@ class Joint:
 
     apart: tuple[StateStep, ...]
     """The same, one axis after the other."""
-    there: tuple[sequences.Step, ...] = field(compare=False)
-    back: tuple[sequences.Step, ...] | None = field(compare=False)
+    there: tuple[sequences.CollectiveStep, ...] = field(compare=False)
+    back: tuple[sequences.CollectiveStep, ...] | None = field(compare=False)
     """What is done with the gradient; None where there is none."""
 
 
@@ -133,7 +133,7 @@ def change(
     unlike = any(isinstance(s, Routed) or s.parts for s in sides)
     if len(steps) == 1 or unlike or not at_once:
         return steps
-    lies = tuple((digits.Digit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
+    lies = tuple((digits.RankDigit(mesh.axes[a][1], mesh.axes[a][0]), a, own[a], goals.get(a, own[a])) for a in source)
     found = _joint(tuple(shape), itemsize, lies, steps, differentiable)
     return steps if found is None else (found,)
 
@@ -152,13 +152,13 @@ def change_of(part: Tensor, source: States, target: States, mesh: Mesh, *, diffe
 def _joint(
     shape: tuple[int, ...],
     itemsize: int,
-    states: tuple[tuple[digits.Digit, str, State, State], ...],
+    states: tuple[tuple[digits.RankDigit, str, State, State], ...],
     steps: tuple[StateStep, ...],
     differentiable: bool,
 ) -> Joint | None:
     """The cheapest sequences between two states; None where one axis after the other is as cheap, or there is none."""
     there = _sequence(shape, itemsize, states)
-    turned = tuple((digit, axis, collectives.dual(b), collectives.dual(a)) for digit, axis, a, b in states)
+    turned = tuple((digit, axis, one_collective.dual(b), one_collective.dual(a)) for digit, axis, a, b in states)
     back = _sequence(shape, itemsize, turned) if differentiable else ()
     if there is None or back is None:
         return None
@@ -173,14 +173,14 @@ def _joint(
     return found if paid[0] < paid[1] else None
 
 
-def _sent(steps: Sequence[sequences.Step]) -> list[str]:
+def _sent(steps: Sequence[sequences.CollectiveStep]) -> list[str]:
     """The collectives that send something."""
     return [step.collective for step in steps if step.collective not in NOTHING_SENT]
 
 
 def _sequence(
-    shape: tuple[int, ...], itemsize: int, states: Sequence[tuple[digits.Digit, str, State, State]]
-) -> tuple[sequences.Step, ...] | None:
+    shape: tuple[int, ...], itemsize: int, states: Sequence[tuple[digits.RankDigit, str, State, State]]
+) -> tuple[sequences.CollectiveStep, ...] | None:
     sides = _spots([(digit.k, a) for digit, _, a, _ in states]), _spots([(digit.k, b) for digit, _, _, b in states])
     summed = any(a == digits.WAITING != b for a, b in zip(*sides, strict=True))
     rows = [row for row in zip(states, *sides, strict=True) if summed or row[1] is not None or row[2] is not None]
@@ -188,21 +188,21 @@ def _sequence(
     names = tuple(axis for (_, axis, *_), _, _ in rows)
     own = tuple(digit for (digit, *_), _, _ in rows)
     source, target = tuple(a for _, a, _ in rows), tuple(b for _, _, b in rows)
-    problem = digits.Problem(shape, own, names, names, source, target)
+    problem = digits.DigitProblem(shape, own, names, names, source, target)
     if not (digits.fits(problem, source) and digits.fits(problem, target)):
         return None
     return sequences.cheapest(problem, itemsize)
 
 
-def _spots(states: Sequence[tuple[int, State]]) -> list[digits.Spot | None]:
+def _spots(states: Sequence[tuple[int, State]]) -> list[digits.DigitSpot | None]:
     """Where the digits of axes (ranks and state of each, in the order of the mesh) stand in a tensor."""
     before: dict[tuple[int, int], int] = {}
-    found: list[digits.Spot | None] = []
+    found: list[digits.DigitSpot | None] = []
     for k, state in states:
         if state.kind == "cut":
             at = before.get((state.dim, state.outer), 1)
             before[state.dim, state.outer] = at * k
-            found.append(digits.Spot(state.dim, state.outer * at))
+            found.append(digits.DigitSpot(state.dim, state.outer * at))
         else:
             found.append(digits.WAITING if state.kind == "sum" else None)
     return found
@@ -304,12 +304,12 @@ def costs(
 
 def _cost(step: StateStep, own: float, k: int, *, differentiable: bool) -> Cost:
     """Of a step over an axis of `k` ranks, each of which has `own` bytes before it."""
-    found = way(step.source, step.target) or collectives.way(step.source, step.target)
+    found = way(step.source, step.target) or one_collective.way(step.source, step.target)
     forward, backward = found[0], found[1] if differentiable else ""
     together = own * (k if part_dim(step.source) is not None else 1)
     return Cost((step.axis,), forward, backward, received(forward, together, k), received(backward, together, k))
 
 
-def _described(steps: Sequence[sequences.Step]) -> str:
+def _described(steps: Sequence[sequences.CollectiveStep]) -> str:
     """The collectives that send something; what a rank does by itself where none does."""
     return " + ".join(_sent(steps) or [step.collective for step in steps])

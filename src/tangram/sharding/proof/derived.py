@@ -168,7 +168,7 @@ class _Ranks:
 
 # ----------------------------------------------------------------
 # What ranks that are all here do with rows that each has sorted for itself, to prove what is derived.
-# Written apart from what real ranks do (`relayout.routed`): there every row is looked for among all.
+# Written apart from what real ranks do (`relayout.collectives.grouped_rows`): there every row is looked for among all.
 
 
 def is_routed(states: Mapping[str, State]) -> bool:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.relayout import steps
-from tangram.relayout.collectives import move
+from tangram.relayout.collectives import run_sequence
+from tangram.relayout.collectives.one_collective import move
 from tangram.sharding.derive.problem.states import Routed
 from tangram.sharding.derive.transitions import Change, Joint
 from tangram.sharding.runtime.routes import RankRoutes
@@ -43,8 +43,8 @@ def brought(
 def _over_axes(x: Tensor, joint: Joint, group_of: GroupOf, differentiable: bool) -> Tensor:
     groups = {step.axes: group_of(step.axes) for step in (*joint.there, *(joint.back or ()))}
     if differentiable and joint.back is not None:
-        return steps.relayout(x, joint.there, joint.back, groups)
-    return steps.run(joint.there, x.detach(), groups)
+        return run_sequence.relayout(x, joint.there, joint.back, groups)
+    return run_sequence.run(joint.there, x.detach(), groups)
 
 
 # Groups are made when they are first needed, and parts are found by number: nothing for a compiler to trace.

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.relayout.collectives import move
-from tangram.relayout.neighbours import fetched
+from tangram.relayout.collectives.neighbours import fetched
+from tangram.relayout.collectives.one_collective import move
 from tangram.sharding.derive.problem.states import SEVERAL, cut
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.cut_trees import axes_of

@@ -2,8 +2,8 @@
 
 A mark says of every call of `attend` that its queries, keys, values and results are cut over their tokens (`Passed`).
 So the program has keys and values brought from parts of them to all just before; with that step left out the ring
-(`relayout.ring`) does both at once. Where the mark does not hold, as of a probe that is too short to be cut, keys are
-put together as the program says.
+(`relayout.collectives.ring_attention`) does both at once. Where the mark does not hold, as of a probe that is too short
+to be cut, keys are put together as the program says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from tangram.kernels.attention import ATTEND, Heads
 from tangram.layout import Layout
 from tangram.models.graph import Graph, refs
-from tangram.relayout.ring import ring_attend
+from tangram.relayout.collectives.ring_attention import ring_attend
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.states import cut
 from tangram.sharding.derive.transitions import Change, apart

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.relayout.routed import Route
+from tangram.relayout.collectives.grouped_rows import RowRoute
 from tangram.sharding.derive.problem.states import OWN, OWN_IDS, SENT, SENT_IDS, SORTED, Routed
 
 
@@ -20,13 +20,13 @@ class RankRoutes:
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._groups = groups
-        self._now: dict[tuple[str, int], Route] = {}
+        self._now: dict[tuple[str, int], RowRoute] = {}
 
     def brought(self, x: Tensor, axis: str, source: Routed, target: Routed) -> Tensor:
         """What comes of a tensor of a region over an axis. Collective but for `sorted`."""
         key, pair = (axis, source.region), (source.kind, target.kind)
         if pair == (SORTED, OWN_IDS):
-            self._now[key] = Route(x, source.groups, self._groups[axis])
+            self._now[key] = RowRoute(x, source.groups, self._groups[axis])
             return x
         route = self._now[key]
         if pair == (OWN, SENT):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from tangram.layout import LayoutError, Mesh
 from tangram.models.graph import Graph
-from tangram.relayout.dtensor import placements_of
-from tangram.relayout.uneven import indices, picked
+from tangram.relayout.collectives.uneven import indices, picked
+from tangram.relayout.copies.dtensor import placements_of
 from tangram.sharding.derive.layouts import layout_of
 from tangram.sharding.derive.of_model import States
 from tangram.sharding.derive.problem.states import State

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.planner.legality.check_plan import bound_layout
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 
 LONGEST_WAIT = timedelta(hours=1)  # of ranks for one that still writes or reads; one that dies is seen at once

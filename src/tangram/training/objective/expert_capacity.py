@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.relayout.collectives import summed
+from tangram.relayout.collectives.one_collective import summed
 from tangram.schema.job import Job, RunPlan
 from tangram.training.data import IGNORE
 from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
-from tangram.relayout.collectives import largest, move, summed
+from tangram.relayout.collectives.one_collective import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM
 from tangram.training.data import IGNORE
 from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement

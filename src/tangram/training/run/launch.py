@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device, usable_cores
-from tangram.relayout.peers import lost_peer
+from tangram.relayout.exchange.peers import lost_peer
 from tangram.training.observe.events import Note
 from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_held_back
 from tangram.training.run.signals import POLITE, Stop, on_signals

@@ -23,11 +23,11 @@ from tangram.checkpoint.saving import async_saver
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.file_writer import Ring
 from tangram.checkpoint.saving.save import About, SaveError
-from tangram.checkpoint.state.entries import Described, Entry
+from tangram.checkpoint.state.entries import Described, StateEntry
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import newest
 from tangram.errors import UserError
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.mesh.buffers import refuse_unlike_saved
 from tangram.training.mesh.world import World
@@ -58,7 +58,7 @@ class Checkpointer:
         self._saver: AsyncSaver | None = None
         if plan.checkpoint.asynchronous:
             self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep))
-        self._known: tuple[Entry, ...] = ()
+        self._known: tuple[StateEntry, ...] = ()
         self._kept: dict[str, Tensor] = {}
         self._fenced: AdamW | None = None
         self._ring: Ring | None = None
@@ -131,10 +131,10 @@ class Checkpointer:
         }
         return Described(self._known, objects)
 
-    def _with_buffers_apart(self, found: Sequence[Entry], state: JobState) -> list[Entry]:
+    def _with_buffers_apart(self, found: Sequence[StateEntry], state: JobState) -> list[StateEntry]:
         """Buffers are copied at once: a forward may write them, and that is before the fence."""
         buffers = {f"model.{name}" for name, _ in state.model.named_buffers()}
-        out: list[Entry] = []
+        out: list[StateEntry] = []
         for entry in found:
             if entry.name in buffers and self._saver is not None:
                 self.fence()
@@ -191,7 +191,7 @@ class Checkpointer:
             for result in self._saver.poll():
                 self._take(result)
 
-    def _take(self, result: async_saver.Saved) -> None:
+    def _take(self, result: async_saver.SaveResult) -> None:
         self.blocked_seconds += result.blocked
         if result.path is None:
             self._last = None if self._last == result.step else self._last
@@ -216,7 +216,7 @@ def free_path(folder: Path, step: int) -> Path:
     return path
 
 
-def _alike(some: Sequence[Entry], others: Sequence[Entry]) -> bool:
+def _alike(some: Sequence[StateEntry], others: Sequence[StateEntry]) -> bool:
     """Whether these are the same tensors in the same memory."""
     return len(some) == len(others) and all(
         (a.name, a.spec, a.region, a.local.data_ptr()) == (b.name, b.spec, b.region, b.local.data_ptr())

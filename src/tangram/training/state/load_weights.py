@@ -22,15 +22,14 @@ from tangram.layout import Mapping as MappingText
 from tangram.layout import Statement
 from tangram.models.build import build_on_meta
 from tangram.models.conversions import Conversion, Part, read_conversion
-from tangram.relayout import Piece, TensorSpec, bind, execute
-from tangram.relayout import Plan as CopyPlan
+from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.state import new_embedding_rows
-from tangram.training.state.state import Entry, JobState, TensorPlaces, entries
+from tangram.training.state.state import JobState, StateEntry, TensorPlaces, entries
 
 HERE = "here"
 DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
@@ -176,7 +175,7 @@ def _statement(
     folder: Path,
     parts: list[Part],
     specs: Mapping[str, TensorSpec],
-    targets: Mapping[str, Entry],
+    targets: Mapping[str, StateEntry],
     wider: Mapping[str, "new_embedding_rows.NewRows"],
 ) -> Statement:
     """How tensors are made: as a part says, or of several tensors that must be equal where it is tied."""

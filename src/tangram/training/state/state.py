@@ -2,8 +2,8 @@
 
 `model.<name>` is a parameter or a persistent buffer, `optim.<name>.<state>` what the optimiser keeps for a parameter.
 Where they lie is what the plan says, which is checked against what is there, and not asked of torch.
-Which states there are and how each lies is declared in `tangram.relayout.states`, not guessed from names. Parameters
-that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, sample), and
+Which states there are and how each lies is declared in `tangram.relayout.mapping.states`, not guessed from names.
+Parameters that are not trained have no states. Randomness is no part of it: the loop draws it from (seed, sample), and
 the learning rate is a function of the step.
 """
 
@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from tangram.checkpoint.state.entries import Entry
-from tangram.checkpoint.state.replicas import replicas, uneven_share
+from tangram.checkpoint.state.entries import StateEntry, replicas, uneven_share
 from tangram.layout import Region, region
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.relayout import TensorSpec
-from tangram.relayout.states import ADAMW, SAME, States
+from tangram.relayout.mapping.states import ADAMW, SAME, States
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import reshard
@@ -103,7 +102,7 @@ class TensorPlaces:
         return TensorPlace(region(layout, mesh, rank), alike, str(layout), share)
 
 
-def entries(state: JobState, places: TensorPlaces) -> list[Entry]:
+def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
     """Every tensor of the state, as it lies on this rank."""
     reshard(state.model)  # after an evaluation some parameters stand there whole
     parameters = dict(state.model.named_parameters())
@@ -123,7 +122,7 @@ def entries(state: JobState, places: TensorPlaces) -> list[Entry]:
     return found
 
 
-def _entry(name: str, tensor: Tensor, owner: str, places: TensorPlaces, *, alike: bool = True) -> Entry:
+def _entry(name: str, tensor: Tensor, owner: str, places: TensorPlaces, *, alike: bool = True) -> StateEntry:
     """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`."""
     shape = tuple(tensor.shape)
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -133,7 +132,7 @@ def _entry(name: str, tensor: Tensor, owner: str, places: TensorPlaces, *, alike
             f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {place.region}"
         )
     spec = TensorSpec(shape, str(tensor.dtype).removeprefix("torch."))
-    return Entry(name, spec, place.region, local, place.replicas, place.layout, place.uneven_share)
+    return StateEntry(name, spec, place.region, local, place.replicas, place.layout, place.uneven_share)
 
 
 def trained(state: JobState) -> list[str]:

@@ -43,7 +43,7 @@ from tangram.layout import Mesh
 from tangram.models.build import build_on_meta
 from tangram.models.source import Source
 from tangram.planner.legality.check_plan import legal
-from tangram.relayout.peers import Peers
+from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
 from tangram.training.data import Batch, RankBatches, list_files, load_tokens

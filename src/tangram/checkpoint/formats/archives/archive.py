@@ -35,7 +35,7 @@ UNPICKLE = (
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor in a file; strides are in elements."""
 
     file: str
@@ -123,10 +123,10 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
         raise UserError(f'the tree of "{path}" cannot be read: {error}') from None
 
 
-def tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Place]]:
+def tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, TensorPlace]]:
     """All tensors of a tree of dicts and lists with their names, as `state.0.exp_avg`."""
     pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, Place):
+    if isinstance(tree, TensorPlace):
         yield prefix, tree
     elif isinstance(tree, Mapping):
         pairs = cast("Mapping[Any, Any]", tree).items()
@@ -259,7 +259,7 @@ class _Reader(pickle.Unpickler):
         if any(one.get("conj") or one.get("neg") for one in signs):
             return _opaque("torch._utils._rebuild_tensor that is conjugated or negated when it is read")(storage)
         dtype = next((one for one in more if isinstance(one, str) and one in DTYPES), storage.dtype)
-        place = Place(self._file, storage.offset + offset * DTYPES[dtype], dtype, tuple(shape), tuple(stride))
+        place = TensorPlace(self._file, storage.offset + offset * DTYPES[dtype], dtype, tuple(shape), tuple(stride))
         last = 1 + sum((n - 1) * s for n, s in zip(place.shape, place.stride, strict=True))
         if 0 not in place.shape and (offset + last) * DTYPES[dtype] > storage.nbytes:
             raise pickle.UnpicklingError(f"a tensor lies outside its storage {storage.key!r}")

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.store import safetensors_header
 from tangram.checkpoint.store.manifest import DTYPES
+from tangram.checkpoint.store.safetensors_header import TensorSlot
 from tangram.errors import UserError
 
 AHEAD = 256 << 20
@@ -42,6 +44,12 @@ class Maps:
             except ValueError:  # of length 0
                 raise UserError(f'"{path}" is empty') from None
         return self._open[file]
+
+    def header(self, file: str) -> tuple[tuple[TensorSlot, ...], dict[str, str]]:
+        """The tensors and the metadata of a safetensors file. Raises ManifestError for one that is none."""
+        data, where = self.data(file), str(self.folder / file)
+        length = safetensors_header.header_length(data[:8], len(data), where)
+        return safetensors_header.parse(data[: 8 + length], len(data), where)
 
     def below(self, folder: Path) -> "Maps":
         """The files of a folder inside, or of this one."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.formats.archives.archive import Place, read_archive
+from tangram.checkpoint.formats.archives.archive import TensorPlace, read_archive
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 
 LARGEST = 1 << 16
@@ -96,20 +96,23 @@ class Archives:
     """Where the tensors of many archives lie, each of which is one tensor."""
 
     maps: Maps
-    known: dict[int, dict[int, dict[bytes, Place]]] = field(default_factory=dict[int, "dict[int, dict[bytes, Place]]"])
+    known: dict[int, dict[int, dict[bytes, TensorPlace]]] = field(
+        default_factory=dict[int, "dict[int, dict[bytes, TensorPlace]]"]
+    )
     """By the archive's length and that of its head: what is before the elements, and the tensor's place from there."""
 
     def place(self, file: str, start: int, length: int) -> Any:
-        """The tree of the archive at a byte of a file: a `Place` where it is a tensor. Raises as `read_archive`."""
+        """The tree of the archive at a byte of a file: a `TensorPlace` where it is a tensor. Raises as
+        `read_archive`."""
         there = start + length <= len(self.maps.data(file))  # one that is cut off is told by who reads it whole
-        heads: Mapping[int, Mapping[bytes, Place]] = self.known.get(length, {}) if there else {}
+        heads: Mapping[int, Mapping[bytes, TensorPlace]] = self.known.get(length, {}) if there else {}
         for size, places in heads.items():
             self.maps.ensure(file, start, start + size)
             found = places.get(self.maps.data(file)[start : start + size])
             if found is not None:
                 return replace(found, file=file, offset=found.offset + start)
         tree = read_archive(self.maps, file, start, length)
-        if isinstance(tree, Place) and tree.file == file and 0 < tree.offset - start <= LONGEST:
+        if isinstance(tree, TensorPlace) and tree.file == file and 0 < tree.offset - start <= LONGEST:
             size = tree.offset - start
             places = self.known.setdefault(length, {}).setdefault(size, {})
             if len(places) < KINDS:

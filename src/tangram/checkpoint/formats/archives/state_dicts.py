@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.formats.archives.archive import Opaque, Place
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.model_part import unwrapped
 from tangram.checkpoint.formats.common.opened import SETTINGS
@@ -21,7 +21,7 @@ from tangram.checkpoint.formats.common.optimiser_names import KNOWN, STEP
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import SAME
+from tangram.relayout.mapping.states import SAME
 
 PARALLEL = "module."
 """What DDP puts before all of them."""
@@ -63,10 +63,10 @@ def leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Found:
+class StateDict:
     """Tensors by name, and what else stands there."""
 
-    places: dict[str, Place] = field(default_factory=dict[str, Place])
+    places: dict[str, TensorPlace] = field(default_factory=dict[str, TensorPlace])
     skipped: list[str] = field(default_factory=list[str])
 
     def add(self, tree: Any, file: str) -> None:
@@ -75,7 +75,7 @@ class Found:
         Names of nested dicts are joined with dots.
         """
         for name, value in leaves(tree):
-            if isinstance(value, Place):
+            if isinstance(value, TensorPlace):
                 if name in self.places:
                     raise UserError(f"{name} is there twice, in {self.places[name].file} and in {file}")
                 self.places[name] = value
@@ -116,10 +116,10 @@ def plain_names(names: Iterable[str], lead: str = "") -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class OptimiserStates:
     """States of an optimiser by names as `w.exp_avg`, its groups with the names of their parameters."""
 
-    places: dict[str, Place | Number] = field(default_factory=dict[str, "Place | Number"])
+    places: dict[str, TensorPlace | Number] = field(default_factory=dict[str, "TensorPlace | Number"])
     states: dict[str, Any] = field(default_factory=dict[str, Any])
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     skipped: list[str] = field(default_factory=list[str])
@@ -134,20 +134,20 @@ class Optimiser:
         return {"param_groups": self.groups, "settings": {key: first[key] for key in same}, **count}
 
 
-def optimiser_of(tree: Any, key: str, maps: Maps, params: Mapping[str, TensorSpec], lead: str = "") -> Optimiser:
+def optimiser_of(tree: Any, key: str, maps: Maps, params: Mapping[str, TensorSpec], lead: str = "") -> OptimiserStates:
     """The states in an optimiser's own state dict, which lies under `key`; those of no parameter are skipped."""
     alone = listed(tree)  # Lightning has a list
     fields: Any = alone[0] if len(alone) == 1 else tree
     known = cast("Mapping[str, Any]", fields) if isinstance(fields, Mapping) else dict[str, Any]()
     state, groups = known.get("state"), known.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):
-        return Optimiser(skipped=[f"{key} (it is no state dict of one torch optimiser)"])
+        return OptimiserStates(skipped=[f"{key} (it is no state dict of one torch optimiser)"])
     tables = [cast("Mapping[str, Any]", group) for group in listed(groups) if isinstance(group, Mapping)]
     names = _names(cast("Mapping[Any, Any]", state), tables)
     if names is None:
-        return Optimiser(skipped=[f"{key} (its states are by number, and nothing says the parameters' names)"])
+        return OptimiserStates(skipped=[f"{key} (its states are by number, and nothing says the parameters' names)"])
     spare = plain_names(dict.fromkeys(names.values()), lead)
-    found = Optimiser()
+    found = OptimiserStates()
     for number, values in cast("Mapping[Any, Any]", state).items():
         name = spare[names[number]]
         if name not in params or not isinstance(values, Mapping):
@@ -181,11 +181,11 @@ def _names(state: Mapping[Any, Any], groups: list[Mapping[str, Any]]) -> dict[An
     return found if all(key in found for key in state) else None
 
 
-def _state(maps: Maps, word: str, value: Any, param: TensorSpec) -> Place | Number | None:
+def _state(maps: Maps, word: str, value: Any, param: TensorSpec) -> TensorPlace | Number | None:
     """Where a state is; None for what is not known to be one."""
     if word == STEP:
         return number_of(maps, value)
-    if word not in KNOWN or not isinstance(value, Place):
+    if word not in KNOWN or not isinstance(value, TensorPlace):
         return None
     return value if KNOWN[word] != SAME or value.shape == param.shape else None
 
@@ -196,7 +196,7 @@ def number_of(maps: Maps, value: Any) -> Number | None:
         return None
     if isinstance(value, int | float):
         return Number(float(value))
-    if isinstance(value, Place) and value.shape in ((), (1,)) and not value.dtype.startswith("complex"):
+    if isinstance(value, TensorPlace) and value.shape in ((), (1,)) and not value.dtype.startswith("complex"):
         return Number(float(maps.view(value.file, value.offset, value.dtype, value.shape, value.stride)))
     return None
 
@@ -205,7 +205,7 @@ def group_of(maps: Maps, group: Mapping[str, Any], names: list[str]) -> dict[str
     """The plain values of a group of parameters, with their names in the place of numbers."""
     found: dict[str, Any] = {}
     for key, value in group.items():
-        number = number_of(maps, value) if isinstance(value, Place) else None
+        number = number_of(maps, value) if isinstance(value, TensorPlace) else None
         if number is not None:
             found[str(key)] = number.value
         elif _is_plain(value) and key not in ("params", "param_names"):
@@ -222,7 +222,7 @@ def _is_plain(value: Any) -> bool:
 # ---------------------------------------------------------------- as pieces
 
 
-def whole(name: str, place: Place | Number) -> tuple[TensorSpec, Piece]:
+def whole(name: str, place: TensorPlace | Number) -> tuple[TensorSpec, Piece]:
     """A tensor that lies at one place."""
     spec = _SCALAR if isinstance(place, Number) else TensorSpec(place.shape, place.dtype)
     return spec, Piece(place, name, Region.full(spec.shape))
@@ -232,5 +232,5 @@ def view(maps: Maps, place: Hashable) -> Tensor:
     """The elements at a place: a view of the mapped file."""
     if isinstance(place, Number):
         return torch.tensor(place.value, dtype=torch.float32)
-    assert isinstance(place, Place)
+    assert isinstance(place, TensorPlace)
     return maps.view(place.file, place.offset, place.dtype, place.shape, place.stride)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import Naming, named, renamed
 from tangram.errors import UserError
 from tangram.relayout import TensorSpec
@@ -32,7 +32,7 @@ WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into names; no module has it of its own."""
 
 
-def model_part(source: Opened, naming: Naming, objects: Collection[str] = ()) -> Opened:
+def model_part(source: OpenCheckpoint, naming: Naming, objects: Collection[str] = ()) -> OpenCheckpoint:
     """A checkpoint of its model and of the states of it that an optimiser keeps, by the names of the model.
 
     `objects`: entries that are no tensors, whose names say what lies beside what. What is left out is in `beside`.
@@ -49,7 +49,7 @@ def model_part(source: Opened, naming: Naming, objects: Collection[str] = ()) ->
     return named(only(source, own), naming, prefix)
 
 
-def only(source: Opened, names: Collection[str]) -> Opened:
+def only(source: OpenCheckpoint, names: Collection[str]) -> OpenCheckpoint:
     """The same with some tensors alone; the names of the others in `beside`."""
     if len(names) == len(source.specs):
         return source
@@ -100,9 +100,9 @@ def _by_keys(params: Mapping[str, TensorSpec], objects: Collection[str]) -> str:
             return lead
         (key,) = keys
         known = {name.partition(".")[0] for name in there} - {key}
-        told = bool(others) or any(one.startswith(STARTS) for one in known)
+        is_known = bool(others) or any(one.startswith(STARTS) for one in known)
         twice = any(name.startswith(f"{key}.{key}.") for name in inside)
-        if not (told or twice or key in HOLDERS or key == "module"):
+        if not (is_known or twice or key in HOLDERS or key == "module"):
             return lead
         lead += f"{key}."
     return lead

@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import States
+from tangram.relayout.mapping.states import States
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 """Of an optimiser, that formats with groups of parameters have, by torch's names."""
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """What a format's module gives of a directory or file."""
 
     format: str

@@ -15,11 +15,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import ADAFACTOR, ADAFACTOR_HF, ADAM_8BIT, ADAMW, MUON, SAME, SHARED, States
+from tangram.relayout.mapping.states import ADAFACTOR, ADAFACTOR_HF, ADAM_8BIT, ADAMW, MUON, SAME, SHARED, States
 
 MASTER, STEP = "master", "step"
 POWERS: States = {"beta1_pow": SHARED, "beta2_pow": SHARED}
@@ -63,12 +63,12 @@ class Naming:
         return self.front + self.pattern.replace("{param}", param).replace("{state}", word)
 
 
-def named_without(source: Opened, lead: str) -> Opened:
+def named_without(source: OpenCheckpoint, lead: str) -> OpenCheckpoint:
     """The same without what stands before all names."""
     return renamed(source, {name: name.removeprefix(lead) for name in source.specs})
 
 
-def named(source: Opened, naming: Naming, prefix: str = "") -> Opened:
+def named(source: OpenCheckpoint, naming: Naming, prefix: str = "") -> OpenCheckpoint:
     """The same with states by the names that they have here, and without what stands before all parameters' names."""
     names: dict[str, str] = {}
     states: dict[str, None] = {}
@@ -83,7 +83,7 @@ def named(source: Opened, naming: Naming, prefix: str = "") -> Opened:
     return replace(found, states={**found.states, **{state: KNOWN[state] for state in states}})
 
 
-def renamed(source: Opened, names: Mapping[str, str]) -> Opened:
+def renamed(source: OpenCheckpoint, names: Mapping[str, str]) -> OpenCheckpoint:
     """The same with other names. Raises UserError where two become one."""
     raws: dict[str, str] = {}
     for raw, name in names.items():
@@ -96,7 +96,7 @@ def renamed(source: Opened, names: Mapping[str, str]) -> Opened:
     return replace(
         source,
         specs={names[raw]: spec for raw, spec in source.specs.items()},
-        pieces=tuple(replace(piece, tensor=names[piece.tensor]) for piece in source.pieces),
+        pieces=tuple([Piece(piece.place, names[piece.tensor], piece.region) for piece in source.pieces]),
         read=read,
     )
 
@@ -108,7 +108,7 @@ class Count:
     value: float
 
 
-def with_steps(source: Opened, step: float | None) -> Opened:
+def with_steps(source: OpenCheckpoint, step: float | None) -> OpenCheckpoint:
     """The same with the one step count that all parameters with states have. None: it is not known."""
     trained = {param for param, state in split(source.specs, source.states).values() if state}
     if step is None or not trained:

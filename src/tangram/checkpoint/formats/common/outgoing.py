@@ -1,7 +1,7 @@
 """What a writer of a format is given: tensors to make, a function that fills a box of one, and room for its buffers.
 
-Every writer takes the same `Task`, writes into a folder that appears whole or not at all, and names its files. Tensors
-come under the names that they have here; a writer says what its format calls them.
+Every writer takes the same `WriteTask`, writes into a folder that appears whole or not at all, and names its files.
+Tensors come under the names that they have here; a writer says what its format calls them.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from tangram.checkpoint.store.digest import Bytes
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.relayout import TensorSpec
-from tangram.relayout.states import States
+from tangram.relayout.mapping.states import States
 
 
 @dataclass(frozen=True)
-class Task:
+class WriteTask:
     """A conversion as a writer sees it."""
 
     folder: Path
@@ -48,7 +48,7 @@ class Task:
     """An optimiser of their own for experts, as Megatron-core has it where expert-parallel ranks cut them."""
     small: Mapping[str, bytes]
     objects: Mapping[str, Any]
-    told: Callable[[int], None]
+    on_bytes: Callable[[int], None]
     """Hears of bytes that are written."""
     done: Callable[[str], None]
     """Hears of each data file that is whole, which may go elsewhere then."""
@@ -85,7 +85,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, int], 
         yield ((first, min(first + step, shape[0])), *((0, n) for n in shape[1:]))
 
 
-def filled(task: Task, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def filled(task: WriteTask, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """A tensor in blocks of the task's size: where each begins, and its values in memory of their own."""
     spec = task.specs[name]
     kind = getattr(torch, spec.dtype)
@@ -94,10 +94,10 @@ def filled(task: Task, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         if values.numel():
             task.fill(name, Region.of([tuple(span(a, b) for a, b in box)]), values)
         yield tuple(a for a, _ in box), values
-        task.told(values.nbytes)
+        task.on_bytes(values.nbytes)
 
 
-def taking(image: Image, task: Task, names: Mapping[str, str]) -> Callable[[int, Bytes], Bytes]:
+def taking(image: Image, task: WriteTask, names: Mapping[str, str]) -> Callable[[int, Bytes], Bytes]:
     """A function that gives a file's bytes block by block. `names`: of the tensors, by those that the file has."""
 
     def take(start: int, out: Bytes) -> Bytes:
@@ -106,7 +106,7 @@ def taking(image: Image, task: Task, names: Mapping[str, str]) -> Callable[[int,
         for placed, first, last in parts(image, start, start + len(out)):
             begin = placed.offset + first - start
             task.fill_bytes(names[placed.piece.name], first, out[begin : begin + last - first])
-        task.told(len(out))
+        task.on_bytes(len(out))
         return out
 
     return take

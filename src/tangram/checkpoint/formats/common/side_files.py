@@ -172,10 +172,10 @@ def with_provenance(
     before: list[Any] = []
     if PROVENANCE in small:
         try:
-            told: Any = json.loads(small[PROVENANCE])
+            earlier: Any = json.loads(small[PROVENANCE])
         except ValueError:
-            told = {"unreadable": small[PROVENANCE].decode(errors="replace")}
-        before = [told]
+            earlier = {"unreadable": small[PROVENANCE].decode(errors="replace")}
+        before = [earlier]
     names = sorted(name for name in small if name != PROVENANCE)
     carried = {"from": beside, "files": names, "left_out": sorted(left)}
     shown = {**fields, **({"side_files": carried} if beside else {})}

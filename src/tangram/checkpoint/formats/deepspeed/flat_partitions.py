@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tangram.checkpoint.formats.archives.archive import Place
+from tangram.checkpoint.formats.archives.archive import TensorPlace
 from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -106,7 +106,7 @@ def _run(keys: Sequence[Key], sizes: Sequence[int], first: int, start: int, stop
 
 
 def pieces_of(
-    name: str, shape: tuple[int, ...], stretches: Sequence[Stretch], places: Mapping[Key, Place]
+    name: str, shape: tuple[int, ...], stretches: Sequence[Stretch], places: Mapping[Key, TensorPlace]
 ) -> tuple[TensorSpec, list[Piece]]:
     """A tensor of a parameter's shape as pieces of partitions."""
     found: list[Piece] = []
@@ -118,5 +118,5 @@ def pieces_of(
         local = region.local_shape if region.local_shape is not None else (region.size,)
         strides = tuple(math.prod(local[dim + 1 :]) for dim in range(len(local)))
         offset = flat.offset + one.at * DTYPES[flat.dtype]
-        found.append(Piece(Place(flat.file, offset, flat.dtype, local, strides), name, region))
+        found.append(Piece(TensorPlace(flat.file, offset, flat.dtype, local, strides), name, region))
     return TensorSpec(shape, dtypes.pop()), found

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tangram.checkpoint.formats.archives.archive import Opaque, Place, read_archive
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.state_dicts import STEP, Number, listed, number_of
 from tangram.checkpoint.formats.deepspeed.flat_partitions import Key, Shape
@@ -21,7 +21,7 @@ class Zero:
 
     stage: int
     ranks: list[Mapping[str, Any]]
-    masters: dict[Key, Place]
+    masters: dict[Key, TensorPlace]
     states: dict[Key, Mapping[Any, Any]]
     groups: list[Mapping[str, Any]]
     """Of parameters, of rank 0; the numbers of their partitions under `params`."""
@@ -38,7 +38,7 @@ def read_zero(folder: Path, optim: Mapping[int, str], maps: Maps) -> Zero:
     if missing is not None or len(trees) != world:
         what = f"no file of rank {missing}" if missing is not None else f"files of {len(trees)} ranks"
         raise UserError(f'"{folder}" is not whole: it is of {world} ranks, and has {what}')
-    masters: dict[Key, Place] = {}
+    masters: dict[Key, TensorPlace] = {}
     states: dict[Key, Mapping[Any, Any]] = {}
     groups, order = _numbers(trees[0], optim[0], stage)
     for rank, tree in trees.items():
@@ -48,7 +48,7 @@ def read_zero(folder: Path, optim: Mapping[int, str], maps: Maps) -> Zero:
         flat = list_of(tree, PARTITIONS[stage == 3], file)
         kept = _kept(tree, file, stage)
         for group, place in enumerate(flat):
-            if not isinstance(place, Place) or len(place.shape) != 1 or place.stride != (1,):
+            if not isinstance(place, TensorPlace) or len(place.shape) != 1 or place.stride != (1,):
                 raise UserError(f'"{folder / file}": its partition {group} is no flat tensor')
             masters[rank, group] = place
             state = kept.get(order[group]) if group < len(order) else None
@@ -58,9 +58,9 @@ def read_zero(folder: Path, optim: Mapping[int, str], maps: Maps) -> Zero:
     return Zero(stage, [trees[rank] for rank in range(world)], masters, states, groups, order)
 
 
-def flat_state(zero: Zero, word: str) -> dict[Key, Place]:
+def flat_state(zero: Zero, word: str) -> dict[Key, TensorPlace]:
     """The partitions of a state, as long as those of the parameters: without what pads them."""
-    found: dict[Key, Place] = {}
+    found: dict[Key, TensorPlace] = {}
     for (rank, group), master in zero.masters.items():
         place = zero.states[rank, group].get(word)
         if place is None:
@@ -68,9 +68,9 @@ def flat_state(zero: Zero, word: str) -> dict[Key, Place]:
         gaps = listed(zero.ranks[rank].get("group_paddings"))
         n, gap = master.shape[0], gaps[group] if group < len(gaps) else 0
         fits = (n, n + gap if isinstance(gap, int) else n)
-        if not isinstance(place, Place) or place.stride != (1,) or place.shape[0] not in fits:
+        if not isinstance(place, TensorPlace) or place.stride != (1,) or place.shape[0] not in fits:
             raise UserError(f"{word} of rank {rank}, partition {group}, is not as long as the partition: {n:,}")
-        found[rank, group] = Place(place.file, place.offset, place.dtype, (n,), (1,))
+        found[rank, group] = TensorPlace(place.file, place.offset, place.dtype, (n,), (1,))
     return found
 
 

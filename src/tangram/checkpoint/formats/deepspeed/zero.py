@@ -24,21 +24,21 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from tangram.checkpoint.formats.archives.archive import Place
+from tangram.checkpoint.formats.archives.archive import TensorPlace
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.state_dicts import (
     KNOWN,
     STEP,
-    Found,
     Number,
-    Optimiser,
+    OptimiserStates,
+    StateDict,
     group_of,
     optimiser_of,
     plain_names,
     view,
     whole,
 )
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
 from tangram.checkpoint.formats.deepspeed.flat_partitions import (
     Key,
@@ -91,7 +91,7 @@ class _Made:
     states: dict[str, Any] = field(default_factory=dict[str, Any])
     skipped: list[str] = field(default_factory=list[str])
 
-    def add(self, name: str, place: Place | Number) -> None:
+    def add(self, name: str, place: TensorPlace | Number) -> None:
         """A tensor that lies in one place."""
         spec, piece = whole(name, place)
         self.add_pieces(name, spec, [piece])
@@ -109,7 +109,7 @@ def is_deepspeed(path: Path) -> bool:
     return path.is_dir() and ((path / LATEST).is_file() or any(_STATES.fullmatch(file.name) for file in path.iterdir()))
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """A checkpoint. Raises UserError for one that is not whole, or that is cut in a way that is not read."""
     files = _files(_folder(path))
     maps = maps.below(files.folder)
@@ -119,7 +119,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
     def read(place: Hashable, name: str) -> Tensor:
         return view(maps, place)
 
-    return Opened(
+    return OpenCheckpoint(
         "deepspeed", files.folder, made.specs, tuple(made.pieces), read, maps.release, tuple(made.skipped),
         small_files(path), made.states, objects,
     )  # fmt: skip
@@ -166,13 +166,13 @@ def _without_zero(files: _Files, maps: Maps, made: _Made) -> dict[str, Any]:
     model = read_model(maps, files.module)
     if model.get("param_shapes") is not None:
         raise UserError(f'"{files.folder}" is not whole: it has no files of ranks that end in _optim_states.pt')
-    found = Found()
+    found = StateDict()
     found.add(table_of(model, "module", files.module), files.module)
     names = plain_names(found.places)
     for raw, place in found.places.items():
         made.add(names[raw], place)
     made.skipped += found.skipped
-    trained = Optimiser()
+    trained = OptimiserStates()
     if model.get("optimizer"):
         trained = optimiser_of(model["optimizer"], "optimizer", maps, dict(made.specs))
     for name, place in trained.places.items():
@@ -202,7 +202,7 @@ def _of_zero(files: _Files, maps: Maps, made: _Made) -> dict[str, Any]:
         homes = in_rows(shapes, paddings_of(zero, shapes), lengths, len(ranks))
     else:
         homes = in_shares(shapes, lengths, len(ranks))
-    module = Found()
+    module = StateDict()
     module.add(model.get("module") or {}, file)
     trained: Shape = {name: shape for one in shapes for name, shape in one.items()}
     frozen = shapes_of(model.get("frozen_param_shapes") or {}, file)
@@ -222,11 +222,11 @@ def _of_zero(files: _Files, maps: Maps, made: _Made) -> dict[str, Any]:
             same = [Piece(piece.place, name, piece.region) for piece in made.pieces if piece.tensor == source]
             made.add_pieces(name, made.specs[source], same)
     groups = [group_of(maps, group, members(zero, group, shapes, names)) for group in zero.groups]
-    return Optimiser(groups=groups).objects(model.get("global_steps"))
+    return OptimiserStates(groups=groups).objects(model.get("global_steps"))
 
 
 def _keep(
-    module: Found, stage: int, buffers: set[str], parted: set[str], names: Mapping[str, str], made: _Made
+    module: StateDict, stage: int, buffers: set[str], parted: set[str], names: Mapping[str, str], made: _Made
 ) -> None:
     """The module's own tensors: in stage 3 those that are not parted, which stand there empty."""
     for name, place in module.places.items():
@@ -240,7 +240,7 @@ def _train(
 ) -> None:
     """Float32 partitions and states of what is trained."""
     words = dict.fromkeys(
-        str(word) for state in zero.states.values() for word, v in state.items() if isinstance(v, Place)
+        str(word) for state in zero.states.values() for word, v in state.items() if isinstance(v, TensorPlace)
     )
     flat = {word: flat_state(zero, word) for word in words if word != STEP and KNOWN.get(word) == KNOWN[MASTER]}
     made.skipped += [f"optimizer.{word}" for word in words if word != STEP and word not in flat]
@@ -269,11 +269,11 @@ def _freeze(models: list[Mapping[str, Any]], shapes: Shape, names: Mapping[str, 
     for raw, shape in shapes.items():
         if names[raw] in made.specs:
             continue
-        places: dict[Key, Place] = {}
+        places: dict[Key, TensorPlace] = {}
         for rank, model in enumerate(models):
             table: Any = model.get("frozen_param_fragments")
             place = cast("Mapping[str, Any]", table).get(raw) if isinstance(table, Mapping) else None
-            if not isinstance(place, Place):
+            if not isinstance(place, TensorPlace):
                 raise UserError(f"the frozen parameter {raw} is not in the file of rank {rank}")
             places[rank, 0] = place
         if stage < 3:

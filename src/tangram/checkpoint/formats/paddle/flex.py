@@ -25,12 +25,13 @@ from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.archives.overlaps import same_bits
-from tangram.checkpoint.formats.common.opened import Opened
-from tangram.checkpoint.formats.common.outgoing import Task, boxes
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.common.optimiser_names import renamed
+from tangram.checkpoint.formats.common.outgoing import WriteTask, boxes
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
-from tangram.checkpoint.formats.paddle.pickles import Array, Skipped, Stored, metadata, read_arrays, read_metadata
+from tangram.checkpoint.formats.paddle.pickles import Array, BytesInFile, Stored, metadata, read_arrays, read_metadata
 from tangram.checkpoint.formats.paddle.step_count import POWERS, betas_of, power
-from tangram.checkpoint.saving.file_layout import Image, Outgoing, Placed, parts
+from tangram.checkpoint.saving.file_layout import Image, Outgoing, PlacedPiece, parts
 from tangram.checkpoint.saving.file_writer import Ring, write_from
 from tangram.checkpoint.store import safetensors_header
 from tangram.checkpoint.store.digest import Bytes
@@ -40,7 +41,7 @@ from tangram.layout import Region, coverage
 from tangram.layout.intervals import span
 from tangram.layout.region import flat_boxes
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import SAME, SHARED, States
+from tangram.relayout.mapping.states import SAME, SHARED, States
 
 _INDEX = re.compile(r"(\d+)\.metadata")
 STATES: States = {
@@ -74,7 +75,7 @@ def is_paddle(path: Path) -> bool:
 # ---------------------------------------------------------------- reading
 
 
-def open_folder(path: Path, maps: Maps) -> Opened:
+def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """The newest checkpoint of a directory. Raises UserError for one that is not whole."""
     newest = max((one for one in path.iterdir() if _INDEX.fullmatch(one.name)), key=lambda one: int(one.stem))
     pieces = read_metadata(newest)
@@ -86,7 +87,7 @@ def open_folder(path: Path, maps: Maps) -> Opened:
             raise UserError(f'"{newest}" says that two pieces of {one.name} are in {one.file}')
         _refuse_other(path, one, files[one.file].get(one.name))
         found[one.file, one.name] = one, _region(one)
-    raw = Opened(
+    raw = OpenCheckpoint(
         "paddle",
         path,
         specs,
@@ -123,22 +124,19 @@ def _region(one: Stored) -> Region:
     return Region.of(flat_boxes(sets, span(*one.flat)))
 
 
-def _contents(maps: Maps, file: str) -> Mapping[str, safetensors_header.Slot | Array]:
+def _contents(maps: Maps, file: str) -> Mapping[str, safetensors_header.TensorSlot | Array]:
     """The tensors of a file by name."""
     if file.endswith(".distcp"):
         return read_arrays(maps, file)
-    data, path = maps.data(file), maps.folder / file
-    length = safetensors_header.header_length(data[:8], len(data), str(path))
-    slots, _ = safetensors_header.parse(data[: 8 + length], len(data), str(path))
-    return {slot.name: slot for slot in slots}
+    return {slot.name: slot for slot in maps.header(file)[0]}
 
 
-def _refuse_other(path: Path, one: Stored, slot: safetensors_header.Slot | Array | None) -> None:
+def _refuse_other(path: Path, one: Stored, slot: safetensors_header.TensorSlot | Array | None) -> None:
     """Refuse a piece that is not in its file as the metadata says."""
     where = f'{one.name} in "{path / one.file}"'
     if slot is None:
         raise UserError(f'"{path}" is not whole: its metadata says that {one.name} is in {one.file}, but it is not')
-    dtype = slot.dtype if isinstance(slot, safetensors_header.Slot) else _KINDS.get(slot.kind, slot.kind)
+    dtype = slot.dtype if isinstance(slot, safetensors_header.TensorSlot) else _KINDS.get(slot.kind, slot.kind)
     if dtype != one.dtype and dtype != _STANDS_FOR.get(one.dtype):
         raise UserError(f"{where} is {dtype}, but {one.dtype} by the metadata")
     if one.flat is not None and one.flat[1] > math.prod(one.shape):
@@ -150,7 +148,7 @@ def _refuse_other(path: Path, one: Stored, slot: safetensors_header.Slot | Array
         raise UserError(f"{where} has {len(slot.data):,} bytes, not those of its shape")
 
 
-def _refuse_gaps(raw: Opened) -> None:
+def _refuse_gaps(raw: OpenCheckpoint) -> None:
     regions: dict[str, list[Region]] = {}
     for piece in raw.pieces:
         regions.setdefault(piece.tensor, []).append(piece.region)
@@ -167,7 +165,7 @@ def _reader(
     path: Path,
     maps: Maps,
     specs: Mapping[str, TensorSpec],
-    files: Mapping[str, Mapping[str, safetensors_header.Slot | Array]],
+    files: Mapping[str, Mapping[str, safetensors_header.TensorSlot | Array]],
     found: Mapping[tuple[str, str], tuple[Stored, Region]],
 ) -> Callable[[Hashable, str], Tensor]:
     """A function from the file and name of a piece to its values, compared first with those that have some of them."""
@@ -181,9 +179,9 @@ def _reader(
         shape = region.local_shape if region.local_shape is not None else (region.size,)
         if not region:
             return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
-        if isinstance(slot, safetensors_header.Slot):
+        if isinstance(slot, safetensors_header.TensorSlot):
             return maps.view(file, slot.offset, one.dtype, shape)
-        if isinstance(slot.data, Skipped):
+        if isinstance(slot.data, BytesInFile):
             return maps.view(file, slot.data.offset, one.dtype, shape)
         return torch.frombuffer(bytearray(slot.data), dtype=getattr(torch, one.dtype)).view(shape)
 
@@ -204,38 +202,24 @@ def _reader(
     return read
 
 
-def _named(raw: Opened) -> Opened:
+def _named(raw: OpenCheckpoint) -> OpenCheckpoint:
     """The same with torch's names of states, where their parameter is there."""
-    raws: dict[str, str] = {}
+    words = {word: state for state, word in SUFFIXES.items()}
+    names: dict[str, str] = {}
     states: dict[str, None] = {}
     for name in raw.specs:
         param, _, suffix = name.rpartition(".")
-        state = next((state for state, word in SUFFIXES.items() if word == suffix), None)
-        if state is not None and param in raw.specs:
+        state = words.get(suffix) if param in raw.specs else None
+        if state is not None:
             states[state] = None
-            own = f"{param}.{state}"
-        else:
-            own = name
-        if raws.setdefault(own, name) != name:
-            raise UserError(f'"{raw.path}" has {own} under two names: {raws[own]} and {name}')
-    back = {name: own for own, name in raws.items()}
-
-    def read(place: Hashable, name: str) -> Tensor:
-        return raw.read(place, raws[name])
-
-    return replace(
-        raw,
-        specs={own: raw.specs[name] for own, name in raws.items()},
-        pieces=tuple(replace(piece, tensor=back[piece.tensor]) for piece in raw.pieces),
-        read=read,
-        states={state: STATES[state] for state in states},
-    )
+        names[name] = name if state is None else f"{param}.{state}"
+    return replace(renamed(raw, names), states={state: STATES[state] for state in states})
 
 
 # ---------------------------------------------------------------- writing
 
 
-def write(task: Task) -> list[str]:
+def write(task: WriteTask) -> list[str]:
     """Write a directory that `paddle.distributed.load_state_dict(..., safetensors=True)` loads; the names of its files.
 
     A tensor that is larger than a file may be is cut into blocks. Raises UserError for what Paddle has no place for.
@@ -256,7 +240,7 @@ def write(task: Task) -> list[str]:
     ring = Ring()
     for file, some in zip(files, cuts, strict=True):
         image, owners = _image(file, some)
-        write_from(folder, image, _taking(image, owners, task), ring, checked=False)
+        write_from(folder, image, _taking(image, owners, task), ring, checked=False, summed=False)
     pieces = (cut.stored(file) for file, some in zip(files, cuts, strict=True) for cut in some)
     beside = {**task.small, "0.metadata": metadata(pieces)}
     return [*files, *write_side_files(folder, beside)]
@@ -296,7 +280,7 @@ class _Cut:
         return Stored(self.out.name, self.offset, self.shape, self.out.spec.dtype, self.out.spec.shape, None, file)
 
 
-def _outgoing(task: Task) -> Iterator[_Out]:
+def _outgoing(task: WriteTask) -> Iterator[_Out]:
     """All tensors by Paddle's names. A count of steps becomes the powers of the betas."""
     betas = betas_of(task.objects)
     seen: set[str] = set()
@@ -338,13 +322,13 @@ def _image(file: str, cuts: Sequence[_Cut]) -> tuple[Image, Mapping[str, _Cut]]:
     rows = [(cut.out.name, cut.out.spec.dtype, cut.shape) for cut in ordered]
     head, slots = safetensors_header.build(rows, {"format": "pd"})
     placed = tuple(
-        Placed(Outgoing(cut.out.name, cut.out.spec, Region.box(cut.offset, cut.shape)), slot.offset)
+        PlacedPiece(Outgoing(cut.out.name, cut.out.spec, Region.box(cut.offset, cut.shape)), slot.offset)
         for cut, slot in zip(ordered, slots, strict=True)
     )
     return Image(file, head, placed, placed[-1].stop if placed else len(head)), {cut.out.name: cut for cut in cuts}
 
 
-def _taking(image: Image, cuts: Mapping[str, _Cut], task: Task) -> Callable[[int, Bytes], Bytes]:
+def _taking(image: Image, cuts: Mapping[str, _Cut], task: WriteTask) -> Callable[[int, Bytes], Bytes]:
     def take(start: int, out: Bytes) -> Bytes:
         head = image.head[start : start + len(out)]
         out[: len(head)] = np.frombuffer(head, np.uint8)
@@ -356,7 +340,7 @@ def _taking(image: Image, cuts: Mapping[str, _Cut], task: Task) -> Callable[[int
                 room[:] = np.frombuffer(cut.out.value, np.uint8)[first:last]
             else:
                 task.fill_bytes(cut.out.source, cut.first + first, room)
-        task.told(len(out))
+        task.on_bytes(len(out))
         return out
 
     return take

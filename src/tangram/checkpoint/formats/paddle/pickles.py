@@ -203,11 +203,11 @@ class Array:
     kind: str
     """numpy's: f4, u2 ..."""
     shape: tuple[int, ...]
-    data: "bytes | Skipped"
+    data: "bytes | BytesInFile"
 
 
 @dataclass(frozen=True)
-class Skipped:
+class BytesInFile:
     """Bytes that were left in their file."""
 
     offset: int
@@ -245,7 +245,7 @@ class _Leaving:
         if size < 0 or start + size > len(self._data):
             raise EOFError("it is cut off")
         self._at += size
-        return Skipped(start, size) if size >= SKIPPED else self._data[start : self._at]
+        return BytesInFile(start, size) if size >= SKIPPED else self._data[start : self._at]
 
     def readline(self) -> bytes:
         stop = self._data.find(b"\n", self._at, self._at + SKIPPED) + 1
@@ -265,17 +265,17 @@ class _Array:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    def array(self, said: str) -> Array:
+    def array(self, what: str) -> Array:
         """What it is. Raises UserError where it is none that Paddle writes."""
         state: tuple[Any, ...] = cast("tuple[Any, ...]", self.state) if isinstance(self.state, tuple) else ()
-        if len(state) != 5 or not isinstance(state[2], _Dtype) or not isinstance(state[4], bytes | Skipped):
-            raise UserError(f"{said} is no array of numbers that is read")
+        if len(state) != 5 or not isinstance(state[2], _Dtype) or not isinstance(state[4], bytes | BytesInFile):
+            raise UserError(f"{what} is no array of numbers that is read")
         try:
-            shape = _sizes(state[1], said)
+            shape = _sizes(state[1], what)
         except _WrongError as error:
             raise UserError(str(error)) from None
         if state[3] and len(shape) > 1:
-            raise UserError(f"{said} has its columns one behind the other, which Paddle does not write")
+            raise UserError(f"{what} has its columns one behind the other, which Paddle does not write")
         return Array(state[2].kind, shape, state[4])
 
 

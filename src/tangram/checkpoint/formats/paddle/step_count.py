@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.formats.common.opened import Opened
+from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec
-from tangram.relayout.states import SHARED
+from tangram.relayout.mapping.states import SHARED
 
 POWERS = ("beta1_pow", "beta2_pow")
 
@@ -28,14 +28,14 @@ POWERS = ("beta1_pow", "beta2_pow")
 def betas_of(objects: Mapping[str, Any]) -> tuple[float, float] | None:
     """The betas that a checkpoint says, None where it does not say the same for all parameters."""
     groups = objects.get("param_groups")
-    said: list[Any] = [objects["settings"]] if isinstance(objects.get("settings"), dict) else []
-    said += cast("list[Any]", groups) if isinstance(groups, list) else []
-    tables = [cast("dict[str, Any]", group) for group in said if isinstance(group, dict)]
+    every: list[Any] = [objects["settings"]] if isinstance(objects.get("settings"), dict) else []
+    every += cast("list[Any]", groups) if isinstance(groups, list) else []
+    tables = [cast("dict[str, Any]", group) for group in every if isinstance(group, dict)]
     found = {(float(a), float(b)) for a, b in (group["betas"] for group in tables if "betas" in group)}
     return found.pop() if len(found) == 1 else None
 
 
-def with_betas(source: Opened, betas: Sequence[float]) -> Opened:
+def with_betas(source: OpenCheckpoint, betas: Sequence[float]) -> OpenCheckpoint:
     """A checkpoint of which somebody says the betas: with counts of steps where it had powers."""
     settings: Any = source.objects.get("settings", {})
     known = replace(source, objects={**source.objects, "settings": {**settings, "betas": tuple(betas)}})
@@ -49,7 +49,7 @@ class _Count:
     param: str
 
 
-def with_steps(source: Opened, betas: Sequence[float]) -> Opened:
+def with_steps(source: OpenCheckpoint, betas: Sequence[float]) -> OpenCheckpoint:
     """The same with the number of steps that each parameter has taken, instead of the powers of the betas.
 
     Raises UserError, where one is looked at, for powers that are none of these betas', or that say the count no more.
@@ -92,7 +92,7 @@ def with_steps(source: Opened, betas: Sequence[float]) -> Opened:
     )
 
 
-def step_of(powers: Iterable[tuple[float, float]], said: str) -> int:
+def step_of(powers: Iterable[tuple[float, float]], what: str) -> int:
     """The number of steps after which all powers `(value, beta)` have exactly their bits."""
     steps: set[int] = set()
     for value, beta in powers:
@@ -101,12 +101,12 @@ def step_of(powers: Iterable[tuple[float, float]], said: str) -> int:
             continue  # too small to be told from its neighbours
         at = int(np.searchsorted(-table, -np.float32(value)))
         if at == len(table) or float(table[at]) != value:
-            raise UserError(f"{said}: {value:g} is no power of the beta {beta:g}: give the run's own --betas")
+            raise UserError(f"{what}: {value:g} is no power of the beta {beta:g}: give the run's own --betas")
         steps.add(at)
     if not steps:
-        raise UserError(f"{said}: its powers of the betas have run to 0, so they say no more how many steps there were")
+        raise UserError(f"{what}: its powers of the betas have run to 0, so they say no more how many steps there were")
     if len(steps) > 1:
-        raise UserError(f"{said}: by one beta it is at step {min(steps)}, by the other at {max(steps)}: give --betas")
+        raise UserError(f"{what}: by one beta it is at step {min(steps)}, by the other at {max(steps)}: give --betas")
     return steps.pop()
 
 
@@ -121,9 +121,9 @@ def _powers(beta: float) -> "np.ndarray[Any, np.dtype[np.float32]]":
     return table[: int(still[0]) + 1] if len(still) else table
 
 
-def power(beta: float, step: float, said: str) -> float:
+def power(beta: float, step: float, what: str) -> float:
     """A beta's power after so many steps. Raises UserError for what is no number of steps."""
     if step < 0 or step != int(step):
-        raise UserError(f"{said} is {step:g}, which is no number of steps")
+        raise UserError(f"{what} is {step:g}, which is no number of steps")
     table = _powers(beta)
     return float(table[min(int(step), len(table) - 1)])

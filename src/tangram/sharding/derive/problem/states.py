@@ -6,10 +6,10 @@
     cut       each rank has a part of a dim, and that part's gradient
     own, sent rows in an order of their own (`Routed`): of a rank's own tokens, or of the experts that it has
 
-A state is a place of `relayout.collectives`, which brings tensors from one to another; its table says how, and how the
-gradient comes back. So no backward rule is needed, and the cost of a step is that of both. Source of the algebra: the
-types of spmd_types (R, I, V, P), and the conjugate operators of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al.
-2022).
+A state is a place of `relayout.collectives.one_collective`, which brings tensors from one to another; its table says
+how, and how the gradient comes back. So no backward rule is needed, and the cost of a step is that of both. Source of
+the algebra: the types of spmd_types (R, I, V, P), and the conjugate operators of Megatron-LM (Shoeybi et al. 2019;
+Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from tangram.layout.intervals import IntSet, product, size, span
 from tangram.layout.maps import MAPS
-from tangram.relayout import collectives
-from tangram.relayout.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from tangram.relayout.collectives import Place as State
+from tangram.relayout.collectives import one_collective
+from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from tangram.relayout.collectives.one_collective import RankPlacement as State
 
 NOTED = "noted"
 """What is done with the groups of sorted rows, so that they can be sent: nothing is sent yet."""
@@ -155,7 +155,7 @@ def way(source: State, target: State) -> Transition | None:
         return None  # a move can do it, and nothing is won by it
     if target.kind == "sum" and target not in (SUM, source):
         return None  # operators alone know what comes from one rank
-    return Transition(*collectives.way(plain(source), plain(target)))
+    return Transition(*one_collective.way(plain(source), plain(target)))
 
 
 def _way_of_rows(source: State, target: State) -> Transition | None:
