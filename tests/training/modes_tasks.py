@@ -21,7 +21,7 @@ from tangram.sharding.runtime.operators import Operators
 from tangram.training.mesh.drawing import seed_for
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
-from tests.training.test_drawing import KINDS, STEP, WIDTH, X, trained
+from tests.training.test_drawing import KINDS, SOURCES, STEP, WIDTH, X, trained
 
 
 def _bert() -> nn.Module:
@@ -141,7 +141,7 @@ def run_kinds() -> Ran:
         marks = [Mark.parse("up.weight: o/tp i"), Mark.parse("down: b s/tp h")]
         if kind == "checkpointed":  # a function, which is refused
             continue
-        parallel(model, marks, devices, {"x_BSH": X[:2]})
+        SOURCES[model] = parallel(model, marks, devices, {"x_BSH": X[:2]})
         off[kind] = float((trained(model, 2)[0] - want).abs().max())
     return Ran(off, 0.0, {}, 0)
 

@@ -19,7 +19,7 @@ from tangram.errors import UserError
 from tangram.sharding.local_ops.random_numbers import DrawNumbers, Key, NumberSpan, Samples, bernoulli
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.data import Batch, RankBatches
-from tangram.training.mesh.drawing import Drawer, drawing, seed_for
+from tangram.training.mesh.drawing import Drawer, DrawSource, drawing, seed_for
 
 ROWS, LENGTH, WIDTH = 4, 6, 8
 X = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -84,8 +84,8 @@ KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-DRAWERS: WeakKeyDictionary[nn.Module, Drawer] = WeakKeyDictionary()
-"""Of the models that `made` makes."""
+SOURCES: WeakKeyDictionary[nn.Module, DrawSource] = WeakKeyDictionary()
+"""What draws in a model: of those that `made` makes, and of derived ones."""
 
 
 def trained(
@@ -98,13 +98,13 @@ def trained(
         micro = tuple(Batch(rows, rows, None) for rows in cast("list[Tensor]", X.split(size)))
         firsts = tuple(range(step, step + ROWS, size))
         found = []
-        with drawing([DRAWERS[model]], seed, RankBatches(micro, 1, firsts, step, ROWS)) as draws:
+        with drawing([SOURCES[model]], seed, RankBatches(micro, 1, firsts, step, ROWS)) as draws:
             for number, batch in enumerate(micro):
                 draws.begin(number)
                 given = model(batch.inputs_BS)
                 (given.sin().sum() if loss is None else loss(given)).backward()
                 found.append(given.detach())
-        assert DRAWERS[model].numbers.samples is None, at
+        assert SOURCES[model].numbers.samples is None, at
     gradients: list[Any] = [p.grad for p in model.parameters()]
     return torch.cat(found), torch.cat(
         [(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients]
@@ -114,7 +114,7 @@ def trained(
 def made(draw: Callable[[Tensor], Tensor]) -> Draws:
     torch.manual_seed(0)
     model = Draws(draw)
-    DRAWERS[model] = Drawer(model, compiled=False)
+    SOURCES[model] = Drawer(model, compiled=False)
     return model
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_drawn_in_evaluation_and_nothing_looked_at_that_does_not_draw
     assert torch.equal(trained(model.eval(), 2)[0], model.inner(X))
     plain = made(lambda x: x)
     trained(plain, 2)
-    with drawing([DRAWERS[plain]], 7, RankBatches((Batch(X, X, None),), 1, (0,), 0, ROWS)) as draws:
+    with drawing([SOURCES[plain]], 7, RankBatches((Batch(X, X, None),), 1, (0,), 0, ROWS)) as draws:
         assert draws._mode is None  # pyright: ignore[reportPrivateUsage]
 
 
@@ -185,7 +185,7 @@ def test_a_model_that_begins_to_draw_is_looked_at_from_then_on() -> None:
         trained(model, 2)
     drop = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
     drop.load_state_dict({f"0.{name}": value for name, value in model.inner.state_dict().items()})
-    DRAWERS[drop] = Drawer(drop, compiled=False)
+    SOURCES[drop] = Drawer(drop, compiled=False)
     trained(drop, 2)
     cast(Any, drop[1]).p = 0.4
     assert torch.allclose(trained(drop, 2)[0], want, atol=1e-6)
