@@ -40,7 +40,7 @@ PRECISIONS: tuple[tuple[Precision, tuple[str, ...]], ...] = (
 """Types by the words in a row's precision; the first that is met, else bf16. "amp_bf16" is met by none but bf16."""
 RECOMPUTED = {
     "layernorm": Group.NORM,
-    "mla_up_proj": Group.NORM,
+    "mla_up_proj": Group.LATENT,
     "moe_act": Group.ACTIVATION,
     "core_attn": Group.SCORES,
     "mlp": Group.MLP | Group.ACTIVATION,
@@ -57,12 +57,12 @@ LARGEST = {
 FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("attention-backend=unfused", "attention-backend=local", "transformer-impl=local"), {"fused_attention": False}),
     (("flash_attention=True",), {"fused_attention": True}),
-    (("compile",), {"fused_streams": True}),
+    (("compile",), {"fused_streams": True, "kernels": "fused"}),
     (("use-mc2", "tp-comm-overlap"), {"overlap_tensor": 0.6}),
     (("grad-reduce-in-bf16",), {"gradient_bytes": 2.0, "reduce_bytes": 2.0}),
     # Transformer Engine writes the gradient over the logits, and they are copied once to be contiguous: 16 bits twice.
-    (("TE fused cross-entropy",), {"logit_bytes": 4.0}),
-    (("cross-entropy-loss-fusion",), {"logit_bytes": 10.0}),
+    (("TE fused cross-entropy",), {"loss": "fused"}),
+    (("cross-entropy-loss-fusion",), {"loss": "parallel-fused"}),
 )
 """What flags that a row names change of its framework."""
 VOCABULARIES = {"internlm": 103168, "mistral": 32000, "mixtral": 32000}
@@ -164,6 +164,8 @@ def as_flagged(one: Framework, row: Row) -> Framework:
     for flags, changes in FLAGS:
         if any(flag in row["extra"] for flag in flags):
             found = replace(found, **changes)
+    if found.name == "torchtitan" and "compile" in row["extra"]:
+        found = replace(found, loss="compiled")
     # GPT's own recipes drop out; models with gated MLPs do not.
     plain = number(row, "gated_mlp", 1) == 0 and "mega" in row["framework"].lower()
     return replace(found, dropout=True) if plain else found
