@@ -19,6 +19,7 @@ from tangram.errors import UserError
 from tangram.models.outline import Dims, Group, Outline, decoder
 from tangram.planner.space.framework_profiles import Framework, framework
 from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.recompute import BY_OPERATOR
 from tangram.planner.space.setting import Precision
 
 Row = Mapping[str, str]
@@ -278,7 +279,7 @@ def recompute(row: Row) -> tuple[Group, float]:
             found |= group
         return found, 1.0
     if "SAC" in detail or "op-level" in detail or row["framework"] == "torchtitan":
-        return Group.NORM | Group.ACTIVATION | Group.ALTERNATE, 1.0
+        return BY_OPERATOR, 1.0
     return Group.SCORES, 1.0
 
 

@@ -137,7 +137,7 @@ def test_the_optimisers_part_that_is_offloaded_is_a_share() -> None:
     g = grid(batch=8, sequence=4096, offload=1)
     whole, half = (memory(LLAMA, g, Setting(None, CORE, away_share=one)).first for one in (1.0, 0.5))
     assert whole.optimiser[0] == 0
-    assert half.optimiser[0] == half.host[0] == whole.host[0] / 2 == 6 * LLAMA.numbers
+    assert half.optimiser[0] == half.host[0] == whole.host[0] / 2 == pytest.approx(6 * LLAMA.numbers, rel=1e-3)
 
 
 def test_one_micro_batchs_gradients_take_the_place_of_what_was_kept() -> None:
@@ -160,16 +160,16 @@ def test_the_optimisers_work_is_a_peak_of_its_own() -> None:
 
 def test_a_run_whose_eager_loss_does_not_fit_is_out_of_memory_and_one_without_recompute_is_not() -> None:
     """Llama-3-8B on 8 H100 of 80 GB, samples of 8,192: the eager loss of two takes 29 GB."""
-    cluster, titan = builtin("h100-8x1"), "torchtitan"
+    cluster = builtin("h100-8x1")
 
-    def fits(loss: str, micro: int, again: str) -> float:
-        ask = Ask(2**16 * micro, 8192, framework=titan, devices=8, loss=loss)
+    def fits(who: str, loss: str, micro: int, again: str) -> float:
+        ask = Ask(2**17 * micro, 8192, framework=who, devices=8, loss=loss)
         g = laid_out(cluster, ask, Given("dp=8", micro, 1, "1F1B", 3, again))
         return described(LLAMA, g, setting_of(cluster, ask), ask, limit_of(cluster, ask), published())[0].fits
 
-    assert fits("eager", 3, "every second matmul") < 0.1
-    assert fits("chunked", 2, "every second matmul") > 0.9
-    assert fits("compiled", 1, "none") > 0.9
+    assert fits("torchtitan", "", 1, "every second matmul") > 0.9
+    assert fits("torchtitan", "eager", 4, "full") < 0.1 < 0.9 < fits("torchtitan", "chunked", 4, "full")
+    assert fits("tangram", "", 1, "none") > 0.9
 
 
 def test_every_published_stage_is_near() -> None:

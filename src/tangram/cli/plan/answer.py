@@ -20,7 +20,9 @@ from tangram.planner.cost.calibration import published
 from tangram.planner.cost.goodput import Goodput
 from tangram.planner.cost.timeline import as_trace, timeline
 from tangram.planner.exports.numbers import given_of
+from tangram.planner.exports.targets import able_of
 from tangram.planner.imports.found import Found
+from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.trainer_support import RUNS
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.report import cost_tables
@@ -42,6 +44,7 @@ from tangram.planner.search.pareto import Fronts, fronts
 from tangram.planner.search.query import Answer, asked_of, count_of, devices_of
 from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.search.training_duration import Budget, durations, fewest
+from tangram.planner.space.framework_profiles import framework
 
 __all__ = ["Look", "answered"]
 
@@ -207,6 +210,8 @@ def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | 
     asked = asked_of(*asked_typed(typed, read, wanted))
     if wanted is not None:
         asked = replace(asked, able=wanted.able(outline))
+    elif asked.able == ALL and not taking.runs:
+        asked = replace(asked, able=able_of(framework(asked.framework).name, outline))
     return replace(asked, able=RUNS) if taking.runs else asked
 
 
