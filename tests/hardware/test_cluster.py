@@ -216,7 +216,7 @@ def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text(wrong)
     with pytest.raises(UserError) as told:
-        load(file)
+        c.load(file)
     for part in ("version is 9", '"device.memory_bites" is not known (did you mean', '"device.memory_bytes" is missing',
                  "device.memory_bandwidth is -2000000000.0", "latencie", "is missing"):  # fmt: skip
         assert part in str(told.value)

@@ -272,8 +272,8 @@ def _of_tables(tables: dict[str, Any], name: str) -> Cluster:
     own = {key: told.of(_above, f"host.{key}", value) for key, value in host.items() if key in HOST}
     curves = told.of(curves_in, tables.get("curves", {}))
     told.end()
-    assert ranks and device and curves is not None
-    return Cluster(name, ranks, device, tuple(links), curves, {key: one for key, one in own.items() if one})
+    sure = cast("tuple[int, Device, Any]", (ranks, device, curves))  # what is missing was told
+    return Cluster(name, *sure[:2], tuple(links), sure[2], {key: one for key, one in own.items() if one})
 
 
 _FIGURES = ("memory_bytes", "memory_bandwidth")
