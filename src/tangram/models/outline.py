@@ -261,9 +261,9 @@ def _latent(dims: Dims) -> Block:
     down = (Product("q down", h, dims.q_rank, "", a),) if dims.q_rank else ()
     products = (
         *down,
-        Product("q up", dims.q_rank or h, heads * (d + rope), "out", a),
+        Product("q up", dims.q_rank or h, heads * (d + rope), "out", a | Group.LATENT),
         Product("kv down", h, dims.kv_rank + rope, "", a),
-        Product("kv up", dims.kv_rank, heads * (d + v), "out", a),
+        Product("kv up", dims.kv_rank, heads * (d + v), "out", a | Group.LATENT),
         Product("out", heads * v, h, "in", a),
     )
     low = dims.q_rank + dims.kv_rank + rope
@@ -273,7 +273,7 @@ def _latent(dims: Dims) -> Block:
         (Scores(heads, heads, d + rope, v),),
         (
             Stream("low-rank norms", low, 2.0, 4.0, "", a),
-            Stream("rotary and joins", heads * (2 * (d + rope) + v), 2.0, 2.0, "tensor", a),
+            Stream("rotary and joins", heads * (2 * (d + rope) + v), 2.0, 2.0, "tensor", a | Group.LATENT),
         ),
         (
             Kept("input of the low ranks", h, "tokens", Group.NORM | a, role="input"),

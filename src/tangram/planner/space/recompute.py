@@ -50,9 +50,14 @@ SETS: dict[str, Group] = {"norms and activations": Group.NORM | Group.ACTIVATION
 """Of all layers."""
 BY_OPERATOR = Group.NORM | Group.ACTIVATION | Group.ALTERNATE
 """torchtitan's selective recompute by operator: every second matmul, and what is no matmul, attention or collective."""
-EXPLAINED: dict[str, Group] = {**SETS, "selective": Group.SCORES, "every second matmul": BY_OPERATOR}
+EXPLAINED: dict[str, Group] = {
+    **SETS,
+    "selective": Group.SCORES,
+    "every second matmul": BY_OPERATOR,
+    "latent up-projections": Group.LATENT,
+}
 """And what else is explained where a strategy is given, as other projects have it, but not searched: Megatron-LM's
-selective recompute of the attention core, torchtitan's of every second matmul."""
+selective recompute of the attention core, torchtitan's of every second matmul, and Megatron-core's of latent attention's up-projections."""
 FORMER = {
     "nothing": NOTHING,
     "all blocks": ALL_BLOCKS,
