@@ -57,7 +57,8 @@ EXPLAINED: dict[str, Group] = {
     "latent up-projections": Group.LATENT,
 }
 """And what else is explained where a strategy is given, as other projects have it, but not searched: Megatron-LM's
-selective recompute of the attention core, torchtitan's of every second matmul, and Megatron-core's of latent attention's up-projections."""
+selective recompute of the attention core, torchtitan's of every second matmul, Megatron-core's of what latent attention
+makes of its low ranks."""
 FORMER = {
     "nothing": NOTHING,
     "all blocks": ALL_BLOCKS,
