@@ -112,7 +112,8 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | 
     with progress("laying the model out, searching"):
         found = _found(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices
-    document, shown = {**_sizes(outline), **document}, [_size_table(outline), *shown]
+    document = {**_sizes(outline), **document}
+    shown.insert(0 if choices else 1, _size_table(outline))  # where nothing fits that is said first
     found.write(look, where)
     if job is not None:
         shown = [*shown, *job.take(choices, taking, document)]
