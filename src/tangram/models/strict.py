@@ -78,7 +78,8 @@ def _numbers(config: PreTrainedConfig) -> Iterator[str]:
     kinds = getattr(config, "layer_types", None)
     if isinstance(kinds, list) and layers and len(cast("list[Any]", kinds)) != layers:
         yield f"layer_types are of {len(cast('list[Any]', kinds))} layers, and num_hidden_layers is {layers}"
-    experts = max(number(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    counts = [number(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    experts = min((one for one in counts if one > 0), default=0)  # a type may have two names of which one is said
     if experts and number("num_experts_per_tok") > experts:
         yield f"num_experts_per_tok is {number('num_experts_per_tok')}, and there are {experts} experts"
     if number("first_k_dense_replace") > layers:
