@@ -64,7 +64,7 @@ def test_keys_that_are_misspelt_and_numbers_that_contradict_are_told() -> None:
     (said,) = wrong(hiden_size=1024, hidden_size=None)
     assert said == "the key \"hiden_size\" is none of qwen3_moe (did you mean 'hidden_size'?)"
     assert wrong(num_key_value_heads=5) == ["num_key_value_heads of 5 do not divide num_attention_heads of 32"]
-    both = wrong(num_experts=4, num_experts_per_tok=8, num_key_value_heads=5)
+    both = wrong(num_local_experts=4, num_experts_per_tok=8, num_key_value_heads=5)
     assert len(both) == 2
 
 
