@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -38,13 +39,38 @@ def predicted(case: Case) -> float:
     of = memory(case.outline, case.grid, Setting(None, case.framework, case.precision, case.node))
     if "last rank" in case.row["mem_rank"]:
         return float(of.last.allocated[0])
+    if "nvidia-smi" in case.row["mem_kind"] and not case.row["mem_rank"]:  # which tells of a node's first device
+        return float(of.first.allocated[0]) * (1 + of.reserve) + float(of.context[0])
     return float({"allocated": of.allocated, "reserved": of.reserved, "device": of.device}[kind(case)][0])
+
+
+UNKNOWN = {
+    "what is recomputed is not known": lambda row: row["recompute"] in ("", "?"),
+    "TP ranks differ by stage": lambda row: not row["tp"],
+    "what is recomputed is of operators, by stage": lambda row: row["recompute"].startswith("per-op"),
+    "what is recomputed differs by stage": lambda row: _differs(row["recompute_detail"]),
+    "what is recomputed is a share of blocks, by stage": lambda row: ": [" in row["recompute"],
+    "some modules' activations are offloaded": lambda row: "offload-modules" in row["extra"],
+}
+"""Why a row's memory is not compared: facts that decide it are not known, or no grid says them."""
+
+
+def unknown(row: Mapping[str, str]) -> str:
+    """Which fact a row lacks; "" where none."""
+    return next((why for why, lacks in UNKNOWN.items() if lacks(row)), "")
+
+
+def _differs(detail: str) -> bool:
+    found = re.search(r"recomputed per stage=\[([^\]]*)\]", detail)
+    return found is not None and len({one.strip() for one in found[1].split(",")}) > 1
 
 
 def rows(asked: Sequence[Case], taught: Sequence[Case]) -> Iterator[Row]:
     """The card: by source, models of a billion parameters and more and the smaller ones apart."""
     del taught
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    left = Counter(unknown(one.row) for one in asked if number(one.row, "mem_gib", 0.0) > 0)
+    asked = [one for one in asked if not unknown(one.row)]
     for one in asked:
         measured = number(one.row, "mem_gib", 0.0) * GIB
         if measured > 0 and one.row["oom"] != "1":
@@ -58,15 +84,25 @@ def rows(asked: Sequence[Case], taught: Sequence[Case]) -> Iterator[Row]:
             f"median {np.median(off):+.3f})",
             "median error", float(np.median(error)), target=goal, better="lower",
         )  # fmt: skip
+    for why, count in sorted(left.items()):
+        if why:
+            yield Row(f"runs of memory that are left out: {why}", "runs", count, better="lower")
     yield from _out_of_memory(asked)
+
+
+def usable(case: Case) -> float:
+    """Bytes of a run's device that programs may have; where it has other memory than the catalogue says, the row's."""
+    own = device(case.gpu)
+    said = number(case.row, "gpu_mem_gb", (own.memory_bytes or math.nan) / 1e9) * 1e9
+    return own.usable or said if said == own.memory_bytes else said
 
 
 def _out_of_memory(asked: Sequence[Case]) -> Iterator[Row]:
     caught, out, wrong, fitting = 0, 0, 0, 0
     for one in asked:
-        if not known(one.gpu) or not one.row["recompute"]:  # what is recomputed decides it
+        if not known(one.gpu):
             continue
-        limit = number(one.row, "gpu_mem_gb", (device(one.gpu).memory_bytes or math.nan) / 1e9) * 1e9
+        limit = usable(one)
         if not limit > 0:
             continue
         of = memory(one.outline, one.grid, Setting(None, one.framework, one.precision, one.node))

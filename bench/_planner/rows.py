@@ -19,6 +19,7 @@ from tangram.errors import UserError
 from tangram.models.outline import Dims, Group, Outline, decoder
 from tangram.planner.space.framework_profiles import Framework, framework
 from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.recompute import BY_OPERATOR
 from tangram.planner.space.setting import Precision
 
 Row = Mapping[str, str]
@@ -40,7 +41,7 @@ PRECISIONS: tuple[tuple[Precision, tuple[str, ...]], ...] = (
 """Types by the words in a row's precision; the first that is met, else bf16. "amp_bf16" is met by none but bf16."""
 RECOMPUTED = {
     "layernorm": Group.NORM,
-    "mla_up_proj": Group.NORM,
+    "mla_up_proj": Group.LATENT,
     "moe_act": Group.ACTIVATION,
     "core_attn": Group.SCORES,
     "mlp": Group.MLP | Group.ACTIVATION,
@@ -57,12 +58,12 @@ LARGEST = {
 FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("attention-backend=unfused", "attention-backend=local", "transformer-impl=local"), {"fused_attention": False}),
     (("flash_attention=True",), {"fused_attention": True}),
-    (("compile",), {"fused_streams": True}),
+    (("compile",), {"fused_streams": True, "kernels": "fused"}),
     (("use-mc2", "tp-comm-overlap"), {"overlap_tensor": 0.6}),
     (("grad-reduce-in-bf16",), {"gradient_bytes": 2.0, "reduce_bytes": 2.0}),
     # Transformer Engine writes the gradient over the logits, and they are copied once to be contiguous: 16 bits twice.
-    (("TE fused cross-entropy",), {"logit_bytes": 4.0}),
-    (("cross-entropy-loss-fusion",), {"logit_bytes": 10.0}),
+    (("TE fused cross-entropy",), {"loss": "fused"}),
+    (("cross-entropy-loss-fusion",), {"loss": "parallel-fused"}),
 )
 """What flags that a row names change of its framework."""
 VOCABULARIES = {"internlm": 103168, "mistral": 32000, "mixtral": 32000}
@@ -164,6 +165,8 @@ def as_flagged(one: Framework, row: Row) -> Framework:
     for flags, changes in FLAGS:
         if any(flag in row["extra"] for flag in flags):
             found = replace(found, **changes)
+    if found.name == "torchtitan" and "compile" in row["extra"]:
+        found = replace(found, loss="compiled")
     # GPT's own recipes drop out; models with gated MLPs do not.
     plain = number(row, "gated_mlp", 1) == 0 and "mega" in row["framework"].lower()
     return replace(found, dropout=True) if plain else found
@@ -276,7 +279,7 @@ def recompute(row: Row) -> tuple[Group, float]:
             found |= group
         return found, 1.0
     if "SAC" in detail or "op-level" in detail or row["framework"] == "torchtitan":
-        return Group.NORM | Group.ACTIVATION | Group.ALTERNATE, 1.0
+        return BY_OPERATOR, 1.0
     return Group.SCORES, 1.0
 
 

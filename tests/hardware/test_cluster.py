@@ -204,3 +204,19 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=re.escape(said)):
             c.load(name)
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+    wrong = (
+        GOOD.replace("version = 1", "version = 9")
+        .replace("memory_bytes = 1e9", "memory_bites = 1e9")
+        .replace("memory_bandwidth = 2e9", "memory_bandwidth = -2e9")
+        .replace("latency", "latencie", 1)
+    )
+    file = tmp_path / "wrong.toml"
+    file.write_text(wrong)
+    with pytest.raises(UserError) as told:
+        c.load(file)
+    for part in ("version is 9", '"device.memory_bites" is not known (did you mean', '"device.memory_bytes" is missing',
+                 "device.memory_bandwidth is -2000000000.0", "latencie", "is missing"):  # fmt: skip
+        assert part in str(told.value)

@@ -9,6 +9,7 @@ import pytest
 
 from tangram.cli import main
 from tangram.hardware.cluster import Link, builtin
+from tangram.hardware.devices import device
 from tangram.models.outlined import outlined
 from tangram.planner.search.query import plan
 from tangram.planner.search.strategy import Ask, probability, safe
@@ -16,6 +17,8 @@ from tests.planner.commands import refused
 
 pytestmark = pytest.mark.usefixtures("one_search_each")
 
+LIMIT = device("h100").usable or 0.0
+"""What programs get of its 80 GB."""
 SPINE = ("llama-3-70b", "--cluster", "h100-8x8", "--tokens-per-batch", "4M", "--seq", "8192")
 SMALL = ("llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--tokens-per-batch", "4M", "--seq", "8192")
 
@@ -56,7 +59,7 @@ def test_the_tables_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     for title in (
         "llama-3-8b on h100-8x8, predicted",
         "Why the first: its step",
-        "Its memory, of 80 GB; 90 % interval ",
+        f"Its memory, of {LIMIT / 1e9:.0f} GB; 90 % interval ",
         "What the others lose",
         "If it were otherwise",
     ):
@@ -68,7 +71,7 @@ def test_a_model_that_cannot_fit_says_by_how_much(capsys: pytest.CaptureFixture[
     said = ("llama-3-70b", "--cluster", "h100-8x8", "--gpus", "8")
     found = asked(capsys, *said, code=1)
     assert found["choices"] == []
-    assert found["smallest"]["memory"] > 80e9
+    assert found["smallest"]["memory"] > LIMIT
     enough = found["enough_devices"]
     assert enough in (16, 24, 32, 64)
     ask = Ask(2**22, 8192, most=1)
@@ -141,7 +144,7 @@ def test_a_price_and_watts_are_always_used(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_more_memory_than_a_device_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "96 GB of memory, as --memory says: more than the 80 GB of"
+    said = "96 GB of memory, as --memory says: more than the 84.9 GB of"
     assert any(said in one for one in asked(capsys, *SMALL, "--top", "1", "--memory", "96")["assumed"])
     assert not any("--memory says" in one for one in asked(capsys, *SMALL, "--top", "1", "--memory", "80")["assumed"])
 
@@ -280,9 +283,9 @@ def test_a_budget_says_what_does_not_fit_into_which(capsys: pytest.CaptureFixtur
     assert less > 0
     # So many bytes more are enough, and a few less are not.
     outline, ask = outlined("llama-3-8b"), Ask(2**20, 8192, devices=1, most=1)
-    need = safe(80e9) + less
+    need = safe(LIMIT) + less
     for memory, fits in ((need, True), (need - 1e8, False)):
-        asks = replace(ask, memory=memory * 80e9 / safe(80e9))
+        asks = replace(ask, memory=memory * LIMIT / safe(LIMIT))
         assert bool(plan(outline, builtin("h100-8x8"), asks, what_if=False).choices) == fits
     assert main(["plan", "llama-3-8b", *budget, "--hours", "72"]) == 1
     said = capsys.readouterr().out
@@ -307,7 +310,7 @@ def test_nothing_fits_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3-70b", "--cluster", "h100-8x8", "--gpus", "2"]) == 1
     said = capsys.readouterr().out.splitlines()[0]
     assert said.startswith("Nothing fits: a rank needs ")
-    assert " GB more than is safe of 80.0; devices of " in said
+    assert " GB more than is safe of 84.9; devices of " in said
     assert said.endswith(", or 24 of these devices, or the parameters on the host would do")
 
 
@@ -315,7 +318,7 @@ def test_explain_says_how_much_memory_is_lacking(capsys: pytest.CaptureFixture[s
     said = (*SMALL, "--explain", "dp=8")
     given = asked(capsys, *said, code=1)["given"]
     assert main(["plan", *said]) == 1
-    lacking = (given["memory"] - safe(80e9)) / 1e9
+    lacking = (given["memory"] - safe(LIMIT)) / 1e9
     assert f"of such runs, {lacking:.1f} GB beyond what is safe" in capsys.readouterr().out
 
 

@@ -135,7 +135,7 @@ def test_a_mixtures_second_stage_may_need_most() -> None:
     assert int(np.argmax(peaks)) == 1
     assert float(need.device[0]) == pytest.approx(max(peaks))
     ends = replace(need, between=())
-    assert float(ends.device[0]) < 0.75 * max(peaks)
+    assert float(ends.device[0]) < 0.8 * max(peaks)
 
 
 def test_parts_are_those_of_the_closed_form_and_come_back_to_nothing() -> None:

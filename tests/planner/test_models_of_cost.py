@@ -83,7 +83,7 @@ def test_more_ranks_and_more_again_never_need_more(
             "tensor": tensor, "pipeline": pipeline, "data": data, "context": context, "micro": micro, "zero": zero,
             "sequence_parallel": 1, "batch": 512,
         }  # fmt: skip
-        return float(memory(outline, one(**{**numbers, **changes}), SETTING).device[0])
+        return float(memory(outline, one(**{**numbers, **changes}), SETTING).reserved[0])  # without communicators
 
     now = need()
     assert need(tensor=2 * tensor) <= now

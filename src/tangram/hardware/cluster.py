@@ -14,11 +14,11 @@ import difflib
 import itertools
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from tangram.errors import UserError
 from tangram.hardware import uniform
@@ -41,6 +41,7 @@ __all__ = [
     "rates",
 ]
 
+T = TypeVar("T")
 VERSION = 1
 TYPES = ("bf16", "fp32")
 MOST_RANKS = 10_000_000
@@ -225,26 +226,54 @@ def _cluster(text: str, name: str) -> Cluster:
     return _of_tables(tables, name)
 
 
+class _Mistakes:
+    """Of one file: all are told at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.found = name, list[str]()
+
+    def add(self, said: str) -> None:
+        self.found.append(said.removeprefix(f"{self.name}: "))
+
+    def of(self, check: Callable[..., T], *given: Any, **more: Any) -> T | None:
+        """What a check gives; None, and its mistake is kept, where it raises."""
+        try:
+            return check(self.name, *given, **more)
+        except UserError as error:
+            self.add(str(error))
+            return None
+
+    def end(self) -> None:
+        if self.found:
+            raise UserError(f"{self.name}: {'; '.join(dict.fromkeys(self.found))}")
+
+
 def _of_tables(tables: dict[str, Any], name: str) -> Cluster:
-    needed = ("version", "ranks", "device", "links")
-    _keys(name, "", tables, needed, (*needed, "curves", "host"))
-    if tables["version"] != VERSION:
-        raise UserError(f"{name}: version is {tables['version']}; this Tangram reads {VERSION}")
-    ranks = _count(name, "ranks", tables["ranks"])
-    links = tuple(_link(name, i, one) for i, one in enumerate(_list(name, "links", tables["links"])))
-    for near, far in itertools.pairwise(links):
-        if far.ranks <= near.ranks or far.ranks % near.ranks:
-            raise UserError(
-                f"{name}: {far.name} joins {far.ranks} ranks and {near.name} before it {near.ranks}; write the nearest "
-                "link first, each of a multiple of the ranks before"
-            )
-    if links[-1].ranks != ranks:
-        raise UserError(f"{name}: there are {ranks} ranks, and the last link joins {links[-1].ranks}; make them equal")
-    device = _device(name, _table(name, "device", tables["device"]))
-    host = _table(name, "host", tables.get("host", {}))
-    _keys(name, "host.", host, (), HOST)
-    own = {key: _above(name, f"host.{key}", value) for key, value in host.items()}
-    return Cluster(name, ranks, device, links, curves_in(name, tables.get("curves", {})), own)
+    told, needed = _Mistakes(name), ("version", "ranks", "device", "links")
+    told.of(_keys, "", tables, needed, (*needed, "curves", "host"))
+    if tables.get("version", VERSION) != VERSION:
+        told.add(f"version is {tables['version']}; this Tangram reads {VERSION}")
+    ranks = told.of(_count, "ranks", tables["ranks"]) if "ranks" in tables else None
+    listed = told.of(_list, "links", tables["links"]) if "links" in tables else None
+    links = [one for i, at in enumerate(listed or ()) if (one := told.of(_link, i, at)) is not None]
+    if links and len(links) == len(listed or ()):
+        for near, far in itertools.pairwise(links):
+            if far.ranks <= near.ranks or far.ranks % near.ranks:
+                told.add(
+                    f"{far.name} joins {far.ranks} ranks and {near.name} before it {near.ranks}; write the nearest "
+                    "link first, each of a multiple of the ranks before"
+                )
+        if ranks and links[-1].ranks != ranks:
+            told.add(f"there are {ranks} ranks, and the last link joins {links[-1].ranks}; make them equal")
+    table = told.of(_table, "device", tables["device"]) if "device" in tables else None
+    device = None if table is None else told.of(_device, table)
+    host = told.of(_table, "host", tables.get("host", {})) or {}
+    told.of(_keys, "host.", host, (), HOST)
+    own = {key: told.of(_above, f"host.{key}", value) for key, value in host.items() if key in HOST}
+    curves = told.of(curves_in, tables.get("curves", {}))
+    told.end()
+    sure = cast("tuple[int, Device, Any]", (ranks, device, curves))  # what is missing was told
+    return Cluster(name, *sure[:2], tuple(links), sure[2], {key: one for key, one in own.items() if one})
 
 
 _FIGURES = ("memory_bytes", "memory_bandwidth")
@@ -268,42 +297,54 @@ def _device(name: str, table: dict[str, Any]) -> Device:
     allowed = ("name", *TYPES, *_FIGURES, "reaches", "memory_reaches")
     # A device of the catalogue may lack products in 32 bits, which training seldom needs; nothing else.
     needed = [key for key in (*(TYPES if not known else ()), *_FIGURES) if key not in known]
-    _keys(name, "device.", table, (*needed, "reaches", "memory_reaches"), allowed)
+    told = _Mistakes(name)
+    told.of(_keys, "device.", table, (*needed, "reaches", "memory_reaches"), allowed)
     there = [key for key in (*TYPES, *_FIGURES) if key in table or key in known]
-    figures = {key: _above(name, f"device.{key}", table.get(key, known.get(key))) for key in there}
+    figures = {key: told.of(_above, f"device.{key}", table.get(key, known.get(key))) or 0.0 for key in there}
+    shares = {
+        key: told.of(_share, f"device.{key}", table.get(key, 1.0)) or 1.0 for key in ("reaches", "memory_reaches")
+    }
+    told.end()
     return Device(
         str(table.get("name", name)),
         {kind: figures[kind] for kind in TYPES if kind in figures},
         figures["memory_bytes"],
         figures["memory_bandwidth"],
-        _share(name, "device.reaches", table["reaches"]),
-        _share(name, "device.memory_reaches", table["memory_reaches"]),
+        shares["reaches"],
+        shares["memory_reaches"],
     )
 
 
 def _link(name: str, i: int, found: Any) -> Link:
     where = f"links.{i}"
-    table = _table(name, where, found)
-    _keys(name, f"{where}.", table, ("name", "ranks", "rate", "reaches", "latency", "hop"))
-    return Link(
-        str(table["name"]),
-        _count(name, f"{where}.ranks", table["ranks"]),
-        _above(name, f"{where}.rate", table["rate"]),
-        _share(name, f"{where}.reaches", table["reaches"]),
-        _above(name, f"{where}.latency", table["latency"], zero=True),
-        _above(name, f"{where}.hop", table["hop"], zero=True),
+    table, told, keys = (
+        _table(name, where, found),
+        _Mistakes(name),
+        ("name", "ranks", "rate", "reaches", "latency", "hop"),
     )
+    told.of(_keys, f"{where}.", table, keys)
+    checks: dict[str, Callable[[str, str, Any], float]] = {"ranks": _count, "rate": _above, "reaches": _share}
+    zero = {"latency", "hop"} & set(table)
+    got = {key: told.of(check, f"{where}.{key}", table[key]) for key, check in checks.items() if key in table}
+    got |= {key: told.of(_above, f"{where}.{key}", table[key], zero=True) for key in zero}
+    told.end()
+    sure = {key: one or 0.0 for key, one in got.items()}
+    return Link(
+        str(table["name"]), int(sure["ranks"]), sure["rate"], sure["reaches"], sure["latency"], sure["hop"]
+    )  # fmt: skip
 
 
 def _keys(
     name: str, where: str, table: Mapping[str, Any], needed: Sequence[str], allowed: Sequence[str] | None = None
 ) -> None:
-    for key in table:
-        if key not in (allowed or needed):
-            raise UserError(f'{name}: the key "{where}{key}" is not known{_nearest(key, allowed or needed)}')
-    for key in needed:
-        if key not in table:
-            raise UserError(f'{name}: the key "{where}{key}" is missing')
+    said = [
+        f'the key "{where}{key}" is not known{_nearest(key, allowed or needed)}'
+        for key in table
+        if key not in (allowed or needed)
+    ]
+    said += [f'the key "{where}{key}" is missing' for key in needed if key not in table]
+    if said:
+        raise UserError(f"{name}: {'; '.join(said)}")
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

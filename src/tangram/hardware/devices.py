@@ -34,6 +34,8 @@ class Figures:
     fp4: float | None = None
     fp32: float | None = None
     memory_bytes: float | None = None
+    usable_bytes: float | None = None
+    """What of it the driver gives to programs, where that is known."""
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
     """Bytes that a device receives from others near it."""
@@ -71,6 +73,11 @@ class Figures:
         if not known or kind in ("fp32", "tf32"):
             return kind
         return "bf16" if kind in ("fp4", "fp8") and self.peak(kind) <= (self.bf16 or 0) else known[0]
+
+    @property
+    def usable(self) -> float | None:
+        """Bytes that programs may have: what drivers report, else the maker's figure."""
+        return self.usable_bytes or self.memory_bytes
 
     @property
     def domain(self) -> int:

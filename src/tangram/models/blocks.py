@@ -16,9 +16,12 @@ from enum import IntFlag
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["Batched", "Block", "Cut", "Group", "Kept", "Numbers", "Product", "Scores", "Stream"]
+__all__ = ["Batched", "Block", "Cut", "Group", "Kept", "Numbers", "Product", "Role", "Scores", "Stream"]
 
 Cut = Literal["tensor", "tokens", ""]
+Role = Literal["", "input", "both", "eager", "expert output"]
+"""Of what is kept: an input of products and of nothing else; of products and of what needs it as it is computed; kept
+only where kernels are not fused; what experts give before it is weighted."""
 
 
 class Group(IntFlag):
@@ -39,6 +42,8 @@ class Group(IntFlag):
     """Whole blocks: only their input is kept."""
     ALTERNATE = 32
     """Every second product: torch's selective checkpointing by operator, as torchtitan has it."""
+    LATENT = 64
+    """Of latent attention what is made of the vectors of a low rank: queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ class Kept:
     nbytes: float = 0.0
     """Of a number; 0: those of the type that is computed in."""
     routed: bool = False
+    role: Role = ""
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,8 @@ def _block(dims: Dims, *, mixture: bool, window: bool) -> Block:
     kept = (
         Kept("input of attention's norm", h, "tokens", Group.NONE),
         Kept("input of the MLP's norm", h, "tokens", Group.ALTERNATE),
+        Kept("norms in float32", 2 * h, "tokens", Group.NORM, 4.0, role="eager"),
+        Kept("norms before their weights", 2 * h, "tokens", Group.NORM, role="eager"),
     )
     return Block(
         "mixture" if mixture else "dense",
@@ -241,9 +243,10 @@ def _grouped(dims: Dims) -> Block:
         (Scores(heads, kv, d, v),),
         (Stream("rotary", (heads + kv) * d, 2.0, 2.0, "tensor", a),),
         (
-            Kept("input of qkv", h, "tokens", Group.NORM | a),
+            Kept("input of qkv", h, "tokens", Group.NORM | a, role="input"),
             Kept("queries, keys, values", qkv, "tensor", a | Group.ALTERNATE),
-            Kept("attention", heads * v, "tensor", a),
+            Kept("attention", heads * v, "tensor", a, role="both"),
+            Kept("attention, copied", heads * v, "tensor", a, role="eager"),
             Kept("row sums", heads, "tensor", a, 4.0),
         ),
         0,
@@ -258,9 +261,9 @@ def _latent(dims: Dims) -> Block:
     down = (Product("q down", h, dims.q_rank, "", a),) if dims.q_rank else ()
     products = (
         *down,
-        Product("q up", dims.q_rank or h, heads * (d + rope), "out", a),
+        Product("q up", dims.q_rank or h, heads * (d + rope), "out", a | Group.LATENT),
         Product("kv down", h, dims.kv_rank + rope, "", a),
-        Product("kv up", dims.kv_rank, heads * (d + v), "out", a),
+        Product("kv up", dims.kv_rank, heads * (d + v), "out", a | Group.LATENT),
         Product("out", heads * v, h, "in", a),
     )
     low = dims.q_rank + dims.kv_rank + rope
@@ -270,13 +273,14 @@ def _latent(dims: Dims) -> Block:
         (Scores(heads, heads, d + rope, v),),
         (
             Stream("low-rank norms", low, 2.0, 4.0, "", a),
-            Stream("rotary and joins", heads * (2 * (d + rope) + v), 2.0, 2.0, "tensor", a),
+            Stream("rotary and joins", heads * (2 * (d + rope) + v), 2.0, 2.0, "tensor", a | Group.LATENT),
         ),
         (
-            Kept("input of the low ranks", h, "tokens", Group.NORM | a),
+            Kept("input of the low ranks", h, "tokens", Group.NORM | a, role="input"),
             Kept("low ranks and their norms", 2 * low, "", a),
-            Kept("queries, keys, values", heads * (2 * (d + rope) + v), "tensor", a),
-            Kept("attention", heads * v, "tensor", a),
+            Kept("queries, keys, values", heads * (2 * (d + rope) + v), "tensor", a | Group.LATENT),
+            Kept("attention", heads * v, "tensor", a, role="both"),
+            Kept("attention, copied", heads * v, "tensor", a, role="eager"),
             Kept("row sums", heads, "tensor", a, 4.0),
         ),
         dims.q_rank + dims.kv_rank,
@@ -296,12 +300,19 @@ def _mlp(dims: Dims, ffn: int, name: str = "") -> Block:
         (),
         (Stream(f"{name}activation", up + ffn, 1.0, 2.0, "tensor", Group.ACTIVATION | m),),
         (
-            Kept(f"{name}input of up", h, "tokens", Group.NORM | m),
+            Kept(f"{name}input of up", h, "tokens", Group.NORM | m, role="input"),
             Kept(f"{name}before the activation", up, "tensor", m | Group.ALTERNATE),
-            Kept(f"{name}after the activation", ffn, "tensor", Group.ACTIVATION | m),
+            Kept(f"{name}after the activation", ffn, "tensor", Group.ACTIVATION | m, role="input"),
+            *_gates(dims, ffn, m, name),
         ),
         0,
     )
+
+
+def _gates(dims: Dims, ffn: int, group: Group, name: str = "", *, routed: bool = False) -> tuple[Kept, ...]:
+    """What a gated activation keeps beside its input and output where its two halves are kernels of their own."""
+    gate = Kept(f"{name}gate", ffn, "tensor", Group.ACTIVATION | group, routed=routed, role="eager")
+    return (gate,) if dims.gated else ()
 
 
 def _mixture(dims: Dims) -> Block:
@@ -323,10 +334,11 @@ def _mixture(dims: Dims) -> Block:
     kept = (
         Kept("input of the router", h, "tokens", Group.NORM | m),
         Kept("router", dims.experts, "tokens", m, 8.0),
-        Kept("input of experts", h, "", m, routed=True),
+        Kept("input of experts", h, "", m, routed=True, role="input"),
         Kept("before the activation", up, "tensor", m, routed=True),
-        Kept("after the activation", ffn, "tensor", Group.ACTIVATION | m, routed=True),
-        Kept("output of experts", h, "", m, routed=True),
+        Kept("after the activation", ffn, "tensor", Group.ACTIVATION | m, routed=True, role="input"),
+        Kept("output of experts", h, "", m, routed=True, role="expert output"),
+        *_gates(dims, ffn, m, routed=True),
     )
     if shared is None:
         return Block("mixture", products, (), streams, kept, 0)

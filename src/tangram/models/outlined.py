@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta, presets
 from tangram.models.capture import CaptureError, capture, quiet
+from tangram.models.catalogue import in_catalogue, no_model
 from tangram.models.costs import block_names
-from tangram.models.directory import hub_hint
 from tangram.models.fold import folded
 from tangram.models.graph import Graph
 from tangram.models.once import kinds_of, run_once
@@ -34,6 +34,7 @@ from tangram.models.outline import Dims, Outline, decoder
 from tangram.models.outlined_graph import Masks, outline_of_graph
 from tangram.models.quantised import kept_of
 from tangram.models.source import CAUSAL, PAIRED, read_source
+from tangram.models.strict import refuse_strange
 
 __all__ = ["captured", "dims_of", "outline_of", "outlined"]
 
@@ -70,22 +71,17 @@ KNOWN = frozenset({*CAUSAL, *MASKED, *PAIRED})
 
 
 def outlined(name: str) -> Outline:
-    """Of a preset, or of a Hugging Face directory or configuration. Raises UserError."""
-    known = name in presets()
-    if known:
+    """Of a preset, a public model's name, or a Hugging Face directory or configuration. Raises UserError."""
+    if name in presets():
         return outline_of(read_source(name, None, {}).config, name)
-    source = read_source(None, str(_existing(name)), {}, known=KNOWN, weights=False)
+    if not Path(name).exists():
+        found = in_catalogue(name)
+        if found is None:
+            raise no_model(name)
+        return found
+    source = read_source(None, name, {}, known=KNOWN, weights=False)
+    refuse_strange(name, source.config)
     return outline_of(source.config, Path(name).stem)
-
-
-def _existing(name: str) -> Path:
-    path = Path(name)
-    if not path.exists():
-        raise UserError(
-            f'there is no model "{name}": give a preset ({", ".join(presets())}), or a Hugging Face directory or '
-            f"config.json{hub_hint(name)}"
-        )
-    return path
 
 
 def outline_of(config: Any, name: str) -> Outline:

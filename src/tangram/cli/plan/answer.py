@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.cli.plan.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
-from tangram.cli.plan.plan_files import TANGRAM, Taking, job_in, own
-from tangram.cli.plan.training_options import TrainingOptions
+from tangram.cli.plan.options import Common
+from tangram.cli.plan.taken import TANGRAM, Taking, job_given, outline_given, own
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
 from tangram.models.adapted import adapted
+from tangram.models.catalogue import active_numbers
 from tangram.models.outline import Outline
-from tangram.models.outlined import outlined
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.goodput import Goodput
 from tangram.planner.cost.timeline import as_trace, timeline
 from tangram.planner.exports.numbers import given_of
+from tangram.planner.exports.targets import able_of
 from tangram.planner.imports.found import Found
+from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.trainer_support import RUNS
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.report import cost_tables
@@ -43,6 +44,7 @@ from tangram.planner.search.pareto import Fronts, fronts
 from tangram.planner.search.query import Answer, asked_of, count_of, devices_of
 from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.search.training_duration import Budget, durations, fewest
+from tangram.planner.space.framework_profiles import framework
 
 __all__ = ["Look", "answered"]
 
@@ -88,18 +90,16 @@ class Look:
         return Terms(asked.tokens, hour_price(*self.price), training, self.hours, self.goodput(), self.price[1])
 
 
-def answered(
-    model: str, cluster: str, typed: Typed, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking,
-    changes: Mapping[str, str], training: TrainingOptions, *, json: bool,
-) -> int:  # fmt: skip
+def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking) -> int:
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
+    model, typed, training, json = common.model, common.typed(), common.training(), common.json
     if wanted is not None and wanted.export == TANGRAM:
         wanted, taking = None, own(wanted, model)
     if wanted is not None:
         checked(wanted)
     _files(look, wanted, taking)
-    where, job = clusters.load(cluster), job_in(model, taking, typed[:3], changes)
-    outline = adapted(outlined(model) if job is None else job.outline, training.lora)
+    where, job = clusters.load(common.cluster), job_given(common, taking)
+    outline = adapted(outline_given(model) if job is None else job.outline, training.lora)
     read = None if one is None else given_in(one[0], outline, devices_of(typed[4])[1], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     asked = training.of(asked, outline)
@@ -112,6 +112,8 @@ def answered(
     with progress("laying the model out, searching"):
         found = _found(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices
+    document = {**_sizes(outline), **document}
+    shown.insert(0 if choices else 1, _size_table(outline))  # where nothing fits that is said first
     found.write(look, where)
     if job is not None:
         shown = [*shown, *job.take(choices, taking, document)]
@@ -125,6 +127,18 @@ def answered(
     if not json:
         _wrote(look, wanted, taking, some=bool(choices))
     return 0 if found.fits else 1
+
+
+def _sizes(outline: Outline) -> dict[str, object]:
+    """Parameters in all, and those that a token meets."""
+    return {"parameters": outline.numbers, "active_parameters": active_numbers(outline)}
+
+
+def _size_table(outline: Outline) -> Titled:
+    active = active_numbers(outline)
+    met = [("of them active for a token", f"{active:,} ({active / 1e9:.3g}B)")] if active < outline.numbers else []
+    whole = ("parameters", f"{outline.numbers:,} ({outline.numbers / 1e9:.3g}B)")
+    return outline.said, ("", "numbers"), [whole, *met]
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,8 @@ def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | 
     asked = asked_of(*asked_typed(typed, read, wanted))
     if wanted is not None:
         asked = replace(asked, able=wanted.able(outline))
+    elif asked.able == ALL and not taking.runs:
+        asked = replace(asked, able=able_of(framework(asked.framework).name, outline))
     return replace(asked, able=RUNS) if taking.runs else asked
 
 

@@ -14,7 +14,6 @@ from tangram.hardware.workers import command
 from tangram.models.outline import Outline
 from tangram.planner.exports.numbers import Written, given_of, numbers_of
 from tangram.planner.exports.targets import picked, target
-from tangram.planner.imports.files import strategy_of
 from tangram.planner.imports.found import Found
 from tangram.planner.legality.enumerate import Able
 from tangram.planner.local.ranking_table import Titled
@@ -76,6 +75,8 @@ def given_in(explain: str, outline: Outline, devices: int, cluster: Cluster) -> 
     """The strategy in a file; None where `explain` is a mesh. Raises UserError."""
     path = Path(explain)
     if path.exists():
+        from tangram.planner.imports.files import strategy_of  # loads torch
+
         return strategy_of(path, outline, devices, cluster.ranks)
     if "=" not in explain and (path.suffix or "/" in explain):
         raise UserError(f'there is no file "{explain}", and it is no mesh either')

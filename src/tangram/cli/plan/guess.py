@@ -26,8 +26,8 @@ HERE = ("--measure", "--processes", "-n", "--stages", "--anew", "--limit")
 OF_CLUSTERS = (
     "--explain", "--to", "--job-file", "--timeline", "--report", "--objective", "--train-tokens", "--tokens", "--hours",
     "--price", "--watts", "--kwh", "--pareto", "--mtbf", "--checkpoint-s", "--restart-s", "--runs", "--optimiser",
-    "--offload", "--lora", "--base", "--imbalance", "--checkpoint-every", "--tokens-per-batch", "--seq", "--precision",
-    "--framework", "--gpus", "--memory", "--without", "--between",
+    "--offload", "--loss", "--lora", "--base", "--imbalance", "--checkpoint-every", "--tokens-per-batch", "--seq",
+    "--precision", "--framework", "--gpus", "--memory", "--without", "--between",
 )  # fmt: skip
 """And of what is planned for a cluster alone."""
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
-from tangram.cli.plan.exports import Typed, asked_typed
-from tangram.cli.plan.plan_files import Taking, job_in
-from tangram.cli.plan.training_options import TrainingOptions
+from tangram.cli.plan.exports import asked_typed
+from tangram.cli.plan.options import Common
+from tangram.cli.plan.taken import Taking, job_given, outline_given
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.models.adapted import adapted
-from tangram.models.outlined import outlined
 from tangram.planner.report.heterogeneous_tables import OverParts
 from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
 from tangram.planner.search.query import asked_of
@@ -31,16 +30,14 @@ def names_of_parts(cluster: str) -> tuple[str, ...]:
     return names
 
 
-def answered_over_parts(
-    model: str, names: Sequence[str], between: float | None, typed: Typed, changes: Mapping[str, str],
-    training: TrainingOptions, *, json: bool,
-) -> int:  # fmt: skip
+def answered_over_parts(common: Common, names: Sequence[str], between: float | None) -> int:
     """The ranking, the stages of the first, and each part alone; exit code 1 where nothing fits. Raises UserError."""
+    typed, training = common.typed(), common.training()
     where = [clusters.load(name) for name in names]
     if between is None:
         raise UserError("what a device gets from another part is not said: give --between in GB/s")
-    job = job_in(model, Taking(None, 1, runs=False), typed[:3], changes)
-    outline = adapted(outlined(model) if job is None else job.outline, training.lora)
+    job = job_given(common, Taking(None, 1, runs=False))
+    outline = adapted(outline_given(common.model) if job is None else job.outline, training.lora)
     asked = training.of(asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None)), outline)
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):
@@ -48,7 +45,7 @@ def answered_over_parts(
         beside = tuple(alone(outline, part, replace(asked, most=1)) for part in parts)
         times = 0 if found else enough(outline, parts, asked, rate)
     said = OverParts(outline, parts, asked, rate, found, beside, times)
-    if json:
+    if common.json:
         print_json(said.document())
     else:
         for title, headers, rows in said.tables():

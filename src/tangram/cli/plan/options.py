@@ -1,11 +1,25 @@
-"""Options that several commands of `tangram plan` have: each is named, explained and typed here once."""
+"""Options that several commands of `tangram plan` have: each is named, explained and typed here once.
+
+A command takes groups of them as objects (`Common`, `Costs`, `Strategy`): `with_options(Common)` gives typer the fields
+as parameters, before the command's own, and the command an object.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from tangram.errors import UserError
+
+if TYPE_CHECKING:
+    from tangram.cli.plan.exports import Typed
+    from tangram.cli.plan.training_options import TrainingOptions
 
 COST, OUTPUT = "Cost and failures", "Output"
 
@@ -19,8 +33,10 @@ Out = Annotated[
 Pick = Annotated[int, typer.Option(rich_help_panel=OUTPUT, help="Which row of the table to write; 1 is the best.")]
 Top = Annotated[int, typer.Option(min=1, max=1000, rich_help_panel=OUTPUT, help="How many strategies to name.")]
 
-Model = Annotated[str, typer.Argument(metavar="MODEL|JOB", help="A preset, a folder with config.json, or a job.")]
-Strategy = Annotated[
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL|JOB", help="A name (Qwen/Qwen3-30B-A3B), a folder or config.json, or a job.")
+]
+Explained = Annotated[
     str,
     typer.Argument(
         metavar="STRATEGY", help='As "pp=8 dp=2 tp=4 ep=2", or a file: a plan, or one of Megatron-LM or torchtitan.'
@@ -36,7 +52,13 @@ PrecisionOf = Annotated[
 Framework = Annotated[str | None, typer.Option(help="What will run it: tangram, or megatron-core, torchtitan, ...")]
 Memory = Annotated[float, typer.Option(help="GB that a device may use, also more than it has; 0: all.")]
 Optimiser = Annotated[str | None, typer.Option(help="Optimisers that may be used, as adamw,adamw-8bit.")]
-Offload = Annotated[str | None, typer.Option(help="CPU offload that may be used: optimiser, parameters, activations.")]
+Offload = Annotated[
+    str | None,
+    typer.Option(help="CPU offload that may be used: optimiser (or a share: optimiser:0.5), parameters, activations."),
+]
+Loss = Annotated[
+    str | None, typer.Option(help="Of the logits: eager, compiled, fused, chunked, parallel; default: the framework's.")
+]
 Lora = Annotated[int, typer.Option(help="Train LoRA adapters of this rank, beside frozen weights.")]
 Base = Annotated[str | None, typer.Option(help="Of --lora: precision of the frozen weights: bf16, int8, nf4.")]
 Imbalance = Annotated[float, typer.Option(help="Load imbalance of experts: standard deviation over mean; 0: balanced.")]
@@ -69,3 +91,130 @@ Report = Annotated[
     Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write everything as one HTML page, as plan.html.")
 ]
 Schedule = Annotated[str, typer.Option(help="Of the pipeline, as 1F1B, Interleaved1F1B, ZBVZeroBubble, DualPipeV.")]
+Pareto = Annotated[bool, typer.Option("--pareto", help="Also the fronts of time and memory, and of sizes.")]
+
+
+@dataclass(frozen=True)
+class Common:
+    """What is planned, on what, and how it may be trained; as typed."""
+
+    model: Model
+    cluster: Cluster
+    seq: Seq = None
+    tokens_per_batch: TokensPerBatch = None
+    gpus: Gpus = ""
+    precision: PrecisionOf = None
+    framework: Framework = None
+    memory: Memory = 0.0
+    optimiser: Optimiser = None
+    offload: Offload = None
+    loss: Loss = None
+    lora: Lora = 0
+    base: Base = None
+    imbalance: Imbalance = 0.0
+    checkpoint_every: CheckpointEvery = 0
+    without: Without = ""
+    top: Top = 8
+    report: Report = None
+    timeline: Timeline = None
+    change: Set = None
+    json: Json = False
+
+    def typed(self) -> Typed:
+        """What is asked of a search. Raises UserError for a length that is none."""
+        return (
+            self.tokens_per_batch, length(self.seq), self.precision, self.framework, self.gpus, self.memory, self.top
+        )  # fmt: skip
+
+    def training(self) -> TrainingOptions:
+        """Ways to train."""
+        from tangram.cli.plan.training_options import TrainingOptions
+
+        return TrainingOptions(
+            self.optimiser or "adamw", self.lora, self.base or "", self.offload or "", self.imbalance,
+            self.checkpoint_every, self.without, self.loss or "",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Fronts, prices and failures; as typed."""
+
+    pareto: Pareto = False
+    price: Price = None
+    watts: Watts = None
+    kwh: Kwh = None
+    mtbf: Mtbf = None
+    checkpoint_s: CheckpointS = None
+    restart_s: RestartS = None
+
+    def prices(self) -> tuple[float | None, float | None, float | None]:
+        """Of a device's hour, watts of a device, of a kWh."""
+        return self.price, self.watts, self.kwh
+
+    def failures(self) -> tuple[float | None, float | None, float | None]:
+        """Hours between two of one device, seconds of a checkpoint, seconds until training runs again."""
+        return self.mtbf, self.checkpoint_s, self.restart_s
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a mesh does not say of a strategy; as typed."""
+
+    micro_batch: Annotated[int, typer.Option(min=1, help="Of a mesh: samples of a micro-batch.")] = 1
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage: 1 optimiser states, 2 gradients, 3 FSDP.")] = 1
+    recompute: Annotated[str, typer.Option(help='full, selective, none, or as "3 of 8 layers".')] = "none"
+    schedule: Schedule = "1F1B"
+    virtual_stages: Annotated[int, typer.Option(min=1, help="Of each PP rank.")] = 1
+    fewer_layers: Annotated[str, typer.Option(help='Of the first and the last virtual stage, as "1 1".')] = "0 0"
+    experts: Annotated[str, typer.Option(hidden=True, help="The mesh says it: ep=8 etp=1.")] = "1 x 1"
+
+    def of(self, mesh: str) -> tuple[str, int, int, str, int, str, str, str]:
+        """With a mesh, or the file of a strategy."""
+        return (
+            mesh, self.micro_batch, self.virtual_stages, self.schedule, self.zero, self.recompute, self.experts,
+            self.fewer_layers,
+        )  # fmt: skip
+
+
+def with_options(*kinds: type[Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """A command that takes objects of these dataclasses first, as typer takes it: each field a parameter."""
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        def run(**typed: Any) -> int:
+            made = [kind(**{one.name: typed.pop(one.name) for one in fields(kind)}) for kind in kinds]
+            return command(*made, **typed)
+
+        own = list(inspect.signature(command).parameters)[len(kinds) :]
+        hints = get_type_hints(command, include_extras=True)
+        found = {name: (hints[name], inspect.signature(command).parameters[name].default) for name in own}
+        shared = {
+            one.name: (get_type_hints(kind, include_extras=True)[one.name], one.default)
+            for kind in kinds
+            for one in fields(kind)
+        }
+        both = {**shared, **found}
+        empty = (MISSING, inspect.Parameter.empty)
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {name: hint for name, (hint, _) in both.items()} | {"return": int}
+        parameters = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=hint,
+                default=inspect.Parameter.empty if default in empty else default,
+            )
+            for name, (hint, default) in both.items()
+        ]  # fmt: skip
+        setattr(run, "__signature__", inspect.Signature(parameters, return_annotation=int))  # noqa: B010
+        return run
+
+    return decorate
+
+
+def length(typed: str | None) -> int | None:
+    """A sequence length as people write it: 8192, 8k, 128K, 1M. Raises UserError."""
+    if typed is None:
+        return None
+    found = re.fullmatch(r"(\d+)([kKmM]?)", typed.strip())
+    if found is None:
+        raise UserError(f"--seq {typed}: write a number of tokens, as 8192 or 8k")
+    return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.cli.plan.exports import Typed, Wanted
+from tangram.cli.plan.exports import Typed
+from tangram.cli.plan.taken import Taking
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
@@ -21,20 +22,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
 from tangram.training.state.build_model import source_of
 
-__all__ = ["TANGRAM", "Given", "Taking", "job_in", "not_run", "own"]
-
-TANGRAM = "tangram"
-"""Of `--to`: the plan that `tangram train` takes."""
-
-
-@dataclass(frozen=True)
-class Taking:
-    """What is written of a ranking."""
-
-    out: Path | None
-    pick: int
-    runs: bool
-    """Whether only what `tangram train` runs is searched."""
+__all__ = ["Given", "job_in", "not_run"]
 
 
 @dataclass(frozen=True)
@@ -83,25 +71,9 @@ class Given:
         return True
 
 
-def own(wanted: Wanted, file: str) -> Taking:
-    """What `tangram plan export --to tangram` writes: the plan of a job. Raises UserError where there is none, or no
-    file."""
-    if Path(file).suffix != ".toml" or wanted.out is None:
-        raise UserError("a plan of Tangram is of a job, with data and optimiser: give a job's .toml, and --out")
-    if wanted.emit or wanted.submit:
-        raise UserError("--to and --job-file write one file each: call the command for each of them")
-    return Taking(wanted.out, wanted.pick, runs=True)
-
-
-def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[str, str]) -> Given | None:
-    """The job in a file; None where a model was given. `typed`: what a job says by itself. Raises UserError."""
+def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[str, str]) -> Given:
+    """The job in a file. `typed`: what a job says by itself. Raises UserError."""
     path = Path(file)
-    if path.suffix != ".toml":
-        if taking.out is not None or taking.runs:
-            raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or export")
-        if changes:
-            raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
-        return None
     if any(one is not None for one in typed):
         raise UserError(
             f"{file} says batch, sequence and precision itself: leave them out, or change its keys with --set"

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.planner.search.strategy import Ask
-from tangram.planner.space.optimisers_and_offload import FULL, base_of, kept_base, offloads_of, optimisers_of
+from tangram.planner.space.losses import loss_of
+from tangram.planner.space.optimisers_and_offload import (
+    FULL,
+    away_share_of,
+    base_of,
+    kept_base,
+    offloads_of,
+    optimisers_of,
+)
 
 __all__ = ["TrainingOptions"]
 
@@ -27,6 +35,8 @@ class TrainingOptions:
     checkpoint_every: int = 0
     without: str = ""
     """Names of `planner.legality.exclusions`, with commas between."""
+    loss: str = ""
+    """Of `planner.space.losses`; "": the framework's."""
 
     def of(self, asked: Ask, outline: Outline) -> Ask:
         """With what is asked of a model. Raises UserError."""
@@ -41,6 +51,7 @@ class TrainingOptions:
             raise UserError("--checkpoint-every is a number of steps from 0, which is never")
         return replace(
             asked, optimisers=optimisers_of(self.optimiser), offloads=offloads_of(self.offload), base=base,
+            away_share=away_share_of(self.offload), loss=loss_of(self.loss) if self.loss else "",
             unlike=self.imbalance, save_every=self.checkpoint_every,
             without=tuple(one.strip() for one in self.without.split(",") if one.strip()),
         )  # fmt: skip

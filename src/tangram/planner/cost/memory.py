@@ -35,16 +35,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Block, Group, Kept, Outline
-from tangram.planner.cost.expert_imbalance import SURE, busiest
-from tangram.planner.cost.model_state_bytes import held, held_bytes
+from tangram.models.outline import Outline
+from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
+from tangram.planner.cost.model_state_bytes import divided, held, held_bytes
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import chunk_of, dealt
 from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.schedule_formulas import beyond, folded, splits
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Memory", "Rank", "Stage", "at_rank", "counts_of", "memory", "needs", "stage", "takes_of"]
+__all__ = [
+    "Memory",
+    "Rank",
+    "Stage",
+    "at_rank",
+    "context_of",
+    "counts_of",
+    "fresh",
+    "memory",
+    "needs",
+    "stage",
+    "takes_of",
+]
 
 Array = NDArray[Any]
 MIB = 2.0**20
@@ -86,7 +98,7 @@ class Memory:
     the one before it."""
     reserve: float
     """What the allocator holds beyond tensors, as a share of them."""
-    context: float
+    context: Array
     """Bytes that are no tensors: the device's context, workspaces, communicators."""
 
     @property
@@ -123,7 +135,12 @@ def memory(outline: Outline, g: Grid, setting: Setting) -> Memory:
     takes = takes_of(outline, g, setting)
     first, last = (_rank(outline, g, setting, place, takes) for place in (np.zeros(len(g)), g.pipeline - 1))
     between = tuple(_rank(outline, g, setting, place, takes) for place in _unlike(outline, g))
-    return Memory(first, last, between, setting.framework.reserve, setting.framework.context)
+    return Memory(first, last, between, setting.framework.reserve, context_of(g, setting))
+
+
+def context_of(g: Grid, setting: Setting) -> Array:
+    """Bytes that are no tensors."""
+    return setting.framework.context + np.where(g.ranks > 1, setting.framework.communicators, 0.0)
 
 
 def needs(outline: Outline, g: Grid, setting: Setting) -> Array:
@@ -140,7 +157,7 @@ def at_rank(
     of each run. With more layers it is never less. A grid of one is of all places. `takes`: `takes_of`, if known."""
     framework, takes = setting.framework, takes_of(outline, g, setting) if takes is None else takes
     one = _rank(outline, g, setting, place, takes, counts)
-    shown = one.allocated * (1 + framework.reserve) + framework.context
+    shown = one.allocated * (1 + framework.reserve) + context_of(g, setting)
     return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)
 
 
@@ -185,20 +202,27 @@ def _rank(
     flying = _in_flight(g, place) / g.virtual
     passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
     kept = has.kept * flying + has.embedded * flying
+    kept = np.maximum(kept - fresh(has, g, setting), 0.0)
+    passing = np.maximum(passing, has.step + has.spare + has.workspace - kept)
     one = Rank(has.parameters, has.gradients, has.optimiser, kept, passing, np.zeros(len(g)))
-    return _offloaded(one, g, has.largest) if g.offload.any() else one
+    return _offloaded(one, g, has.largest, setting.away_share) if g.offload.any() else one
 
 
-def _offloaded(one: Rank, g: Grid, largest: Array) -> Rank:
+def _offloaded(one: Rank, g: Grid, largest: Array, share: float) -> Rank:
     """With what waits in the host's memory there; of activations those of two layers are on their way."""
     states, weights, flows = away(g.offload)
     staying = np.minimum(one.activations, 2 * largest)
-    host = np.where(weights, one.parameters + one.gradients, 0.0) + np.where(states, one.optimiser, 0.0)
+    host = np.where(weights, one.parameters + one.gradients, 0.0) + np.where(states, share * one.optimiser, 0.0)
     return Rank(
         np.where(weights, 0.0, one.parameters), np.where(weights, 0.0, one.gradients),
-        np.where(states, 0.0, one.optimiser), np.where(flows, staying, one.activations), one.passing,
+        np.where(states, 1 - share, 1.0) * one.optimiser, np.where(flows, staying, one.activations), one.passing,
         host + np.where(flows, one.activations - staying, 0.0),
     )  # fmt: skip
+
+
+def fresh(has: Stage, g: Grid, setting: Setting) -> Array:
+    """Bytes of gradients that take the place of what the forward kept."""
+    return np.where((g.micros == 1) & setting.framework.fresh_gradients, has.gradients, 0.0)
 
 
 @dataclass(frozen=True)
@@ -220,6 +244,8 @@ class Stage:
     """While a backward works: what is recomputed, and the widest gradient."""
     spare: Array
     """Gradients that matmuls write beside the kept ones."""
+    step: Array
+    """While the optimiser works, when no activations are left."""
     workspace: float
     gathered_ahead: Array
     """While a forward works: parameters that are divided."""
@@ -279,7 +305,7 @@ def stage(
     wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
     return Stage(
         *held_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
-        scratch * framework.scratch_bytes,
+        scratch * framework.scratch_bytes, divided(g, numbers[1], 1) * framework.step_bytes,
         framework.workspace,
         np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
         np.where(cut, whole * (2 * wide + framework.reduce_bytes) + ends * wide, 0.0),
@@ -307,94 +333,10 @@ def _in_flight(g: Grid, place: Array) -> Array:
     return np.where(g.virtual > 1, chunks, plain)
 
 
-def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> tuple[Array, Array]:
-    """Bytes of a block that stay for the backward of a micro-batch, and what making it again needs beyond that."""
-    full, left = np.zeros(len(g)), np.zeros(len(g))
-    for one in block.kept:
-        nbytes = kept_bytes(one, block, g, setting)
-        full = full + nbytes
-        left = left + nbytes * stays(one, g)
-    scores = np.zeros(len(g))
-    if not setting.framework.fused_attention:
-        # Softmax's output is kept once: its backward and the product with the values take the same tensor. Dropout
-        # keeps its mask and its own output beside it.
-        each = 2 * setting.flow_bytes + 1.0 if setting.framework.dropout else setting.flow_bytes
-        for one in block.scores:
-            heads = np.maximum(one.heads / g.tensor, 1.0)
-            numbers = g.micro * heads * g.sequence / g.context * g.sequence
-            scores = scores + numbers * each
-    if setting.framework.dropout:
-        masks = 2.0 * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
-        full, left = full + masks, left + masks
-    full = full + scores
-    left = left + scores * ((g.recompute & int(Group.SCORES | Group.ATTENTION)) == 0)
-    if (g.ulysses > 1).any():
-        more = _exchanged(block, g, setting)
-        full, left = full + more, left + more * ((g.recompute & int(Group.ATTENTION)) == 0)
-    blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
-    inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
-    mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
-    return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
-
-
-def _exchanged(block: Block, g: Grid, setting: Setting) -> Array:
-    """Bytes that are kept beside a block's rows where ranks exchange heads for tokens.
-
-    What attention gives is kept twice, by heads for its own backward and by tokens for the product after it; of
-    key-value heads that are fewer than the ranks each rank keeps a whole one.
-    """
-    found = np.zeros(len(g))
-    over = g.tensor * g.ulysses
-    for one in block.scores:
-        again = one.heads * one.v_dim / g.tensor
-        copied = np.maximum(1.0 - one.kv_heads / over, 0.0) * (one.qk_dim + one.v_dim) * g.ulysses
-        found = found + setting.flow_bytes * g.tokens * (again + copied)
-    return np.where(g.ulysses > 1, found, 0.0)
-
-
-def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
-    """Bytes of gradients at the widest place of a block's backward: of what an operator was given, while that is still
-    kept, and of the block's own stream."""
-    widest = np.zeros(len(g))
-    for one in block.kept:
-        widest = np.maximum(widest, kept_bytes(one, block, g, setting))
-    return widest + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
-
-
-def weights_of_shapes(block: Block, g: Grid) -> Array:
-    """Numbers of a rank's weights of a block, each shape once, of experts one.
-
-    Transformer Engine adds to the kept gradient inside the product and gives autograd an empty gradient in its stead,
-    one for each shape, which stays (`get_dummy_wgrad`).
-    """
-    shapes = {(one.inputs, one.outputs, one.cut, one.experts > 0) for one in block.products if not one.frozen}
-    found = np.zeros(len(g))
-    for inputs, outputs, cut, routed in sorted(shapes):
-        ranks = np.ones(len(g)) if not cut else g.expert_tensor if routed else g.tensor
-        found = found + inputs * outputs / ranks
-    return found
-
-
-def stays(one: Kept, g: Grid) -> Array:
-    """Which share of a row is not recomputed: all, nothing, or half where every second product is."""
-    whole = int(one.group & ~Group.ALTERNATE)
-    half = (g.recompute & int(one.group & Group.ALTERNATE)) > 0
-    return np.where((g.recompute & whole) > 0, 0.0, np.where(half, 0.5, 1.0))
-
-
-def kept_bytes(one: Kept, block: Block, g: Grid, setting: Setting) -> Array:
-    """Of one row of a block, for a micro-batch."""
-    rows = g.tokens
-    if one.routed:
-        rows = rows * block.per_token * g.expert_tensor / g.tensor * busiest(block.experts, g, setting, SURE)
-    ranks = g.expert_tensor if one.routed else g.tensor
-    if one.cut == "tensor":
-        rows = rows / ranks
-    elif one.cut == "tokens":
-        rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
-    return rows * one.width * (one.nbytes or setting.flow_bytes)
-
-
 def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """Of a micro-batch, with what the loss makes of them."""
-    return g.tokens * outline.vocab / g.tensor * setting.framework.logit_bytes
+    """Of a micro-batch, with what the loss makes of them, and where ranks keep what they gathered the head's input."""
+    each = np.where(g.tensor > 1, setting.logit_bytes(over_ranks=True), setting.logit_bytes(over_ranks=False))
+    found = g.tokens * outline.vocab / g.tensor * each
+    if not setting.framework.keeps_gathered:
+        return found
+    return found + np.where(g.sequence_parallel > 0, 2 * setting.flow_bytes * g.tokens * outline.hidden, 0.0)

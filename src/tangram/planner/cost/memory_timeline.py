@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
-from tangram.planner.cost.memory import Stage, counts_of, stage, takes_of
+from tangram.planner.cost.memory import Stage, context_of, counts_of, fresh, stage, takes_of
 from tangram.planner.cost.timeline import Play
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away
@@ -35,8 +35,8 @@ __all__ = ["PARTS", "Footprint", "footprints"]
 
 Array = NDArray[Any]
 PARTS = (
-    "parameters", "gradients", "optimiser", "activations", "logits", "again", "gathered", "workspace", "reserve",
-    "context",
+    "parameters", "gradients", "optimiser", "activations", "logits", "again", "gathered", "step", "workspace",
+    "reserve", "context",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def footprints(outline: Outline, one: Grid, setting: Setting, found: Play) -> li
         its = [i for i, where in enumerate(found.rank_of) if where == rank]
         ranges = [(ends[i] - found.blocks[i], ends[i]) for i in its]
         whole = _stage(outline, one, setting, ranges, 0 in its, len(ends) - 1 in its)
-        made.append(_over_time(rank, whole, chunks, row, found.step, setting, int(one.offload[0])))
+        made.append(_over_time(rank, whole, chunks, row, found.step, setting, one))
     return made
 
 
@@ -98,9 +98,10 @@ def _stage(
 
 def _over_time(
     rank: int, whole: Stage, chunks: list[Stage], row: tuple[tuple[float, float, Action], ...], end: float,
-    setting: Setting, bits: int,
+    setting: Setting, one: Grid,
 ) -> Footprint:  # fmt: skip
-    states, weights, flows = away(bits)  # what is offloaded to the host
+    states, weights, flows = away(int(one.offload[0]))  # what is offloaded to the host
+    context = float(context_of(one, setting)[0])
     most = 2 * float(whole.largest[0]) if flows else np.inf
     at: list[float] = [0.0]
     flying: list[float] = [0.0]
@@ -119,15 +120,18 @@ def _over_time(
     parts = {
         "parameters": ones * whole.parameters[0] * (not weights),
         "gradients": ones * whole.gradients[0] * (not weights),
-        "optimiser": ones * whole.optimiser[0] * (not states),
-        "activations": np.clip(np.array(flying), 0.0, most),  # what is left of adding and taking away
+        "optimiser": ones * whole.optimiser[0] * (1 - setting.away_share if states else 1.0),
+        "activations": np.clip(
+            np.array(flying) - float(fresh(whole, one, setting)[0]), 0.0, most
+        ),  # what is left of adding and taking away
         "logits": logits,
         "again": again,
         "gathered": gathered,
+        "step": np.where(np.arange(len(at)) == len(at) - 1, whole.step[0], 0.0),
         "workspace": ones * (whole.spare[0] + whole.workspace),
     }
     held = sum(parts.values(), np.zeros(len(at)))
-    parts |= {"reserve": held * setting.framework.reserve, "context": ones * setting.framework.context}
+    parts |= {"reserve": held * setting.framework.reserve, "context": ones * context}
     return Footprint(rank, np.array(at), parts)
 
 

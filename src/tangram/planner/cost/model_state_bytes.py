@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
 from tangram.planner.space.grid import Grid
-from tangram.planner.space.optimisers_and_offload import states_of
+from tangram.planner.space.optimisers_and_offload import ends_of, own_of, states_of
 from tangram.planner.space.setting import Setting
 
 __all__ = ["Held", "divided", "experts_over", "held", "held_bytes"]
@@ -26,6 +26,8 @@ class Held:
     """Those that DP and CP ranks have alike."""
     routed: Array
     """Those of its experts."""
+    ends: Any = 0.0
+    """Of the first those of embedding and head, as far as they are trained."""
 
 
 def held(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Held, Held]:
@@ -43,7 +45,7 @@ def held(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Held, Held]
             one = block.trained
             trained = trained + count * (one.tensor / g.tensor + one.whole)
             taught = taught + count * one.experts / over
-    whole = Held(dense + ends, routed)
+    whole = Held(dense + ends, routed, ends)
     return whole, Held(trained, taught) if outline.adapted else whole
 
 
@@ -63,15 +65,19 @@ def held_bytes(g: Grid, setting: Setting, whole: Held, trained: Held) -> tuple[A
     """Of parameters, of gradients and of the optimiser's states."""
     framework = setting.framework
     alone = setting.precision == "fp32"  # what is computed with is what is updated: no masters beside it
-    kept = 4.0 if alone else framework.parameter_bytes
-    masters = 0.0 if alone else max(framework.optimiser_bytes - 8.0, 0.0)  # the table's are AdamW's in float32
+    kept, gradient, master = own_of(
+        g.optimiser, 4.0 if alone else framework.parameter_bytes, framework.gradient_bytes,
+        # the table's are AdamW's in float32
+        0.0 if alone else max(framework.optimiser_bytes - 8.0, 0.0),
+    )  # fmt: skip
     low = 1.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
     parameters = divided(g, trained, 3) * kept
     if trained is not whole:
         frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
         parameters = parameters + divided(g, frozen, 3) * setting.base_bytes
+    ends = divided(g, Held(trained.ends, 0.0 * trained.routed), 1) * ends_of(g.optimiser)
     return (
         parameters + (whole.dense + whole.routed) * low * (g.zero < 3),
-        divided(g, trained, 2 if framework.divides_gradients else 3) * framework.gradient_bytes,
-        divided(g, trained, 1) * (masters + states_of(g.optimiser)),
+        divided(g, trained, 2 if framework.divides_gradients else 3) * gradient,
+        divided(g, trained, 1) * (master + states_of(g.optimiser)) + ends,
     )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
 from tangram.planner.cost.communication_time import numbers_held
-from tangram.planner.cost.memory import block_activations
+from tangram.planner.cost.kept_activations import block_activations
 from tangram.planner.cost.model_state_bytes import divided, experts_over
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of, states_of

@@ -142,6 +142,7 @@ def _divided(one: Numbers) -> Arguments:
         )
     return found | over | {
         "use-megatron-fsdp": True,
+        "init-model-with-meta-device": True,
         "data-parallel-sharding-strategy": STRATEGIES[one.zero],
         "no-gradient-accumulation-fusion": True,
         "ckpt-format": "fsdp_dtensor",
@@ -154,9 +155,15 @@ def _again(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
         return {}
     if group == Group.BLOCK:
         return _blocks(one, outline, share, told)
-    modules = {Group.SCORES: "core_attn", Group.NORM | Group.ACTIVATION: "layernorm moe_act"}
+    modules = {
+        Group.SCORES: "core_attn",
+        Group.NORM | Group.ACTIVATION: "layernorm moe_act",
+        Group.LATENT: "mla_up_proj",
+    }
     if group not in modules:
         raise UserError(f"Megatron-LM has no argument for recomputing: {one.again}")
+    if group == Group.LATENT and not any(one.group & group for block, _ in outline.runs for one in block.kept):
+        raise UserError(f"{outline.name} has no latent attention whose up-projections Megatron-LM could recompute")
     if group & Group.ACTIVATION and not all(block.experts for block, _ in outline.runs):
         raise UserError(
             f"Megatron-LM computes activations of dense MLPs again only with all of the MLP, and {outline.name} has "

@@ -16,11 +16,11 @@ from tangram.planner.exports.numbers import Numbers, Written, numbers_of
 from tangram.planner.exports.paddleformers import paddleformers
 from tangram.planner.exports.torchtitan import SHARES, options, torchtitan
 from tangram.planner.legality.engine import Rule
-from tangram.planner.legality.enumerate import Able
+from tangram.planner.legality.enumerate import ALL, Able
 from tangram.planner.search.strategy import Ask, Choice
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, WHOLE
 
-__all__ = ["EXPORTS", "Target", "export", "picked", "written"]
+__all__ = ["EXPORTS", "Target", "able_of", "export", "picked", "written"]
 
 ENDS = (NOTHING, ALL_BLOCKS)
 
@@ -48,6 +48,8 @@ class Target:
     framework: str
     """An entry of `frameworks.toml`."""
     able: Callable[[Outline], Able]
+    others: tuple[str, ...] = ()
+    """Further entries that the same project runs."""
 
 
 def _megatron(outline: Outline) -> Able:
@@ -56,7 +58,7 @@ def _megatron(outline: Outline) -> Able:
 
 
 EXPORTS: Mapping[str, Target] = {
-    "megatron-lm": Target(megatron, "megatron-core", _megatron),
+    "megatron-lm": Target(megatron, "megatron-core", _megatron, ("megatron", "megatron-2021", "nemo")),
     "torchtitan": Target(
         torchtitan,
         "torchtitan",
@@ -114,6 +116,14 @@ def target(name: str) -> Target:
             f"{', '.join(EXPORTS)}, and of a job tangram"
         )
     return EXPORTS[name]
+
+
+def able_of(framework: str, outline: Outline) -> Able:
+    """What of the space a framework is able to run, by the project that is written for it; all where none is."""
+    for one in EXPORTS.values():
+        if framework in (one.framework, *one.others):
+            return one.able(outline)
+    return ALL
 
 
 def picked(name: str, choices: Sequence[Choice], pick: int, outline: Outline, ask: Ask, cluster: Cluster) -> Written:

@@ -25,6 +25,7 @@ from tangram.planner.exports.numbers import (
     recomputed,
     uneven_words,
 )
+from tangram.planner.space.recompute import BY_OPERATOR
 
 __all__ = ["options", "sections", "torchtitan"]
 
@@ -43,7 +44,7 @@ def torchtitan(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
         (Group.NONE, 1.0): {"mode": "none"},
         (Group.BLOCK, 1.0): {"mode": "full"},
         **{(Group.BLOCK, of): {"mode": "selective", "selective_ac_option": f"{1 / of:.0f}"} for of in SHARES},
-        (Group.ALTERNATE, 1.0): {"mode": "selective", "selective_ac_option": "op"},
+        (BY_OPERATOR, 1.0): {"mode": "selective", "selective_ac_option": "op"},
     }
     if (group, share) not in modes:
         raise UserError(f"torchtitan has no key for recomputing: {one.again}")
@@ -68,7 +69,7 @@ def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
         raise UserError("torchtitan 0.3 has 8-bit matmuls in Python configurations only: plan with --precision bf16")
     if experts_of(outline) and one.expert > 1 and one.expert_tensor > 1:
         raise UserError(f"torchtitan 0.3 has no TP ranks of experts, and the plan has {one.expert_tensor}")
-    modes = {Group.NONE: "none", Group.BLOCK: "full", Group.ALTERNATE: "selective"}
+    modes = {Group.NONE: "none", Group.BLOCK: "full", BY_OPERATOR: "selective"}
     group, share = recomputed(one)
     if group not in modes or share != 1:
         raise UserError(f"torchtitan 0.3 has no option for recomputing: {one.again}")

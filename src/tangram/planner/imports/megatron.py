@@ -28,6 +28,7 @@ READ = (
     "num-distributed-optimizer-instances", "micro-batch-size", "global-batch-size", "seq-length", "bf16", "fp16",
     "fp8", "fp8-format", "fp4", "fp4-format", "recompute-granularity", "recompute-method", "recompute-num-layers",
     "recompute-modules", "recompute-activations", "num-layers", "world-size", "nnodes", "nproc-per-node",
+    "init-model-with-meta-device",
     "cp-comm-type", "hierarchical-context-parallel-sizes", "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
     "account-for-loss-in-pipeline-split", "use-tp-pp-dp-mapping",
@@ -54,7 +55,7 @@ MODULES = {
     "mlp": Group.MLP,
     "moe": Group.MLP,
     "shared_experts": Group.MLP,
-    "mla_up_proj": Group.ATTENTION,
+    "mla_up_proj": Group.LATENT,
 }
 
 

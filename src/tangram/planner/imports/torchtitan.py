@@ -15,7 +15,7 @@ from tangram.planner.exports.numbers import Numbers, experts_of
 from tangram.planner.imports.found import Found, nearest
 from tangram.planner.imports.words import Words
 from tangram.planner.space.layers_per_stage import sizes
-from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING
+from tangram.planner.space.recompute import ALL_BLOCKS, BY_OPERATOR, NOTHING
 from tangram.planner.space.schedule_formulas import SCHEDULES
 from tangram.planner.space.setting import Precision
 
@@ -214,7 +214,7 @@ def _again(words: Words, toml: bool, told: list[str]) -> str:
         told.append(f"{name} {mode}: taken as nothing, recomputed")
         return NOTHING
     if option == "op":
-        return nearest(Group.ALTERNATE, 1.0, told, "selective")
+        return nearest(BY_OPERATOR, 1.0, told, "selective")
     if not option.isdigit() or int(option) < 1:
         raise UserError(f"{words.path}: selective_ac_option is {option!r}; write op or a whole number from 1")
     return nearest(Group.BLOCK, 1 / int(option), told, f"one of {option} layers")

@@ -1,10 +1,13 @@
 """The ranking of plans for people and programs: the best plan of each row, one process beside it, what did not fit."""
 
-from dataclasses import asdict, dataclass
+from __future__ import annotations
 
-from tangram.hardware.rates import Rates
-from tangram.planner.local.estimate import megabytes
-from tangram.planner.local.rank import Ranked
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # these load torch, and tables of clusters need the type of a table alone
+    from tangram.hardware.rates import Rates
+    from tangram.planner.local.rank import Ranked
 
 Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
@@ -61,6 +64,13 @@ class Ranking:
             "plans": [one.as_json() for one in self.ranked],
             "one_process": self.alone.as_json() if self.alone else None,
         }
+
+
+def megabytes(nbytes: float) -> str:
+    """As `planner.local.estimate` writes them."""
+    from tangram.planner.local import estimate
+
+    return estimate.megabytes(nbytes)
 
 
 def _row(number: str, one: Ranked) -> tuple[str, ...]:

@@ -80,6 +80,10 @@ class Ask:
     fewest: int = 0
     """Devices at least, where any number from it up to `devices` will do (`planner.search.by_device_count`); 0: just so
     many."""
+    loss: str = ""
+    """How it is made of the logits (`planner.space.losses`); "": as the framework does."""
+    away_share: float = 1.0
+    """Of the optimiser's states that are offloaded to the host, where they are."""
     without: tuple[str, ...] = ()
     """What of the joint space is not to be used, by names (`planner.legality.exclusions`)."""
 
@@ -176,6 +180,8 @@ def figures(cluster: Cluster) -> Figures:
     }  # fmt: skip
     try:
         known = device(own.name)
+        if known.memory_bytes != own.memory_bytes:  # a file that says another number means just that
+            known = replace(known, usable_bytes=None)
     except UserError:
         known = Figures(own.name, own.name)
     return replace(known, **cast(Any, said))
@@ -194,6 +200,7 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     return Setting(
         own, framework(ask.framework), ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
         host=Host(**{**known, **cluster.host}), unlike=ask.unlike, save_every=ask.save_every,
+        loss=ask.loss, away_share=ask.away_share,
     )  # fmt: skip
 
 
@@ -202,10 +209,9 @@ def assumed(cluster: Cluster, ask: Ask) -> tuple[str, ...]:
     own = figures(cluster)
     found = curves.assumed(own)
     usual = Host()
-    if own.memory_bytes and ask.memory > own.memory_bytes:
+    if own.usable and ask.memory > own.usable:
         found.append(
-            f"{ask.memory / 1e9:g} GB of memory, as --memory says: more than the {own.memory_bytes / 1e9:g} GB of "
-            f"{own.label}"
+            f"{ask.memory / 1e9:g} GB of memory, as --memory says: more than the {own.usable / 1e9:g} GB of {own.label}"
         )
     if ask.save_every and not any(ask.offloads) and own.pcie_bandwidth is None and "rate" not in cluster.host:
         found.append(f"{usual.rate / 1e9:g} GB/s from a device to its host, for checkpoints: give host.rate")
@@ -226,9 +232,10 @@ def assumed(cluster: Cluster, ask: Ask) -> tuple[str, ...]:
 
 def limit_of(cluster: Cluster, ask: Ask) -> float:
     """Bytes that a rank may use. Raises UserError where nobody says."""
-    limit = ask.memory or figures(cluster).memory_bytes
+    own = figures(cluster)
+    limit = ask.memory or own.usable
     if not limit:
-        raise UserError(f"the catalogue knows no memory of {figures(cluster).label}: give one with --memory")
+        raise UserError(f"the catalogue knows no memory of {own.label}: give one with --memory")
     return limit
 
 
@@ -297,7 +304,7 @@ def _choice(
         memory_high=need * math.exp(SURE * MEMORY_SPREAD),
         fits=probability(need, limit),
         parts=run.parts,
-        held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
+        held={**held, "reserve": sum(held.values()) * needs.reserve, "context": float(needs.context[i])},
         at={name: float(values[i]) for name, values in g.columns().items()},
         optimiser=OPTIMISERS[at["optimiser"]].name,
         offload=offload_words(at["offload"]),

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 from tangram.errors import UserError
+from tangram.planner.space.losses import loss_of
 
 __all__ = ["Framework", "framework", "frameworks"]
 
@@ -27,6 +28,7 @@ class Framework:
     since: str
     fused_attention: bool
     fused_streams: bool
+    kernels: str
     launch: float
     overlap_reduce: float
     overlap_gather: float
@@ -39,12 +41,19 @@ class Framework:
     gathered_bytes: float
     divides_gradients: bool
     keeps_low_weights: bool
+    keeps_gathered: bool
+    fresh_gradients: bool
+    keeps_low_inputs: bool
+    keeps_expert_outputs: bool
     dropout: bool
-    logit_bytes: float
+    loss: str
+    loss_over_ranks: str
     scratch_bytes: float
+    step_bytes: float
     workspace: float
     reserve: float
     context: float
+    communicators: float
     schedules: tuple[str, ...]
 
 
@@ -61,6 +70,8 @@ def frameworks() -> tuple[Framework, ...]:
             raise UserError(f"frameworks.toml: {name} has no key {unknown[0]!r}")
         values: dict[str, Any] = {**usual, **table, "names": tuple(table.get("names", (name,)))}
         values["schedules"] = tuple(values["schedules"])
+        for loss in (values["loss"], values["loss_over_ranks"] or values["loss"]):
+            loss_of(loss)
         found.append(Framework(name, **values))
     return tuple(found)
 

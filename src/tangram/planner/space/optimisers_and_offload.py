@@ -9,6 +9,7 @@ The trade-off: how well a kind trains is not known here. A plan compares what wa
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any
@@ -27,13 +28,16 @@ __all__ = [
     "Offload",
     "Optimiser",
     "away",
+    "away_share_of",
     "base_of",
+    "ends_of",
     "kept_base",
     "kept_words",
     "moved_of",
     "offload_words",
     "offloads_of",
     "optimisers_of",
+    "own_of",
     "states_of",
 ]
 
@@ -49,6 +53,10 @@ class Optimiser:
     nbytes: float
     """Of its states of a number, beside the master."""
     source: str
+    ends: float = 0.0
+    """Of its states of a number of embedding and head beyond these."""
+    own: tuple[float, float, float] | None = None
+    """Bytes of a parameter, its gradient and its master; None: as the framework keeps them."""
 
 
 OPTIMISERS = (
@@ -59,6 +67,12 @@ OPTIMISERS = (
     Optimiser("lion", 4.0, "Chen et al. 2023: one moment in float32"),
     Optimiser("sgd-momentum", 4.0, "one moment in float32"),
     Optimiser("sgd", 0.0, "no states"),
+    Optimiser("adamw-fp8", 2.0, "two moments in 8 bits, as Transformer Engine's precision-aware FusedAdam has them"),
+    Optimiser("adamw-bf16-master", 4.0, "precision-aware: moments and master in 16 bits each", own=(2.0, 2.0, 2.0)),
+    Optimiser("adamw-pure-bf16", 4.0, "a model in bfloat16: gradients and moments are, too", own=(2.0, 2.0, 0.0)),
+    Optimiser("adamw-fp32", 8.0, "a model in float32 under autocast: gradients are, too", own=(4.0, 4.0, 0.0)),
+    Optimiser("muon", 4.0, "Jordan et al. 2024: one momentum; embedding and head by AdamW", ends=4.0),
+    Optimiser("adafactor", 0.0, "Shazeer, Stern 2018: factored second moments, a row and a column of each matrix"),
 )
 """By code: their place here."""
 
@@ -103,11 +117,24 @@ OFFLOADS: dict[str, Offload] = {
     "activations": Offload.ACTIVATIONS,
 }
 _STATES = np.array([one.nbytes for one in OPTIMISERS])
+_ENDS = np.array([one.ends for one in OPTIMISERS])
+_OWN = np.array([one.own or (np.nan, np.nan, np.nan) for one in OPTIMISERS]).T
 
 
 def states_of(codes: Any) -> Any:
     """Bytes of the states of a number, by the kinds' codes."""
     return _STATES[codes]
+
+
+def ends_of(codes: Any) -> Any:
+    """Bytes beyond them of the states of a number of embedding or head."""
+    return _ENDS[codes]
+
+
+def own_of(codes: Any, *framework: float) -> tuple[Any, Any, Any]:
+    """Bytes of a parameter, its gradient and its master, where the kind says them; else the framework's three."""
+    own = [np.where(np.isnan(_OWN[i][codes]), usual, _OWN[i][codes]) for i, usual in enumerate(framework)]
+    return own[0], own[1], own[2]
 
 
 def moved_of(codes: Any) -> Any:
@@ -161,12 +188,28 @@ def offloads_of(text: str) -> tuple[int, ...]:
 
     Raises UserError.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in OFFLOADS]:
-        raise UserError(f'"{unknown[0]}" is not offloaded: what may be is {", ".join(OFFLOADS)}')
+    names = [name for name, _ in _offloads(text)]
     states = {0, *(int(OFFLOADS[name]) for name in names if name != "activations")}
     flows = {0, *(int(OFFLOADS[name]) for name in names if name == "activations")}
     return tuple(sorted(a | b for a in states for b in flows))
+
+
+def away_share_of(text: str) -> float:
+    """Which share of the optimiser's states is offloaded where they are, as in "optimiser:0.5". Raises UserError."""
+    return next((share for name, share in _offloads(text) if name == "optimiser"), 1.0)
+
+
+def _offloads(text: str) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for typed in filter(None, (one.strip() for one in text.split(","))):
+        name, colon, part = typed.partition(":")
+        if name not in OFFLOADS:
+            raise UserError(f'"{name}" is not offloaded: what may be is {", ".join(OFFLOADS)}')
+        share = float(part) if re.fullmatch(r"\d*\.?\d+", part) else 0.0
+        if colon and (name != "optimiser" or not 0 < share <= 1):
+            raise UserError(f'"{typed}" is not offloaded: of the optimiser alone there is a share, as "optimiser:0.5"')
+        found.append((name, share if colon else 1.0))
+    return found
 
 
 def offload_words(bits: int) -> str:

@@ -25,6 +25,7 @@ from tangram.planner.space.optimisers_and_offload import away
 
 __all__ = [
     "ALL_BLOCKS",
+    "BY_OPERATOR",
     "EXPLAINED",
     "NOTHING",
     "QUARTERS",
@@ -47,9 +48,17 @@ WHOLE = (NOTHING, SOME, ALL_BLOCKS)
 """Of layers as a whole what may be recomputed."""
 SETS: dict[str, Group] = {"norms and activations": Group.NORM | Group.ACTIVATION}
 """Of all layers."""
-EXPLAINED: dict[str, Group] = {**SETS, "selective": Group.SCORES, "every second matmul": Group.ALTERNATE}
+BY_OPERATOR = Group.NORM | Group.ACTIVATION | Group.ALTERNATE
+"""torchtitan's selective recompute by operator: every second matmul, and what is no matmul, attention or collective."""
+EXPLAINED: dict[str, Group] = {
+    **SETS,
+    "selective": Group.SCORES,
+    "every second matmul": BY_OPERATOR,
+    "latent up-projections": Group.LATENT,
+}
 """And what else is explained where a strategy is given, as other projects have it, but not searched: Megatron-LM's
-selective recompute of the attention core, torchtitan's of every second matmul."""
+selective recompute of the attention core, torchtitan's of every second matmul, Megatron-core's of what latent attention
+makes of its low ranks."""
 FORMER = {
     "nothing": NOTHING,
     "all blocks": ALL_BLOCKS,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tangram.planner.space.framework_profiles import Framework
+from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
 
 __all__ = ["Host", "Precision", "Setting"]
@@ -52,10 +53,19 @@ class Setting:
     """How unlike experts' loads are: their standard deviation over their mean."""
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
+    loss: str = ""
+    """How it is made of the logits (`planner.space.losses`); "": as the framework does."""
+    away_share: float = 1.0
+    """Of the optimiser's states that are offloaded to the host, where they are."""
 
     def __post_init__(self) -> None:
         if self.node < 1:
             raise ValueError(f"{self.node} devices at a fast link; at least 1, the device itself")
+
+    def logit_bytes(self, *, over_ranks: bool) -> float:
+        """Of each logit while the loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
+        usual = (self.framework.loss_over_ranks if over_ranks else "") or self.framework.loss
+        return LOSSES[self.loss or usual]
 
     @property
     def base_bytes(self) -> float:

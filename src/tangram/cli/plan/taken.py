@@ -1,0 +1,66 @@
+"""What `tangram plan` is given, a model or a job, and what is written of it; loads torch for no model by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tangram.cli.plan.exports import Wanted
+from tangram.cli.plan.options import Common
+from tangram.errors import UserError
+from tangram.models.catalogue import in_catalogue
+from tangram.models.outline import Outline
+from tangram.schema.files import changes_of
+
+if TYPE_CHECKING:
+    from tangram.cli.plan.plan_files import Given
+
+__all__ = ["TANGRAM", "Taking", "job_given", "outline_given", "own"]
+
+TANGRAM = "tangram"
+"""Of `--to`: the plan that `tangram train` takes."""
+
+
+@dataclass(frozen=True)
+class Taking:
+    """What is written of a ranking."""
+
+    out: Path | None
+    pick: int
+    runs: bool
+    """Whether only what `tangram train` runs is searched."""
+
+
+def own(wanted: Wanted, file: str) -> Taking:
+    """What `tangram plan export --to tangram` writes: the plan of a job. Raises UserError where there is none, or no
+    file."""
+    if Path(file).suffix != ".toml" or wanted.out is None:
+        raise UserError("a plan of Tangram is of a job, with data and optimiser: give a job's .toml, and --out")
+    if wanted.emit or wanted.submit:
+        raise UserError("--to and --job-file write one file each: call the command for each of them")
+    return Taking(wanted.out, wanted.pick, runs=True)
+
+
+def job_given(common: Common, taking: Taking) -> Given | None:
+    """The job that is named; None where a model is. Raises UserError."""
+    changes = changes_of(common.change or [])
+    if Path(common.model).suffix == ".toml":
+        from tangram.cli.plan.plan_files import job_in  # loads torch and transformers
+
+        return job_in(common.model, taking, common.typed()[:3], changes)
+    if taking.out is not None or taking.runs:
+        raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or export")
+    if changes:
+        raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
+    return None
+
+
+def outline_given(model: str) -> Outline:
+    """Of a model by its name, directory or file. Raises UserError."""
+    known = None if Path(model).exists() else in_catalogue(model)
+    if known is not None:
+        return known
+    from tangram.models.outlined import outlined  # loads torch and transformers
+
+    return outlined(model)

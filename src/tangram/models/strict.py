@@ -1,0 +1,86 @@
+"""A configuration read strictly: keys that its type does not know but for a letter, and numbers that contradict.
+
+A key that no class knows is left unread by it, and what it meant to say is the class's default: of `hiden_size` a model
+of another size. Such keys are refused where a key that the type knows, and the file does not have, is near; other keys
+(of the model's own code, of tokenizers) are the authors' own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PreTrainedConfig
+
+from tangram.errors import UserError
+
+__all__ = ["mistakes", "refuse_strange"]
+
+NEAR = 0.85
+"""How alike two keys are of which one is taken for the other misspelt: two letters of ten, at most."""
+POSITIVE = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "num_key_value_heads",
+    "head_dim", "moe_intermediate_size",
+)  # fmt: skip
+
+
+def refuse_strange(name: str, config: PreTrainedConfig) -> None:
+    """Raise UserError, with all that is wrong, for a configuration in a directory or file whose keys or numbers are."""
+    path = Path(name)
+    fields = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    if found := [*mistakes(cast("dict[str, Any]", fields), config)]:
+        raise UserError(f"{name}: {'; '.join(found)}")
+
+
+def mistakes(fields: Mapping[str, Any], config: PreTrainedConfig) -> Iterator[str]:
+    """What is wrong with the fields of a configuration, each in a sentence."""
+    known = _known(config)
+    absent = sorted(known - set(fields))
+    for key in fields:
+        if key not in known and (near := difflib.get_close_matches(key, absent, 1, NEAR)):
+            yield f'the key "{key}" is none of {config.model_type} (did you mean {near[0]!r}?)'
+    text = config.get_text_config()
+    for part, said in ((fields, config), (fields.get("text_config"), text)):
+        if isinstance(part, Mapping) and (part is fields) == (said is text):
+            yield from _numbers(said)
+
+
+def _known(config: PreTrainedConfig) -> set[str]:
+    kinds = type(config).__mro__
+    named = {name for kind in kinds for name in (*inspect.signature(kind).parameters, *_annotated(kind))}
+    return named | set(config.attribute_map) | set(PreTrainedConfig().to_dict()) | {"torch_dtype", "dtype"}
+
+
+def _annotated(kind: type) -> Mapping[str, Any]:
+    return inspect.get_annotations(kind)
+
+
+def _numbers(config: PreTrainedConfig) -> Iterator[str]:
+    def number(key: str) -> int:
+        value = getattr(config, key, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+    for key in POSITIVE:
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value < 1:
+            yield f"{key} is {value}"
+    hidden, heads, groups, layers = (
+        number(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
+    if heads > 0 and groups > 0 and heads % groups:
+        yield f"num_key_value_heads of {groups} do not divide num_attention_heads of {heads}"
+    if heads > 0 and hidden % heads and not number("head_dim") and not number("kv_lora_rank"):
+        yield f"num_attention_heads of {heads} do not divide hidden_size of {hidden}, and there is no head_dim"
+    kinds = getattr(config, "layer_types", None)
+    if isinstance(kinds, list) and layers and len(cast("list[Any]", kinds)) != layers:
+        yield f"layer_types are of {len(cast('list[Any]', kinds))} layers, and num_hidden_layers is {layers}"
+    counts = [number(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    experts = min((one for one in counts if one > 0), default=0)  # a type may have two names of which one is said
+    if experts and number("num_experts_per_tok") > experts:
+        yield f"num_experts_per_tok is {number('num_experts_per_tok')}, and there are {experts} experts"
+    if number("first_k_dense_replace") > layers:
+        yield f"first_k_dense_replace is {number('first_k_dense_replace')}, and num_hidden_layers is {layers}"

@@ -1,0 +1,129 @@
+"""Bytes of a block that its backward needs of its forward, by kernels, precision and what is recomputed.
+
+fused       a row of a block's table each: norms, gated activations and attention are one kernel, and keep inputs
+eager       beside these, what single kernels keep: norms compute in float32 and keep that copy and what they give
+            before their weights, a gated activation keeps its gate twice, attention's output is copied for its product
+8, 4 bits   where a framework keeps inputs of products as products take them (Transformer Engine), these are of a byte,
+            or of half a byte and a scale for every 16; what attention gives is kept in 16 bits as well
+experts     their outputs are kept where they are weighted after their last product, and not where before it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.models.outline import Block, Group, Kept
+from tangram.planner.cost.expert_imbalance import SURE, busiest
+from tangram.planner.space.grid import Grid
+from tangram.planner.space.setting import Setting
+
+__all__ = ["block_activations", "block_backward", "kept_bytes", "number_bytes", "stays", "weights_of_shapes"]
+
+Array = NDArray[Any]
+LOW = {"fp8": 1.0, "fp4": 0.5 + 1 / 16}
+"""Bytes of an input of a product as products in few bits keep it."""
+
+
+def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> tuple[Array, Array]:
+    """Bytes of a block that stay for the backward of a micro-batch, and what making it again needs beyond that."""
+    full, left = np.zeros(len(g)), np.zeros(len(g))
+    for one in block.kept:
+        nbytes = kept_bytes(one, block, g, setting)
+        full = full + nbytes
+        left = left + nbytes * stays(one, g)
+    scores = np.zeros(len(g))
+    if not setting.framework.fused_attention:
+        # Softmax's output is kept once: its backward and the product with the values take the same tensor. Dropout
+        # keeps its mask and its own output beside it.
+        each = 2 * setting.flow_bytes + 1.0 if setting.framework.dropout else setting.flow_bytes
+        each += 4.0 if setting.framework.kernels == "eager" else 0.0  # its output in float32, before it is rounded
+        for one in block.scores:
+            heads = np.maximum(one.heads / g.tensor, 1.0)
+            numbers = g.micro * heads * g.sequence / g.context * g.sequence
+            scores = scores + numbers * each
+    if setting.framework.dropout:
+        masks = 2.0 * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+        full, left = full + masks, left + masks
+    full = full + scores
+    left = left + scores * ((g.recompute & int(Group.SCORES | Group.ATTENTION)) == 0)
+    if (g.ulysses > 1).any():
+        more = _exchanged(block, g, setting)
+        full, left = full + more, left + more * ((g.recompute & int(Group.ATTENTION)) == 0)
+    blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
+    inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
+    return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+
+
+def _exchanged(block: Block, g: Grid, setting: Setting) -> Array:
+    """Bytes that are kept beside a block's rows where ranks exchange heads for tokens.
+
+    What attention gives is kept twice, by heads for its own backward and by tokens for the product after it; of
+    key-value heads that are fewer than the ranks each rank keeps a whole one.
+    """
+    found = np.zeros(len(g))
+    over = g.tensor * g.ulysses
+    for one in block.scores:
+        again = one.heads * one.v_dim / g.tensor
+        copied = np.maximum(1.0 - one.kv_heads / over, 0.0) * (one.qk_dim + one.v_dim) * g.ulysses
+        found = found + setting.flow_bytes * g.tokens * (again + copied)
+    return np.where(g.ulysses > 1, found, 0.0)
+
+
+def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
+    """Bytes of gradients at the widest place of a block's backward: of what an operator was given, while that is still
+    kept, and of the block's own stream."""
+    widest = np.zeros(len(g))
+    for one in block.kept:
+        widest = np.maximum(widest, kept_bytes(one, block, g, setting))
+    return widest + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+
+
+def weights_of_shapes(block: Block, g: Grid) -> Array:
+    """Numbers of a rank's weights of a block, each shape once, of experts one.
+
+    Transformer Engine adds to the kept gradient inside the product and gives autograd an empty gradient in its stead,
+    one for each shape, which stays (`get_dummy_wgrad`).
+    """
+    shapes = {(one.inputs, one.outputs, one.cut, one.experts > 0) for one in block.products if not one.frozen}
+    found = np.zeros(len(g))
+    for inputs, outputs, cut, routed in sorted(shapes):
+        ranks = np.ones(len(g)) if not cut else g.expert_tensor if routed else g.tensor
+        found = found + inputs * outputs / ranks
+    return found
+
+
+def stays(one: Kept, g: Grid) -> Array:
+    """Which share of a row is not recomputed: all, nothing, or half where every second product is."""
+    whole = int(one.group & ~Group.ALTERNATE)
+    half = (g.recompute & int(one.group & Group.ALTERNATE)) > 0
+    return np.where((g.recompute & whole) > 0, 0.0, np.where(half, 0.5, 1.0))
+
+
+def kept_bytes(one: Kept, block: Block, g: Grid, setting: Setting) -> Array:
+    """Of one row of a block, for a micro-batch."""
+    rows = g.tokens
+    if one.routed:
+        rows = rows * block.per_token * g.expert_tensor / g.tensor * busiest(block.experts, g, setting, SURE)
+    ranks = g.expert_tensor if one.routed else g.tensor
+    if one.cut == "tensor":
+        rows = rows / ranks
+    elif one.cut == "tokens" and not (one.role == "input" and setting.framework.keeps_gathered):
+        rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    return rows * one.width * number_bytes(one, setting)
+
+
+def number_bytes(one: Kept, setting: Setting) -> float:
+    """Of each number of a row; 0 where the framework keeps none of it."""
+    framework, flow = setting.framework, one.nbytes or setting.flow_bytes
+    if (one.role == "eager" and framework.kernels != "eager") or (
+        one.role == "expert output" and not framework.keeps_expert_outputs
+    ):
+        return 0.0
+    low = LOW.get(setting.precision) if framework.keeps_low_inputs else None
+    if low is None or one.role not in ("input", "both"):
+        return flow
+    return low if one.role == "input" else low + flow

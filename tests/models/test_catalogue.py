@@ -1,0 +1,74 @@
+"""Public models by their names, and configurations that are read strictly."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tangram.errors import UserError
+from tangram.models.catalogue import active_numbers, catalogue, in_catalogue, no_model
+from tangram.models.outlined import outlined
+from tangram.models.strict import mistakes
+
+ROWS: dict[str, dict[str, Any]] = tomllib.loads(
+    resources.files("tangram.models").joinpath("catalogue.toml").read_text(encoding="utf-8")
+)
+
+
+def test_sizes_have_the_parameters_that_are_published() -> None:
+    assert len(catalogue()) >= 60
+    for name, row in ROWS.items():
+        found, row = in_catalogue(name), catalogue()[name]
+        assert found is not None
+        assert found.numbers / 1e9 == pytest.approx(row["billions"], rel=0.002), name
+        if "active" in row:  # papers round, and some leave embeddings out
+            assert active_numbers(found) / 1e9 == pytest.approx(row["active"], rel=0.2), name
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [("llama-3-8b", "meta-llama/Meta-Llama-3-8B"), ("llama-3-70b", "llama-3.1-70b"), ("deepseek-v3", "deepseek-r1")],
+)
+def test_a_name_is_the_model_of_its_configuration(preset: str, name: str) -> None:
+    """Blocks as a whole, not numbers alone."""
+    known = in_catalogue(name)
+    assert known is not None
+    made = outlined(preset)
+    assert (known.runs, known.vocab, known.tied, known.predictors) == (
+        made.runs, made.vocab, made.tied, made.predictors
+    )  # fmt: skip
+
+
+def test_names_are_found_in_any_case_and_misspelt_ones_told() -> None:
+    assert in_catalogue("QWEN3-30b-a3b") == in_catalogue("Qwen/Qwen3-30B-A3B")
+    assert in_catalogue("qwen3-31b") is None
+    assert "did you mean Qwen/Qwen3-30B-A3B" in str(no_model("Qwen/Qwen3-30B-A8B"))
+    assert "hf download" in str(no_model("someone/their-own"))
+
+
+def wrong(**changes: Any) -> list[str]:
+    """What is said of a configuration's file with changes."""
+    fields = {**json.loads(AutoConfig.for_model("qwen3_moe").to_json_string(use_diff=False)), **changes}
+    fields = {key: value for key, value in fields.items() if value is not None}
+    return [*mistakes(fields, AutoConfig.for_model(**{key: one for key, one in fields.items() if key != "hiden_size"}))]
+
+
+def test_keys_that_are_misspelt_and_numbers_that_contradict_are_told() -> None:
+    assert wrong() == wrong(auto_map={}, aux_loss_alpha=0.1, my_own_switch=True) == []
+    (said,) = wrong(hiden_size=1024, hidden_size=None)
+    assert said == "the key \"hiden_size\" is none of qwen3_moe (did you mean 'hidden_size'?)"
+    assert wrong(num_key_value_heads=5) == ["num_key_value_heads of 5 do not divide num_attention_heads of 32"]
+    both = wrong(num_local_experts=4, num_experts_per_tok=8, num_key_value_heads=5)
+    assert len(both) == 2
+
+
+def test_a_file_that_is_strange_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hiden_size": 1024}), encoding="utf-8")
+    with pytest.raises(UserError, match="did you mean 'hidden_size'"):
+        outlined(str(tmp_path))
