@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.hardware.devices import Figures
 
-__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "moved_seconds", "product_seconds",
-           "spread"]  # fmt: skip
+__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "link_seconds", "moved_seconds",
+           "product_seconds", "spread"]  # fmt: skip
 
 Array = NDArray[Any]
 Values = Mapping[str, float]
@@ -194,12 +194,29 @@ def collective_seconds(
     second of a device from other nodes, the catalogue's where None.
     Where neither knows it, `PCIE` and `NIC` are taken (`assumed` says so).
     """
+    return link_seconds(device, what, nbytes, ranks, near, nic).max(axis=0)
+
+
+def link_seconds(
+    device: Figures, what: str, nbytes: Any, ranks: Any, near: Any, nic: float | None = None
+) -> Array:
+    """The same by link, shape (2, ...): for how long the fast one and the NIC are busy, both at the same time.
+
+    Of ranks of several fast links each gets what it gets of those at its own over it: of a ring all that comes round,
+    but what its own NIC brings; of an all-to-all what these have.
+    """
     ranks, near = np.asarray(ranks, float), np.minimum(near, ranks)
+    found = np.zeros((2, *np.broadcast(nbytes, ranks, near).shape))
     if not (ranks > 1).any():
-        return np.zeros(np.broadcast(nbytes, ranks).shape)
+        return found
+    far, several = near < ranks, near > 1
     inside = collective(_collective(device, what), device, what, nbytes, ranks, near)
-    far = far_seconds(device, what, nbytes, ranks, near, nic) if (near < ranks).any() else inside
-    return np.where(ranks > 1, np.where(near >= ranks, inside, np.maximum(far, inside)), 0.0)
+    if far.any():
+        own = (near - 1) / np.maximum(ranks - 1, 1) if what == "all-to-all" else (near - 1) / near
+        inside = inside * np.where(far, own, 1.0)
+        found[1] = np.where(far, far_seconds(device, what, nbytes, ranks, near, nic), 0.0)
+    found[0] = np.where(several, inside, 0.0)
+    return found
 
 
 def _known(what: str) -> str:

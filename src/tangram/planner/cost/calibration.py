@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.planner.cost.step_time import Seconds
+from tangram.planner.cost.step_time import PARTS
 from tangram.planner.space.setting import Setting
 
 __all__ = ["SURE", "Learned", "Run", "features", "learn", "load", "published", "save"]
@@ -46,7 +46,6 @@ WIDTHS = {
     "place part": 0.25,
 }
 """How large effects of each family are: the standard deviation of a weight before anything is seen."""
-PARTS = tuple(one.name for one in fields(Seconds))
 SURE = 1.6449
 """Standard deviations to each side of the middle 90 % of a normal."""
 TAILS = 4.0

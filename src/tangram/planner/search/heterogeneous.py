@@ -29,7 +29,7 @@ from tangram.hardware import curves
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import Learned
-from tangram.planner.cost.communication_time import data_seconds, optimiser_seconds
+from tangram.planner.cost.communication_time import optimiser_seconds
 from tangram.planner.cost.memory import Takes, at_rank, counts_of, takes_of
 from tangram.planner.cost.step_time import block_seconds, hop_seconds, passes_of
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
@@ -229,8 +229,6 @@ class _Prices:
 
 def _prices(outline: Outline, g: Grid, part: Part, between: float) -> _Prices:
     setting, passes = part.setting, passes_of(outline, g, part.setting)
-    ahead = np.asarray(sum(passes.forward.values())) / g.pipeline
-    micro = ahead + (np.asarray(sum(passes.backward.values())) + passes.head) / g.pipeline
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     own = replace(g, pipeline=_stages(part, g))  # between these a micro-batch stays within the part
     far = 2 * curves.collective_seconds(
@@ -239,7 +237,7 @@ def _prices(outline: Outline, g: Grid, part: Part, between: float) -> _Prices:
     return _Prices(
         tuple(block_seconds(outline, g, setting)),
         passes.head,
-        data_seconds(outline, g, setting, ahead, micro) + optimiser_seconds(outline, g, setting),
+        passes.data(outline, g, setting).step(g) + optimiser_seconds(outline, g, setting),
         np.maximum(hop_seconds(outline, own, setting), far),
     )
 

@@ -18,7 +18,7 @@ from tangram.models.adapted import frozen_flops
 from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import SURE, Learned, Run
 from tangram.planner.cost.memory import Memory, memory
-from tangram.planner.cost.step_time import seconds
+from tangram.planner.cost.step_time import multiplied, seconds
 from tangram.planner.legality.enumerate import ALL, Able
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid
@@ -135,6 +135,8 @@ class Choice:
     """How likely it is not to run out."""
     parts: Mapping[str, float]
     """Seconds of the step, by what they are spent on."""
+    links: Mapping[str, float]
+    """Seconds of it that each link carries something, by name and direction, beside computation or not."""
     held: Mapping[str, float]
     """Bytes of that rank, by what they are of."""
     at: Mapping[str, float]
@@ -248,9 +250,10 @@ def described(
     """Each configuration of a grid in words and numbers."""
     if not len(g):
         return ()
-    parts, needs = seconds(outline, g, setting).parts(), memory(outline, g, setting)
+    of, needs = seconds(outline, g, setting), memory(outline, g, setting)
     scales = learned.scales(setting.device.name, setting)
-    parts = {name: np.broadcast_to(values, len(g)) * scales[name] for name, values in parts.items()}
+    parts = {name: np.broadcast_to(values, len(g)) for name, values in multiplied(of, scales).items()}
+    parts["data"] = parts["data"] + np.maximum(of.busiest - sum(parts.values()), 0.0)  # as `scaled` has it
     held = {name: part for name, part in needs.worst.parts().items() if name != "host"}
     runs = [
         Run(
@@ -261,15 +264,15 @@ def described(
     ]  # fmt: skip
     spread = learned.spread(runs)
     return tuple(
-        _choice(outline, g, i, runs[i], float(spread[i]), needs, {n: float(v[i]) for n, v in held.items()}, setting,
-                ask, limit)
+        _choice(outline, g, i, runs[i], float(spread[i]), needs, {n: float(v[i]) for n, v in held.items()},
+                {n: float(v[i]) for n, v in of.links.items() if v.any()}, setting, ask, limit)
         for i in range(len(g))
     )  # fmt: skip
 
 
 def _choice(
     outline: Outline, g: Grid, i: int, run: Run, spread: float, needs: Memory, held: dict[str, float],
-    setting: Setting, ask: Ask, limit: float,
+    links: dict[str, float], setting: Setting, ask: Ask, limit: float,
 ) -> Choice:  # fmt: skip
     at = {name: int(values[i]) for name, values in g.columns().items()}
     ranks, step = float(g.ranks[i]), run.predicted
@@ -297,6 +300,7 @@ def _choice(
         memory_high=need * math.exp(SURE * MEMORY_SPREAD),
         fits=probability(need, limit),
         parts=run.parts,
+        links=links,
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": needs.context},
         at={name: float(values[i]) for name, values in g.columns().items()},
         optimiser=OPTIMISERS[at["optimiser"]].name,
