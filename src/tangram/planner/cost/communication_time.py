@@ -19,6 +19,7 @@ from tangram.models.outline import Outline
 from tangram.planner.cost.model_state_bytes import Held, divided, experts_over, held
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of
+from tangram.planner.space.schedule_formulas import splits
 from tangram.planner.space.setting import Setting
 
 __all__ = ["Data", "beyond", "data_traffic", "exchange", "links_of", "no_links", "numbers_held", "optimiser_seconds"]
@@ -108,13 +109,13 @@ def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behi
     gather = _gathered(setting, g, trained, setting.flow_bytes)
     parts = np.maximum(outline.layers / g.pipeline, 1.0)
     once = (
-        beyond(gather, framework.overlap_gather * ahead, parts),
-        beyond(reduce, framework.overlap_reduce * behind, parts),
+        _once(g, gather, framework.overlap_gather * ahead, parts),
+        _once(g, reduce, framework.overlap_reduce * behind, parts),
     )
     if trained is not whole:  # what is frozen is gathered where parameters are divided, and never summed
         frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
         gather = gather + _gathered(setting, g, frozen, setting.base_bytes) * (g.zero >= 3)
-    each, many = (beyond(gather, ahead, parts), beyond(gather + reduce, behind, parts)), g.zero >= 3
+    each, many = (beyond(gather, ahead, parts), _both(gather, reduce, behind, parts)), g.zero >= 3
     return Data(
         *(np.where(many, always, first) for always, first in zip(each, once, strict=True)),
         gather,
@@ -160,6 +161,26 @@ def beyond(traffic: Array, room: Array, parts: Array) -> Array:
     the next (of gradients: the one before) is computed: one has nothing to hide under, and each of the others has that
     part of the link's `room`. Both of shape (links, grid)."""
     return (traffic / parts + (1 - 1 / parts) * np.maximum(traffic - room, 0.0)).max(axis=0)
+
+
+def _once(g: Grid, traffic: Array, room: Array, parts: Array) -> Array:
+    """Of a step's first forwards or last backwards. One virtual stage of several waits for its own alone, or all of
+    them for what does not fit under as many micro-batches of the others as there are ranks; where backwards are split
+    gradients come last, of all virtual stages."""
+    chunks = np.where(splits(g.schedule), 1.0, np.minimum(g.virtual, parts))
+    if not (chunks > 1).any():
+        return beyond(traffic, room, parts)
+    alone = beyond(traffic / chunks, room / chunks, parts / chunks)
+    return np.maximum(alone, beyond(traffic, room * ((chunks - 1) * g.pipeline + 1) / chunks, parts))
+
+
+def _both(gather: Array, reduce: Array, room: Array, parts: Array) -> Array:
+    """Of a backward that gathers each layer's parameters before it and reduces its gradients behind it: the first and
+    the last of these have nothing to hide under, one layer each has one of them, all others both."""
+    first, last, own = gather / parts, reduce / parts, room / parts
+    ends = np.maximum(first - own, 0.0) + np.maximum(last - own, 0.0)
+    between = np.maximum(parts - 2, 0.0) * np.maximum(first + last - own, 0.0)
+    return (first + last + ends * np.minimum(parts - 1, 1.0) + between).max(axis=0)
 
 
 def optimiser_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:

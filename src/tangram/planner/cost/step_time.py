@@ -2,17 +2,19 @@
 
 A step is so many micro-batches through a pipeline, then what DP ranks still have to sum, then the optimiser:
 
-    step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  exposed data traffic  +  optimiser
+    step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  hops  +  exposed data traffic  +  optimiser
 
-with s_i the forward and backward of a micro-batch on stage i and v virtual stages a rank (Narayanan et al. 2021, 2.2,
-for equal stages); what this is above a stage's own share of the work is idle. What a pass through a block takes is
-`planner.cost.block_time`.
+with s_i the forward and backward of a micro-batch on stage i, of one virtual stage with what it sends, and v virtual
+stages a rank (Narayanan et al. 2021, 2.2, for equal stages); what this is above a stage's own share of the work is
+idle. A micro-batch hops from rank to rank once each way while the pipeline fills and drains. What a pass through a
+block takes is `planner.cost.block_time`.
 
 What runs beside (gradients summed under the backward, parameters gathered under computation) counts as far as it does
 not fit under what leaves its link free. Every part is an array of seconds on the longest way through the step; they add
 up to the step, which is no shorter than any link is busy (`Seconds.links`).
 
-The trade-off: a closed form knows no jitter and no imbalance of real schedules; `schema.schedules` plays events.
+The trade-off: a closed form knows no jitter, and of virtual stages neither their single layers nor what a link carries
+at which moment; `planner.cost.timeline` plays that, and tests compare.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tangram.hardware import curves
 from tangram.models.outline import Block, Outline
 from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass, Ways, none
-from tangram.planner.cost.communication_time import Data, data_traffic, exchange, links_of, optimiser_seconds
+from tangram.planner.cost.communication_time import Data, data_traffic, exchange, links_of, no_links, optimiser_seconds
 from tangram.planner.cost.offload_time import HostTraffic, host_traffic
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import cut
@@ -125,7 +127,8 @@ class Passes:
 
     def data(self, outline: Outline, g: Grid, setting: Setting) -> Data:
         """What DP ranks send beside it."""
-        behind = self.backward.room + self.head - self.over
+        behind = self.backward.room  # the head comes before any layer's gradients
+        behind = np.where(splits(g.schedule) & (g.zero < 3), self.weights, behind)  # by which gradients are whole
         return data_traffic(outline, g, setting, self.forward.room / g.pipeline, behind / g.pipeline)
 
 
@@ -170,16 +173,15 @@ def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False,
     of = passes_of(outline, g, setting)
     whole, head, micros = of.forward + of.backward, of.head, g.micros
     body = whole * (1 / g.pipeline)
-    chunks = np.minimum(g.virtual, 2.0) if fewer else g.virtual
-    hop = hop_seconds(outline, replace(g, virtual=chunks, inner=np.ones(len(g))) if fewer else g, setting)
+    hop = hop_seconds(outline, replace(g, inner=np.ones(len(g))) if fewer else g, setting)
     weights = of.weights / np.maximum(whole.total, 1e-30)
-    way = pipeline_seconds(outline, g, whole.total, head, weights, least=least)
-    sent = 2 * hop * (g.pipeline - 1) / chunks
+    way = pipeline_seconds(outline, g, whole.total, head, weights, hop, least=least)
+    alone = g.virtual == 1  # with several virtual stages others are computed meanwhile
     found = Seconds(
         **{name: getattr(body, name) * micros for name in BLOCKS},
         head=head * micros / g.pipeline,
-        stages=hop * micros,
-        idle=way + sent - (body.total + head / g.pipeline) * micros,
+        stages=hop * alone * micros,
+        idle=way - (body.total + head / g.pipeline + hop * alone) * micros,
         data=np.zeros(len(g)), host=np.zeros(len(g)), links={},
         optimiser=optimiser_seconds(outline, g, setting),
     )  # fmt: skip
@@ -191,7 +193,7 @@ def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False,
         return found
     if (filling := (g.zero >= 3) & (g.pipeline > 1)).any():  # what lengthens each pass lengthens the filling, too
         more = (data.ahead + data.behind) * g.pipeline * filling
-        longer = pipeline_seconds(outline, g, whole.total + more, head, weights) - way
+        longer = pipeline_seconds(outline, g, whole.total + more, head, weights, hop) - way
         found = replace(found, data=np.where(filling, longer, found.data))
     through = (body.links + of.over / g.pipeline + hop_links(outline, g, setting)) * micros
     found = replace(found, links=demand(setting, through + data.links(g), host))
@@ -225,26 +227,39 @@ def _weights(outline: Outline, back: Pass) -> Array:
 
 
 def pipeline_seconds(
-    outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0, *, least: bool = False
+    outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0, hop: Any = 0.0, *, least: bool = False
 ) -> Array:
     """All micro-batches through all stages: the slowest each time, the others once.
 
     `weights`: which share of a micro-batch's work makes gradients of weights; a schedule that splits the backward fills
-    its waits with them, twice as many as there are (`planner.space.schedule_formulas`).
+    its waits with them, twice as many as there are (`planner.space.schedule_formulas`). `hop`: seconds of one way from
+    stage to stage; a rank of one virtual stage waits for what it sends.
     """
-    slowest = slowest_rank(outline, g, blocks, head, least=least)
+    slowest = slowest_rank(outline, g, blocks, head, hop, least=least)
     waits = np.where(splits(g.schedule), np.maximum(1 - 2 * weights, 0.0), 1.0)
-    return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual * waits
+    # No rank waits for the others without what it sends itself.
+    alone = slowest - hop * (g.virtual == 1)
+    filling = np.maximum(blocks + head - alone, 0.0) / g.virtual * waits
+    return slowest * g.micros + filling + 2 * hop * (_crossed(g) - 0.5 * (g.virtual == 1))
 
 
-def slowest_rank(outline: Outline, g: Grid, blocks: Array, head: Array, *, least: bool = False) -> Array:
+def _crossed(g: Grid) -> Array:
+    """How often a micro-batch goes from rank to rank forward."""
+    return np.where(folded(g.schedule), g.virtual * (g.pipeline - 1), g.virtual * g.pipeline - 1)
+
+
+def slowest_rank(
+    outline: Outline, g: Grid, blocks: Array, head: Array, hop: Any = 0.0, *, least: bool = False
+) -> Array:
     """Seconds of a micro-batch on it; with `least` on that of the best cut or less: some rank has as many layers as the
-    mean, rounded up, and some takes as long as the mean with the head."""
+    mean, rounded up, and some takes as long as the mean with the head. Ranks of one virtual stage send to both sides,
+    the first and the last to one."""
     each = blocks / outline.layers
+    one = hop * (g.virtual == 1)
     if least:
-        return np.maximum(np.ceil(outline.layers / g.pipeline) * each, (blocks + head) / g.pipeline)
+        return np.maximum(np.ceil(outline.layers / g.pipeline) * each, (blocks + head) / g.pipeline) + one
     most, last = loads(outline, g)
-    return np.maximum(most * each, last * each + head)
+    return np.maximum(most * each + one * np.where(g.pipeline > 2, 2.0, 1.0), last * each + head + one)
 
 
 def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
@@ -285,17 +300,17 @@ def _leaving(size: int, g: Grid, stride: Array) -> Array:
 
 
 def hop_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it; the mean of
-    stages whose neighbour is at the same fast link and of others."""
-    one = sum(share * sent.max(axis=0) for share, sent in _hops(outline, g, setting))
-    return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)
+    """What a stage hands on of a micro-batch, one way; the mean of stages whose neighbour is at the same fast link and
+    of others. 0 without stages."""
+    one = sum((share * sent.max(axis=0) for share, sent in _hops(outline, g, setting)), np.zeros(len(g)))
+    return np.where(g.pipeline > 1, one, 0.0)
 
 
 def hop_links(outline: Outline, g: Grid, setting: Setting) -> Array:
     """Seconds that each link carries it, in each direction, of a rank with both neighbours if there are any; shape
     (links, grid)."""
-    one = sum(share * sent for share, sent in _hops(outline, g, setting))
-    return one * g.virtual * np.where(g.pipeline * g.virtual > 2, 2.0, 1.0)
+    one = sum((share * sent for share, sent in _hops(outline, g, setting)), no_links(g, setting))
+    return one * (g.pipeline > 1) * g.virtual * np.where(g.pipeline * g.virtual > 2, 2.0, 1.0)
 
 
 def _hops(outline: Outline, g: Grid, setting: Setting) -> list[tuple[Array, Array]]:

@@ -22,7 +22,7 @@ from tangram.models.outline import Outline
 from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass
 from tangram.planner.cost.lanes import Item, Lanes, Layer
-from tangram.planner.cost.step_time import hop_links, passes_of, seconds
+from tangram.planner.cost.step_time import hop_seconds, passes_of, seconds
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import sizes
 from tangram.planner.space.schedule_formulas import SCHEDULES
@@ -118,8 +118,7 @@ def _took(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, fl
         always,
         {kind: 1.0 if always else framework.overlap_gather if kind == "F" else framework.overlap_reduce
          for kind in kinds},
-        scales.get("stages", 1.0) * float(hop_links(outline, one, setting).max(axis=0)[0])
-        / float(one.virtual[0]) / (2.0 if one.pipeline[0] * one.virtual[0] > 2 else 1.0),
+        scales.get("stages", 1.0) * float(hop_seconds(outline, one, setting)[0]),
         tuple(
             (kind, scales.get(kind, 1.0) * float(np.broadcast_to(getattr(closed, kind), 1)[0]))
             for kind in ("optimiser", "host")
@@ -157,6 +156,11 @@ class _Step:
                 begun = [self.lanes[rank].begin(self.took.gather) for _ in range(self.blocks[stage])]
                 self.parameters[stage] = begun
 
+    @property
+    def alone(self) -> bool:
+        """Whether ranks have one virtual stage, so that they wait for what they send."""
+        return len(self.blocks) == self.table.ranks
+
     def until(self, action: Action, start: float) -> float:
         """Play an action from when it can begin."""
         lanes, ends = self.lanes[self.table.rank_of[action.stage]], action.stage == len(self.blocks) - 1
@@ -170,6 +174,9 @@ class _Step:
             self._once(lanes, action)
         if ends and action.kind == "F":
             lanes.run(head)
+        sends = not ends if action.kind == "F" else action.stage > 0 and action.kind != "W"
+        if sends and self.alone:
+            lanes.idle(lanes.now + self.took.hop)
         return lanes.now
 
     def _gathering(self, lanes: Lanes, action: Action) -> None:
@@ -213,7 +220,7 @@ def play(
     step = _Step(
         _took(outline, shown, setting, scales or {}), Schedule(rows, maker.rank_of(ranks, ranks * own), micros), blocks
     )
-    played = ran(step.table, step.until, step.took.hop)
+    played = ran(step.table, step.until, 0.0 if step.alone else step.took.hop)
     end = max(lanes.now for lanes in step.lanes)
     for lanes in step.lanes:
         lanes.wait()

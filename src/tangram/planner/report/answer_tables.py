@@ -38,6 +38,7 @@ HELD = {
 
 
 BINDS = ("Bottlenecks", ("what", "how much"))
+LINKS = ("Links, busy beside computation or not", ("link", "how long"))
 
 
 def tables(answer: Answer) -> list[Titled]:
@@ -54,6 +55,7 @@ def tables(answer: Answer) -> list[Titled]:
         ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
         _held(best, answer.limit),
         (*BINDS, bottlenecks.rows(answer, best)),
+        (*LINKS, bottlenecks.links(best)),
         ("What the others lose", ("", *lost_by(answer)), losses(answer)),
         ("If it were otherwise", ("", "step", "than now", "by"), otherwise(answer)),
     ]
@@ -208,6 +210,7 @@ def explained_tables(found: Explained) -> list[Titled]:
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
         _held(one, found.best.limit),
         (*BINDS, bottlenecks.rows(found.best, one)),
+        *([(*LINKS, links)] if (links := bottlenecks.links(one)) else []),
     ]  # fmt: skip
     if best:
         more = {name: part - best.parts[name] for name, part in one.parts.items()}
