@@ -27,7 +27,8 @@ DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
 MIXED = decoder(
     Dims(8, 1024, 16, 32000, ffn=2048, experts=64, per_token=8, expert_ffn=512, shared_ffn=512, dense_layers=1), "mixed"
 )
-SLOW = {"nic": 3e9}
+SLOW = 3e9
+"""Bytes a second of a NIC."""
 SETTINGS = st.builds(
     Setting,
     device=st.sampled_from(["h100", "h800", "a100", "l40s", "v100-16"]).map(device),
@@ -77,7 +78,7 @@ def old(outline: Outline, g: Grid, setting: Setting) -> np.ndarray[Any, Any]:
 def test_a_link_that_is_booked_twice_is_seen() -> None:
     """The formula before: a network busy for longer than the step."""
     g = grid(batch=256, sequence=4096, data=64, expert=64, zero=3)
-    setting = Setting(device("h800"), framework("tangram"), **SLOW)
+    setting = Setting(device("h800"), framework("tangram"), nic=SLOW)
     now = seconds(MIXED, g, setting)
     assert now.links["NIC out"][0] > old(MIXED, g, setting)[0]
     assert now.links["NIC out"][0] <= now.step[0]
@@ -120,7 +121,7 @@ def test_what_more_computation_covers_is_not_in_bounds() -> None:
 
 
 def test_a_choice_says_what_its_links_carry() -> None:
-    setting = Setting(device("h800"), framework("tangram"), **SLOW)
+    setting = Setting(device("h800"), framework("tangram"), nic=SLOW)
     g = grid(batch=256, sequence=4096, data=64, expert=64, zero=3)
     (one,) = described(MIXED, g, setting, Ask(2**20, 4096), 80e9, published())
     assert 0 < max(one.links.values()) <= one.step

@@ -83,13 +83,11 @@ def test_played_and_closed_agree(given: dict[str, Any], near: float) -> None:
 
 
 HEADED = decoder(Dims(24, 4096, 32, 32000, ffn=14336, kv_heads=8), "headed")
-MIXED = decoder(
-    Dims(16, 2048, 16, 64000, ffn=8192, experts=32, per_token=4, expert_ffn=1024, dense_layers=2), "mixed"
-)
+MIXED = decoder(Dims(16, 2048, 16, 64000, ffn=8192, experts=32, per_token=4, expert_ffn=1024, dense_layers=2), "mixed")
 NEAR = {"1F1B": 0.03, "Interleaved1F1B": 0.05, "InterleavedZeroBubble": 0.12, "ZBVZeroBubble": 0.12, "DualPipeV": 0.12}
-"""How far the closed form may be from what is played: of several virtual stages links are free between their actions, and
-where backwards are split, forwards, gradients of inputs and of
-weights do not take as long as each other, for which those tables were made."""
+"""How far the closed form may be from what is played: of several virtual stages links are free between their actions;
+where backwards are split, forwards, gradients of inputs and of weights do not take as long as each other, for which
+those tables were made."""
 
 
 def drawn(rng: np.random.Generator) -> tuple[Outline, Grid, Setting]:

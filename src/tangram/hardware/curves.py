@@ -197,9 +197,7 @@ def collective_seconds(
     return link_seconds(device, what, nbytes, ranks, near, nic).max(axis=0)
 
 
-def link_seconds(
-    device: Figures, what: str, nbytes: Any, ranks: Any, near: Any, nic: float | None = None
-) -> Array:
+def link_seconds(device: Figures, what: str, nbytes: Any, ranks: Any, near: Any, nic: float | None = None) -> Array:
     """The same by link, shape (2, ...): for how long the fast one and the NIC are busy, both at the same time.
 
     Of ranks of several fast links each gets what it gets of those at its own over it: of a ring all that comes round,

@@ -71,7 +71,7 @@ class Pass:
 
 
 def none(g: Grid, setting: Setting) -> Pass:
-    return Pass(*(np.zeros(len(g)) for _ in PARTS), no_links(g, setting))
+    return Pass(**{name: np.zeros(len(g)) for name in PARTS}, links=no_links(g, setting))
 
 
 KERNELS = {"product": 2.0, "scores": 2.0, "unfused scores": 8.0, "stream": 1.0, "unfused stream": 4.0, "exchange": 4.0}
@@ -170,7 +170,7 @@ class Ways:
         alone = [whole - share * part for whole, part in zip(took, covered, strict=True)]
         start = started * (0.0 if setting.graphs else framework.launch)
         busy = compute + alone[0] + alone[1] + alone[2]
-        return Pass(products, attention, streams, np.maximum(start - busy, 0.0), *alone, links)
+        return Pass(products, attention, streams, np.maximum(start - busy, 0.0), alone[0], alone[1], alone[2], links)
 
     # ------------------------------------------------------------ operators
 

@@ -117,6 +117,17 @@ class Learned:
         """The standard deviation of each run's logarithm."""
         return self.correct(runs)[1]
 
+    def apart(self, one: Run, other: Run) -> float:
+        """The standard deviation of the logarithm of the ratio of two runs' steps: what both have in common counts for
+        neither."""
+        differs = features(one)
+        for name, value in features(other).items():
+            differs[name] = differs.get(name, 0.0) - value
+        values = np.array([differs.get(name, 0.0) for name in self.names])
+        known = {*self.names}
+        unseen = sum((WIDTHS[name[0]] * value) ** 2 for name, value in differs.items() if name not in known)
+        return math.sqrt(float(values @ self.covariance @ values) + unseen + 2 * self.noise**2)
+
     def elsewhere(self) -> Learned:
         """Without the effects of the places that it was learned from: what is known of any other."""
         keep = [i for i, (family, _, _) in enumerate(self.names) if not family.startswith("place")]

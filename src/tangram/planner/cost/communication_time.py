@@ -116,11 +116,7 @@ def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behi
         frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
         gather = gather + _gathered(setting, g, frozen, setting.base_bytes) * (g.zero >= 3)
     each, many = (beyond(gather, ahead, parts), _both(gather, reduce, behind, parts)), g.zero >= 3
-    return Data(
-        *(np.where(many, always, first) for always, first in zip(each, once, strict=True)),
-        gather,
-        reduce,
-    )
+    return Data(np.where(many, each[0], once[0]), np.where(many, each[1], once[1]), gather, reduce)
 
 
 def _shards(g: Grid, over: Array) -> Array:

@@ -42,7 +42,7 @@ class Lanes:
 
     links: int
     now: float = 0.0
-    queues: list[deque[Item]] = field(default_factory=list)
+    queues: list[deque[Item]] = field(init=False)
 
     def __post_init__(self) -> None:
         """A queue for each link."""

@@ -140,17 +140,17 @@ class _Step:
     took: _Took
     table: Schedule
     blocks: list[int]
-    lanes: list[Lanes] = field(default_factory=list)
-    parameters: dict[int, list[Item]] = field(default_factory=dict)
+    lanes: list[Lanes] = field(init=False)
+    parameters: dict[int, list[Item]] = field(init=False)
     """Of each virtual stage, by layer, where they are gathered once."""
-    last: dict[int, Action] = field(default_factory=dict)
+    last: dict[int, Action] = field(init=False)
     """Of each virtual stage with what its gradients are whole."""
 
     def __post_init__(self) -> None:
         """What is gathered once is begun everywhere at the start, in the order of its use."""
         self.lanes = [Lanes(len(self.took.gather)) for _ in self.table.rows]
-        for row in self.table.rows:
-            self.last |= {one.stage: one for one in row if one.kind in "BW"}
+        self.last = {one.stage: one for row in self.table.rows for one in row if one.kind in "BW"}
+        self.parameters = {}
         if not self.took.always:
             for stage, rank in enumerate(self.table.rank_of):
                 begun = [self.lanes[rank].begin(self.took.gather) for _ in range(self.blocks[stage])]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from tangram.planner.cost.calibration import published
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.report import bottlenecks
 from tangram.planner.search.explain import Explained
@@ -318,14 +319,16 @@ def lost_by(answer: Answer) -> tuple[str, str]:
 
 def losses(answer: Answer) -> list[tuple[str, ...]]:
     """Of each choice but the first how much more it is, and by what mostly, in seconds of the first's devices."""
-    best, aim = answer.choices[0], answer.aim
+    best, aim, learned = answer.choices[0], answer.aim, published()
     found: list[tuple[str, ...]] = []
     for i, one in enumerate(answer.choices[1:], start=2):
         each = one.devices / best.devices if aim is not None and aim.objective.sizes else 1.0
         more = {name: part * each - best.parts[name] for name, part in one.parts.items()}
         worst = max(more, key=more.__getitem__)
         lost = one.step / best.step - 1 if aim is None else _lost(aim, best, one)
-        found.append((str(i), f"{lost:.1%}", f"{PARTS[worst]} ({more[worst]:+.2f} s)"))
+        same = one.devices == best.devices and one.alike(best, learned)
+        told = " (cannot be told apart from the first)" if same else ""
+        found.append((str(i), f"{lost:.1%}{told}", f"{PARTS[worst]} ({more[worst]:+.2f} s)"))
     return found
 
 

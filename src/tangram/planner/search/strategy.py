@@ -32,6 +32,7 @@ __all__ = [
     "Choice",
     "assumed",
     "described",
+    "families",
     "figures",
     "limit_of",
     "mesh_of",
@@ -148,6 +149,23 @@ class Choice:
     """Bytes that do, of the rank that has most there."""
     precision: Precision = "bf16"
     """What matmuls are computed in."""
+    device: str = ""
+    """Its key in the catalogue."""
+    framework: str = ""
+
+    @property
+    def family(self) -> str:
+        """Which kinds of parallelism it has, whatever their sizes."""
+        kinds = {
+            "FSDP": self.zero >= 3, "TP": self.at["tensor"] > 1, "PP": self.at["pipeline"] > 1,
+            "CP": self.at["context"] > 1, "EP": self.expert > 1,
+        }  # fmt: skip
+        return " x ".join(name for name, has in kinds.items() if has) or "DP"
+
+    def alike(self, other: Choice, learned: Learned) -> bool:
+        """Whether it cannot be told apart from another on the same devices: by the 90 % interval of their ratio."""
+        runs = (Run(one.parts, one.device, one.framework, one.precision, "") for one in (self, other))
+        return abs(math.log(self.step / other.step)) < SURE * learned.apart(*runs)
 
     def grid(self) -> Grid:
         """As a grid of one."""
@@ -307,6 +325,8 @@ def _choice(
         offload=offload_words(at["offload"]),
         host=float(np.broadcast_to(needs.host, len(g))[i]),
         precision=ask.precision,
+        device=run.device,
+        framework=run.framework,
     )
 
 
@@ -340,3 +360,14 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
         if key not in found or one.memory < found[key].memory:
             found[key] = one
     return tuple(found.values())
+
+
+def families(choices: tuple[Choice, ...], most: int) -> tuple[Choice, ...]:
+    """Of choices in their order so many, the first among them: the one that needs least memory, the first of each
+    family (`Choice.family`), and then others as they come."""
+    first = dict[str, int]()
+    for i, one in enumerate(choices):
+        first.setdefault(one.family, i)
+    least = min(range(len(choices)), key=lambda i: choices[i].memory, default=0)
+    order = dict.fromkeys([0, least, *first.values(), *range(len(choices))])
+    return tuple(choices[i] for i in sorted([*order][:most]) if i < len(choices))
