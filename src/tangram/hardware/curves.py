@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.hardware.devices import Figures
 
-__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "link_seconds", "moved_seconds",
-           "product_seconds", "spread"]  # fmt: skip
+__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "link_seconds", "measured",
+           "moved_seconds", "product_seconds", "spread"]  # fmt: skip
 
 Array = NDArray[Any]
 Values = Mapping[str, float]
@@ -101,8 +101,13 @@ def assumed(device: Figures) -> list[str]:
     """What of a device is taken for want of a figure, in words."""
     found = [] if device.link_bandwidth or device.pcie_bandwidth else [f"its link: {PCIE / 1e9:g} GB/s"]
     found += [] if device.nic_bandwidth else [f"its network: {NIC / 1e9:g} GB/s a device"]
-    known = device.name in _file()["product"] or "product" in device.curves
+    known = measured(device.name) or "product" in device.curves
     return found + ([] if known else ["its kernels: the median of other devices"])
+
+
+def measured(name: str) -> bool:
+    """Whether there are curves of matmuls on a device of the catalogue itself."""
+    return name in _file()["product"]
 
 
 def spread(device: Figures, kind: str, of: str = "bf16") -> float:
