@@ -240,12 +240,13 @@ def pipeline_seconds(
     # No rank waits for the others without what it sends itself.
     alone = slowest - hop * (g.virtual == 1)
     filling = np.maximum(blocks + head - alone, 0.0) / g.virtual * waits
-    return slowest * g.micros + filling + 2 * hop * (_crossed(g) - 0.5 * (g.virtual == 1))
+    return slowest * g.micros + filling + 2 * hop * (_crossed(g, least) - 0.5 * (g.virtual == 1))
 
 
-def _crossed(g: Grid) -> Array:
-    """How often a micro-batch goes from rank to rank forward."""
-    return np.where(folded(g.schedule), g.virtual * (g.pipeline - 1), g.virtual * g.pipeline - 1)
+def _crossed(g: Grid, least: bool) -> Array:
+    """How often a micro-batch goes from rank to rank forward; with `least` with two virtual stages of several."""
+    chunks = np.minimum(g.virtual, 2.0) if least else g.virtual
+    return np.where(folded(g.schedule), chunks * (g.pipeline - 1), chunks * g.pipeline - 1)
 
 
 def slowest_rank(
