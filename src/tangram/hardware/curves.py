@@ -209,17 +209,17 @@ def link_seconds(device: Figures, what: str, nbytes: Any, ranks: Any, near: Any,
     but what its own NIC brings; of an all-to-all what these have.
     """
     ranks, near = np.asarray(ranks, float), np.minimum(near, ranks)
-    found = np.zeros((2, *np.broadcast(nbytes, ranks, near).shape))
+    links = np.zeros((2, *np.broadcast(nbytes, ranks, near).shape))
     if not (ranks > 1).any():
-        return found
+        return links
     far, several = near < ranks, near > 1
     inside = collective(_collective(device, what), device, what, nbytes, ranks, near)
     if far.any():
         own = (near - 1) / np.maximum(ranks - 1, 1) if what == "all-to-all" else (near - 1) / near
         inside = inside * np.where(far, own, 1.0)
-        found[1] = np.where(far, far_seconds(device, what, nbytes, ranks, near, nic), 0.0)
-    found[0] = np.where(several, inside, 0.0)
-    return found
+        links[1] = np.where(far, far_seconds(device, what, nbytes, ranks, near, nic), 0.0)
+    links[0] = np.where(several, inside, 0.0)
+    return links
 
 
 def _known(what: str) -> str:

@@ -167,7 +167,7 @@ class Ways:
         compute = products + attention + streams
         # At most as much as there is computation, of each its share.
         share = np.minimum(compute / np.maximum(covered[0] + covered[1] + covered[2], 1e-30), 1.0)
-        alone = [whole - share * part for whole, part in zip(took, covered, strict=True)]
+        alone = [sent - share * part for sent, part in zip(took, covered, strict=True)]
         start = started * (0.0 if setting.graphs else framework.launch)
         busy = compute + alone[0] + alone[1] + alone[2]
         return Pass(products, attention, streams, np.maximum(start - busy, 0.0), alone[0], alone[1], alone[2], links)

@@ -211,14 +211,14 @@ def _host(outline: Outline, g: Grid, setting: Setting, of: Passes) -> HostTraffi
 def demand(setting: Setting, links: Array, host: HostTraffic) -> dict[str, Array]:
     """Seconds of a step by link and direction. What collectives send they receive, from wherever, so one number of each
     of their links is of both directions."""
-    found = {
+    links_busy = {
         f"{name} {way}": carried
         for name, carried in zip(links_of(setting), links, strict=True)
         for way in ("in", "out")
     }
     for name, carried in {"PCIe in": host.into, "PCIe out": host.out, "host memory": host.memory}.items():
-        found[name] = found[name] + carried if name in found else carried
-    return found
+        links_busy[name] = links_busy[name] + carried if name in links_busy else carried
+    return links_busy
 
 
 def _weights(outline: Outline, back: Pass) -> Array:

@@ -128,9 +128,9 @@ def _took(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, fl
 
 def _layer(of: Pass, scales: Mapping[str, float], count: int) -> Layer:
     """Its links are busy behind what no exchange of its runs beside."""
-    whole = sum(scales.get(name, 1.0) * float(getattr(of, name)[0]) for name in BLOCKS) / count
-    links = tuple(min(float(part) / count, whole) for part in of.links[:, 0])
-    return Layer(whole - max(links), max(links), links)
+    took = sum(scales.get(name, 1.0) * float(getattr(of, name)[0]) for name in BLOCKS) / count
+    links = tuple(min(float(part) / count, took) for part in of.links[:, 0])
+    return Layer(took - max(links), max(links), links)
 
 
 @dataclass
