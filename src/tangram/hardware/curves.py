@@ -205,8 +205,8 @@ def collective_seconds(
 def link_seconds(device: Figures, what: str, nbytes: Any, ranks: Any, near: Any, nic: float | None = None) -> Array:
     """The same by link, shape (2, ...): for how long the fast one and the NIC are busy, both at the same time.
 
-    Of ranks of several fast links each gets what it gets of those at its own over it: of a ring all that comes round,
-    but what its own NIC brings; of an all-to-all what these have.
+    Of ranks of several fast links each gets over its own all that comes round in a ring, of an all-to-all what those at
+    it have.
     """
     ranks, near = np.asarray(ranks, float), np.minimum(near, ranks)
     links = np.zeros((2, *np.broadcast(nbytes, ranks, near).shape))
@@ -215,8 +215,8 @@ def link_seconds(device: Figures, what: str, nbytes: Any, ranks: Any, near: Any,
     far, several = near < ranks, near > 1
     inside = collective(_collective(device, what), device, what, nbytes, ranks, near)
     if far.any():
-        own = (near - 1) / np.maximum(ranks - 1, 1) if what == "all-to-all" else (near - 1) / near
-        inside = inside * np.where(far, own, 1.0)
+        if what == "all-to-all":
+            inside = inside * np.where(far, (near - 1) / np.maximum(ranks - 1, 1), 1.0)
         links[1] = np.where(far, far_seconds(device, what, nbytes, ranks, near, nic), 0.0)
     links[0] = np.where(several, inside, 0.0)
     return links
