@@ -132,6 +132,8 @@ def why_not(row: Row) -> str:
         return f"{row['arch']} is no decoder of one kind of block"
     if row["task"] not in ("pretrain", "sft", ""):
         return row["task"]
+    if row["recompute"].strip() == "?":
+        return "what is recomputed is not known"
     ranks = [number(row, name, 1) for name in ("tp", "pp", "cp")]
     return "" if number(row, "n_gpus", 1) >= math.prod(ranks) else "a layout of more devices than there are"
 
@@ -259,7 +261,7 @@ def recompute(row: Row) -> tuple[Group, float]:
     if text.startswith("full on some") and " of " in detail:
         again, layers = (_numbers(part) for part in detail.split(" of "))
         return Group.BLOCK, min(1.0, sum(again) / max(sum(layers), 1.0))
-    if text.startswith("full") or text == "?":
+    if text.startswith("full"):
         return Group.BLOCK, 1.0
     if text.startswith("per-op"):
         shares = _numbers(detail)

@@ -154,3 +154,29 @@ def test_damaged_rows_are_left_out_or_predicted_and_never_break() -> None:
     assert min(case.node for case in some) >= 1
     assert 30 < len(some) < 250
     assert all(np.isfinite(run.predicted) and run.predicted > 0 for run in HeldOut(some).runs)
+
+
+def test_a_device_that_nobody_measured_is_less_sure() -> None:
+    """By its name in the catalogue alone: of a card without curves or runs less is known than of one with curves."""
+    taught = learn(made(4, 10, 0))
+    parts = {"products": 8.0, "tensor": 2.0}
+    kernels, none = (Run(parts, name, "megatron-core", "bf16", "") for name in ("l40s", "t4"))
+    measured, unmeasured = taught.spread([kernels, none])
+    assert unmeasured > measured + 0.1
+    assert not measured_runs_are_less_sure(taught, parts)
+
+
+def measured_runs_are_less_sure(taught: Learned, parts: dict[str, float]) -> bool:
+    """Whether some runs of a device leave as much open as none."""
+    after = taught.after([Run(parts, "t4", "megatron-core", "bf16", f"place {i}", 15.0) for i in range(5)])
+    one = [Run(parts, "t4", "megatron-core", "bf16", "")]
+    return bool(after.spread(one)[0] > 0.8 * taught.spread(one)[0])
+
+
+def test_what_two_runs_have_in_common_does_not_tell_them_apart() -> None:
+    taught = published()
+    near = [Run({"products": 8.0, "tensor": other}, "t4", "tangram", "bf16", "") for other in (2.0, 2.1)]
+    far = Run({"expert": 9.0, "idle": 1.0}, "t4", "tangram", "bf16", "")
+    assert taught.apart(*near) < 0.5 * taught.spread(near)[0]
+    assert taught.apart(near[0], near[0]) == pytest.approx(2**0.5 * taught.noise)
+    assert taught.apart(near[0], far) > 2 * taught.apart(*near)

@@ -42,13 +42,13 @@ def test_what_is_sent_by_hand() -> None:
     tokens = 65536 / 8
     there, back = 2 * tokens * (16 * 128 + 4 * 256), 2 * tokens * 16 * 128
     said = [float(curves.collective_seconds(SETTING.device, "all-to-all", each, 4, 4)) for each in (there, back)]
-    assert way.dealt()[0] == pytest.approx(sum(said))
+    assert way.dealt()[0, 0] == pytest.approx(sum(said))
     around = 2 * 65536 * 4 * 256 / 4  # a quarter of the heads' keys, of all tokens, over the two others
     keys = float(curves.collective_seconds(SETTING.device, "all-gather", around, 2, 2))
-    assert way.around(np.zeros(1))[0] == pytest.approx(keys)
-    assert Ways(GROUPED.runs[0][0], GROUPED.hidden, grid(**LONG), SETTING).dealt()[0] == 0
+    assert way.around(np.zeros(1))[0][0, 0] == pytest.approx(keys)
+    assert Ways(GROUPED.runs[0][0], GROUPED.hidden, grid(**LONG), SETTING).dealt().max() == 0
     alone = Ways(GROUPED.runs[0][0], GROUPED.hidden, grid(**LONG | {"context": 4}, ulysses=4), SETTING)
-    assert alone.around(np.zeros(1))[0] == 0
+    assert alone.around(np.zeros(1))[0].max() == 0
 
 
 def test_more_ranks_than_heads_of_keys_copy_them() -> None:

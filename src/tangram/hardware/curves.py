@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.hardware.devices import Figures
 
-__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "moved_seconds", "product_seconds",
-           "spread"]  # fmt: skip
+__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "link_seconds", "measured",
+           "moved_seconds", "product_seconds", "spread"]  # fmt: skip
 
 Array = NDArray[Any]
 Values = Mapping[str, float]
@@ -101,8 +101,13 @@ def assumed(device: Figures) -> list[str]:
     """What of a device is taken for want of a figure, in words."""
     found = [] if device.link_bandwidth or device.pcie_bandwidth else [f"its link: {PCIE / 1e9:g} GB/s"]
     found += [] if device.nic_bandwidth else [f"its network: {NIC / 1e9:g} GB/s a device"]
-    known = device.name in _file()["product"] or "product" in device.curves
+    known = measured(device.name) or "product" in device.curves
     return found + ([] if known else ["its kernels: the median of other devices"])
+
+
+def measured(name: str) -> bool:
+    """Whether there are curves of matmuls on a device of the catalogue itself."""
+    return name in _file()["product"]
 
 
 def spread(device: Figures, kind: str, of: str = "bf16") -> float:
@@ -194,12 +199,27 @@ def collective_seconds(
     second of a device from other nodes, the catalogue's where None.
     Where neither knows it, `PCIE` and `NIC` are taken (`assumed` says so).
     """
+    return link_seconds(device, what, nbytes, ranks, near, nic).max(axis=0)
+
+
+def link_seconds(device: Figures, what: str, nbytes: Any, ranks: Any, near: Any, nic: float | None = None) -> Array:
+    """The same by link, shape (2, ...): for how long the fast one and the NIC are busy, both at the same time.
+
+    Of ranks of several fast links each gets over its own all that comes round in a ring, of an all-to-all what those at
+    it have.
+    """
     ranks, near = np.asarray(ranks, float), np.minimum(near, ranks)
+    links = np.zeros((2, *np.broadcast(nbytes, ranks, near).shape))
     if not (ranks > 1).any():
-        return np.zeros(np.broadcast(nbytes, ranks).shape)
+        return links
+    far, several = near < ranks, near > 1
     inside = collective(_collective(device, what), device, what, nbytes, ranks, near)
-    far = far_seconds(device, what, nbytes, ranks, near, nic) if (near < ranks).any() else inside
-    return np.where(ranks > 1, np.where(near >= ranks, inside, np.maximum(far, inside)), 0.0)
+    if far.any():
+        if what == "all-to-all":
+            inside = inside * np.where(far, (near - 1) / np.maximum(ranks - 1, 1), 1.0)
+        links[1] = np.where(far, far_seconds(device, what, nbytes, ranks, near, nic), 0.0)
+    links[0] = np.where(several, inside, 0.0)
+    return links
 
 
 def _known(what: str) -> str:

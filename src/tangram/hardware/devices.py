@@ -7,6 +7,7 @@ of published runs call it. Loads no torch.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -121,13 +122,14 @@ def devices() -> Mapping[str, Figures]:
 
 @cache
 def device(name: str) -> Figures:
-    """A device by its key, its label, or what tables of runs call it. Raises UserError with the nearest names."""
+    """A device by its key, its label, or what tables of runs call it, with a remark in parentheses maybe: whole, so
+    that "V100-16+T4" is none. Raises UserError with the nearest names."""
     said = name.strip().lower()
     for key, table in tables().items():
         if said in (key, str(table.get("label", key)).lower()):
             return devices()[key]
     for key, table in tables().items():
-        if any(said.startswith(one.lower()) for one in table.get("called", ())):
+        if any(re.fullmatch(rf"{re.escape(one.lower())}( ?\(.*\))?", said) for one in table.get("called", ())):
             return devices()[key]
     near = difflib.get_close_matches(said, list(devices()), 3, 0.5)
     hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(devices())}"

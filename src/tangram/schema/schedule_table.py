@@ -199,21 +199,35 @@ def slots(action: Action) -> float:
 
 def played(schedule: Schedule, seconds: Callable[[Action], float] = slots) -> list[list[tuple[float, Action]]]:
     """For each rank when each action begins, as far as it comes; what moves between ranks takes no time."""
+    rows = ran(schedule, lambda action, start: start + seconds(action))
+    return [[(start, action) for start, _, action in row] for row in rows]
+
+
+def ran(
+    schedule: Schedule, until: Callable[[Action, float], float], sent: float = 0.0
+) -> list[list[tuple[float, float, Action]]]:
+    """For each rank when each action begins and ends, as far as it comes. `until`: when an action ends that can begin
+    from some time on, called for each rank's in their order; `sent`: seconds from rank to rank."""
     gives = _backwards(schedule)
     ended: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
-    began: list[list[tuple[float, Action]]] = [[] for _ in schedule.rows]
+    began: list[list[tuple[float, float, Action]]] = [[] for _ in schedule.rows]
+
+    def ready(one: Action, rank: int) -> float | None:
+        at = ended.get(one)
+        return at if at is None or schedule.rank_of[one.stage] == rank else at + sent
+
     goes_on = True
     while goes_on:
         goes_on = False
         for rank, row in enumerate(schedule.rows):
             for action in row[len(began[rank]) :]:
-                needs = [ended.get(one) for one in _waits_for(action, gives)]
+                needs = [ready(one, rank) for one in _waits_for(action, gives)]
                 if None in needs:
                     break
                 start = max([free[rank], *(at for at in needs if at is not None)])
-                began[rank].append((start, action))
-                free[rank] = ended[action] = start + seconds(action)
+                free[rank] = ended[action] = until(action, start)
+                began[rank].append((start, free[rank], action))
                 goes_on = True
     return began
 

@@ -9,15 +9,17 @@ whichever is longer:
     streams       bytes by the rate of memory; fused or not as the framework has them
     tensor        two exchanges of a block's hidden states in the forward and two in the backward
     expert        tokens to their experts' ranks and back, forward and backward
-    context       keys and values around, as far as attention does not cover it; ranks that exchange heads (`ulysses`)
-                  have all tokens of their group and a part of the heads while attention works (Jacobs et al. 2023)
+    context       keys and values around, under attention; ranks that exchange heads (`ulysses`) have all tokens of
+                  their group and a part of the heads while attention works (Jacobs et al. 2023)
+
+Of exchanges that runs beside computation which the framework overlaps, together as much as there is computation.
 
 Each is an array over the grid; `planner.cost.step_time` makes a step of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,14 +28,16 @@ from numpy.typing import NDArray
 
 from tangram.hardware import curves
 from tangram.models.outline import Batched, Block, Group, Product, Scores, Stream
-from tangram.planner.cost.communication_time import exchange
+from tangram.planner.cost.communication_time import exchange, no_links
 from tangram.planner.cost.expert_imbalance import busiest
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Pass", "Ways", "none"]
+__all__ = ["PARTS", "Pass", "Ways", "none"]
 
 Array = NDArray[Any]
+PARTS = ("products", "attention", "streams", "launch", "tensor", "expert", "context")
+"""Of a pass, what takes time one after another."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,27 @@ class Pass:
     tensor: Array
     expert: Array
     context: Array
+    links: Array
+    """Seconds that each link carries what of it, also beside computation; shape (links, grid)."""
 
     @property
     def total(self) -> Array:
-        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+        return sum((getattr(self, name) for name in PARTS), np.zeros(()))
+
+    @property
+    def room(self) -> Array:
+        """Seconds in which each link carries nothing of it."""
+        return self.total - self.links
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Pass(*(getattr(self, name) + getattr(other, name) for name in (*PARTS, "links")))
 
     def __mul__(self, times: Any) -> Pass:
-        return Pass(*(getattr(self, one.name) * times for one in fields(self)))
+        return Pass(*(getattr(self, name) * times for name in (*PARTS, "links")))
 
 
-def none(g: Grid) -> Pass:
-    return Pass(*(np.zeros(len(g)) for _ in fields(Pass)))
+def none(g: Grid, setting: Setting) -> Pass:
+    return Pass(**{name: np.zeros(len(g)) for name in PARTS}, links=no_links(g, setting))
 
 
 KERNELS = {"product": 2.0, "scores": 2.0, "unfused scores": 8.0, "stream": 1.0, "unfused stream": 4.0, "exchange": 4.0}
@@ -101,9 +112,10 @@ class Ways:
         started = sum((share(group) * times for group, times in self.kernels()), self.nothing)
         tensor, expert = self.exchanges()
         a, m = share(Group.ATTENTION), share(Group.MLP)
-        context = self.around(attention) + self.dealt()
+        around, under = self.around(attention)
+        context = a * (around + self.dealt())
         return self.waiting(
-            started, products, attention + scans, streams, tensor * (a + m) / 2, expert * m, a * context
+            started, products, attention + scans, streams, tensor * (a + m) / 2, expert * m, context, a * under
         )
 
     def repeated(self, forward: Pass) -> Pass:
@@ -122,8 +134,9 @@ class Ways:
         streams = sum((self.stream(one, one.backward) for one in block.streams), self.nothing) + casts
         started = sum((2 * times for _, times in self.kernels()), self.nothing)
         tensor, expert = self.exchanges()
-        context = 2 * self.around(attention / 2) + self.dealt()
-        return self.waiting(started, products, attention + scans, streams, tensor, expert, context)
+        around, under = self.around(attention / 2)
+        context = 2 * around + self.dealt()
+        return self.waiting(started, products, attention + scans, streams, tensor, expert, context, 2 * under)
 
     @cached_property
     def busy(self) -> Array:
@@ -143,12 +156,21 @@ class Ways:
         tensor: Array,
         expert: Array,
         context: Array,
+        under: Array,
     ) -> Pass:
-        """A pass, with the time that the host needs beyond the device's."""
-        setting = self.setting
-        start = started * (0.0 if setting.graphs else setting.framework.launch)
-        busy = products + attention + streams + tensor + expert + context
-        return Pass(products, attention, streams, np.maximum(start - busy, 0.0), tensor, expert, context)
+        """A pass, with the time that the host needs beyond the device's; exchanges as their links carry them, `under`:
+        seconds of that of context that attention covers."""
+        setting, framework = self.setting, self.setting.framework
+        links = tensor + expert + context
+        took = [one.max(axis=0) for one in (tensor, expert, context)]
+        covered = [took[0] * framework.overlap_tensor, took[1] * framework.overlap_expert, under]
+        compute = products + attention + streams
+        # At most as much as there is computation, of each its share.
+        share = np.minimum(compute / np.maximum(covered[0] + covered[1] + covered[2], 1e-30), 1.0)
+        alone = [sent - share * part for sent, part in zip(took, covered, strict=True)]
+        start = started * (0.0 if setting.graphs else framework.launch)
+        busy = compute + alone[0] + alone[1] + alone[2]
+        return Pass(products, attention, streams, np.maximum(start - busy, 0.0), alone[0], alone[1], alone[2], links)
 
     # ------------------------------------------------------------ operators
 
@@ -267,28 +289,28 @@ class Ways:
 
     def exchanges(self) -> tuple[Array, Array]:
         """Of a pass: hidden states over TP ranks, by as many halves of the block as are cut, and tokens over expert
-        ranks."""
+        ranks; seconds by link."""
         g, setting = self.g, self.setting
         hidden = g.tokens * self.hidden * setting.flow_bytes
-        over = exchange(setting, "all-reduce", hidden, g.tensor, np.ones(len(g)))
-        over = 2 * over * (1 - setting.framework.overlap_tensor)
+        over = 2 * exchange(setting, "all-reduce", hidden, g.tensor, np.ones(len(g)))
         if not self.block.experts:
-            return over * self.block.halves / 2, self.nothing
+            return over * self.block.halves / 2, no_links(g, setting)
         sent = hidden * self.block.per_token * g.expert_tensor / g.tensor * self.busy
         to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor, g)
         alone = (self.block.halves - 1) / 2
-        return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to * (1 - setting.framework.overlap_expert)
+        return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to
 
-    def around(self, attention: Array) -> Array:
-        """Keys and values over the CP ranks that have the same heads, as far as attention does not cover them."""
+    def around(self, attention: Array) -> tuple[Array, Array]:
+        """Keys and values over the CP ranks that have the same heads, by link, and how much of that attention covers:
+        at most half of itself, and all but the first of ten parts."""
         g, setting = self.g, self.setting
         ring = g.context / g.ulysses
         if not (ring > 1).any() or not self.block.scores:
-            return self.nothing
+            return no_links(g, setting), self.nothing
         numbers = sum((self.keys(one) for one in self.block.scores), self.nothing)
         nbytes = setting.flow_bytes * g.micro * g.sequence * numbers
         all_keys = exchange(setting, "all-gather", nbytes, ring, g.tensor * g.ulysses)
-        return np.maximum(all_keys - 0.5 * attention, 0.1 * all_keys)
+        return all_keys, np.minimum(0.5 * attention, 0.9 * all_keys.max(axis=0))
 
     def keys(self, one: Scores) -> Array:
         """Numbers of a token's keys and values on a rank; where ranks are more than heads each has one, copied."""
@@ -298,12 +320,12 @@ class Ways:
 
     def dealt(self) -> Array:
         """Queries, keys and values to the ranks of their heads, what attention makes of them back to those of their
-        tokens; nothing covers it. The backward sends the gradients of as much."""
+        tokens, by link; nothing covers it. The backward sends the gradients of as much."""
         g, setting = self.g, self.setting
+        found = no_links(g, setting)
         if not (g.ulysses > 1).any() or not self.block.scores:
-            return self.nothing
+            return found
         each = setting.flow_bytes * g.tokens
-        found = self.nothing
         for one in self.block.scores:
             to = one.heads * one.qk_dim / g.tensor + self.keys(one) * g.ulysses
             back = one.heads * one.v_dim / g.tensor

@@ -1,12 +1,14 @@
 """What a step moves: collectives over the axes of a mesh, gradients and parameters over DP ranks, the optimiser.
 
-Seconds for every configuration of a grid at once. Ranks lie as Megatron's do: TP ranks next to each other, then
+Seconds for every configuration of a grid at once, of each link apart: what goes over one waits for what else does, and
+hides only while that link carries nothing else. Ranks lie as Megatron's do: TP ranks next to each other, then
 CP, DP, and PP ranks, so that an axis of `k` ranks, each `stride` after the one before, has as many at one
 fast link as fit there. Or PP ranks lie before DP ranks (`Grid.inner`), and pull those of a stage apart.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,24 +19,38 @@ from tangram.models.outline import Outline
 from tangram.planner.cost.model_state_bytes import Held, divided, experts_over, held
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of
+from tangram.planner.space.schedule_formulas import splits
 from tangram.planner.space.setting import Setting
 
-__all__ = ["beyond", "data_seconds", "exchange", "numbers_held", "optimiser_seconds"]
+__all__ = ["Data", "beyond", "data_traffic", "exchange", "links_of", "no_links", "numbers_held", "optimiser_seconds"]
 
 Array = NDArray[Any]
 
 
 def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array, g: Grid | None = None) -> Array:
-    """Seconds of a collective of `ranks`, each `stride` after the one before; 0 for one rank. With `g` those are places
+    """Seconds of a collective of `ranks`, each `stride` after the one before, by the links that carry it at the same
+    time (`links_of`), shape (links, grid); it takes as long as the longest. 0 for one rank. With `g` those are places
     within a stage."""
     device = setting.device
-    took = curves.collective_seconds(device, what, nbytes, ranks, near=_near(setting.node, ranks, stride, g),
-                                     nic=setting.nic)  # fmt: skip
-    for size, rate in setting.islands:  # all networks carry it at the same time, so the slowest of them counts
+    near = _near(setting.node, ranks, stride, g)
+    took = curves.link_seconds(device, what, nbytes, ranks, near, nic=setting.nic)
+    more: list[Array] = []
+    for size, rate in setting.islands:
         near = _near(size, ranks, stride, g)
         farther = curves.far_seconds(device, what, nbytes, ranks, near, rate)
-        took = np.where(near < ranks, np.maximum(took, farther), took)
-    return took
+        more.append(np.where(near < ranks, farther, 0.0))
+    return np.concatenate([took, more]) if more else took
+
+
+def links_of(setting: Setting) -> tuple[str, ...]:
+    """Names of the links of collectives: what devices of a node meet at, the NIC, networks beyond it."""
+    near = "NVLink" if setting.device.link_bandwidth else "PCIe"
+    return (near, "NIC", *(f"network beyond {size:,} devices" for size, _ in setting.islands))
+
+
+def no_links(g: Grid, setting: Setting) -> Array:
+    """Links that carry nothing."""
+    return np.zeros((2 + len(setting.islands), len(g)))
 
 
 def _near(size: int, ranks: Array, stride: Array, g: Grid | None) -> Array:
@@ -62,21 +78,45 @@ def numbers_held(outline: Outline, g: Grid) -> tuple[Held, Held]:
     return held(whole, g, [count / g.pipeline for _, count in whole.runs], ends + outline.further / g.pipeline)
 
 
-def data_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micro: Array) -> Array:
-    """Gradients and parameters over DP ranks, beyond what runs under computation."""
+@dataclass(frozen=True)
+class Data:
+    """What DP ranks send of gradients and parameters."""
+
+    ahead: Array
+    """Seconds by which they make a forward longer: all of them, or (ZeRO below 3) a step's first."""
+    behind: Array
+    """The same of a backward: all of them, or the last."""
+    gather: Array
+    """Seconds that each link carries parameters to be used once, shape (links, grid)."""
+    reduce: Array
+    """The same of gradients."""
+
+    def links(self, g: Grid) -> Array:
+        """Seconds of a step that each link carries either."""
+        return np.where(g.zero >= 3, g.micros * (2 * self.gather + self.reduce), self.gather + self.reduce)
+
+    def step(self, g: Grid) -> Array:
+        """Seconds of a step's micro-batches on a stage."""
+        return (self.ahead + self.behind) * np.where(g.zero >= 3, g.micros, 1.0)
+
+
+def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behind: Array) -> Data:
+    """Gradients and parameters over DP ranks. `ahead`, `behind`: seconds of a micro-batch's forward and backward on a
+    stage in which each link carries nothing else, shape (links, grid)."""
     framework = setting.framework
     whole, trained = numbers_held(outline, g)
     reduce = _summed(setting, g, trained, framework.reduce_bytes)
     gather = _gathered(setting, g, trained, setting.flow_bytes)
     parts = np.maximum(outline.layers / g.pipeline, 1.0)
-    backward = micro - ahead
-    once = beyond(reduce, backward, framework.overlap_reduce, parts)
-    once = once + beyond(gather, ahead, framework.overlap_gather, parts)
+    once = (
+        _once(g, gather, framework.overlap_gather * ahead, parts),
+        _once(g, reduce, framework.overlap_reduce * behind, parts),
+    )
     if trained is not whole:  # what is frozen is gathered where parameters are divided, and never summed
         frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
-        gather = gather + _gathered(setting, g, frozen, setting.base_bytes)
-    each = beyond(gather, ahead, 1.0, parts) + beyond(gather + reduce, backward, 1.0, parts)
-    return np.where(g.zero >= 3, each * g.micros, once)
+        gather = gather + _gathered(setting, g, frozen, setting.base_bytes) * (g.zero >= 3)
+    each, many = (beyond(gather, ahead, parts), _both(gather, reduce, behind, parts)), g.zero >= 3
+    return Data(np.where(many, each[0], once[0]), np.where(many, each[1], once[1]), gather, reduce)
 
 
 def _shards(g: Grid, over: Array) -> Array:
@@ -94,7 +134,7 @@ def _ways(g: Grid, numbers: Held) -> list[tuple[Array, Array, Array]]:
 
 def _summed(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
     """Gradients: scattered over those that divide, then summed over copies of these."""
-    found = np.zeros(len(g))
+    found = no_links(g, setting)
     for count, over, stride in _ways(g, numbers):
         shards = _shards(g, over)
         found = found + exchange(setting, "reduce-scatter", count * nbytes, shards, stride, g)
@@ -106,15 +146,37 @@ def _summed(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
 
 def _gathered(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
     """Parameters, from those that divide them."""
-    found = np.zeros(len(g))
+    found = no_links(g, setting)
     for count, over, stride in _ways(g, numbers):
         found = found + exchange(setting, "all-gather", count * nbytes, _shards(g, over), stride, g)
     return found
 
 
-def beyond(traffic: Array, work: Array, share: float, parts: Array) -> Array:
-    """What of some traffic does not fit under `share` of some work; of `parts` of it one has nothing to hide under."""
-    return np.maximum(traffic - share * work, traffic / parts * (1 if share else parts))
+def beyond(traffic: Array, room: Array, parts: Array) -> Array:
+    """Seconds of traffic in which nothing else is done. It goes beside computation in so many equal parts, each while
+    the next (of gradients: the one before) is computed: one has nothing to hide under, and each of the others has that
+    part of the link's `room`. Both of shape (links, grid)."""
+    return (traffic / parts + (1 - 1 / parts) * np.maximum(traffic - room, 0.0)).max(axis=0)
+
+
+def _once(g: Grid, traffic: Array, room: Array, parts: Array) -> Array:
+    """Of a step's first forwards or last backwards. One virtual stage of several waits for its own alone, or all of
+    them for what does not fit under as many micro-batches of the others as there are ranks; where backwards are split
+    gradients come last, of all virtual stages."""
+    chunks = np.where(splits(g.schedule), 1.0, np.minimum(g.virtual, parts))
+    if not (chunks > 1).any():
+        return beyond(traffic, room, parts)
+    alone = beyond(traffic / chunks, room / chunks, parts / chunks)
+    return np.maximum(alone, beyond(traffic, room * ((chunks - 1) * g.pipeline + 1) / chunks, parts))
+
+
+def _both(gather: Array, reduce: Array, room: Array, parts: Array) -> Array:
+    """Of a backward that gathers each layer's parameters before it and reduces its gradients behind it: the first and
+    the last of these have nothing to hide under, one layer each has one of them, all others both."""
+    first, last, own = gather / parts, reduce / parts, room / parts
+    ends = np.maximum(first - own, 0.0) + np.maximum(last - own, 0.0)
+    between = np.maximum(parts - 2, 0.0) * np.maximum(first + last - own, 0.0)
+    return (first + last + ends * np.minimum(parts - 1, 1.0) + between).max(axis=0)
 
 
 def optimiser_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:

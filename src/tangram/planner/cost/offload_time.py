@@ -14,6 +14,7 @@ other's way; nothing of this was measured here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,33 +28,54 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of, states_of
 from tangram.planner.space.setting import Setting
 
-__all__ = ["host_seconds", "saved_seconds"]
+__all__ = ["HostTraffic", "host_traffic", "saved_seconds"]
 
 Array = NDArray[Any]
 
 
-def host_seconds(outline: Outline, g: Grid, setting: Setting, ahead: Array, micro: Array) -> Array:
-    """Of a step; `ahead`: seconds of a micro-batch's forward on a stage, `micro`: of both its ways."""
-    saved = saved_seconds(outline, g, setting)
+@dataclass(frozen=True)
+class HostTraffic:
+    """Of a step, arrays over the grid."""
+
+    seconds: Array
+    """That devices wait."""
+    into: Array
+    """That copies to a device take, waited for or not."""
+    out: Array
+    """That copies to its host take."""
+    memory: Array
+    """That the host's memory is busy with the device's part of the update."""
+
+
+def host_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, back: Array) -> HostTraffic:
+    """Of a step; `ahead`, `back`: seconds of a micro-batch's forward and backward on a stage that copies may take."""
+    saved, nothing = saved_seconds(outline, g, setting), np.zeros(len(g))
     if not g.offload.any():
-        return saved
-    host, back = setting.host, micro - ahead
+        return HostTraffic(saved, nothing, saved, nothing)
+    host = setting.host
     whole, trained = numbers_held(outline, g)
     states, weights, flows = away(g.offload)
     mine = divided(g, trained, 1)
     gradients, parameters = mine * setting.framework.gradient_bytes / host.rate, mine * setting.flow_bytes / host.rate
-    update = mine * moved_of(g.optimiser) / host.bandwidth
-    found = np.where(states, update + np.where(weights, 0.0, np.maximum(gradients - back, 0.0) + parameters), 0.0)
+    update = np.where(states, mine * moved_of(g.optimiser) / host.bandwidth, 0.0)
+    back_again = np.where(states & ~weights, np.maximum(gradients - back, 0.0) + parameters, 0.0)
     frozen = divided(g, whole, 3) - divided(g, trained, 3)
     brought = parameters + frozen * setting.base_bytes / host.rate
     passes = np.maximum(brought - ahead, 0.0) + np.maximum(brought + gradients - back, 0.0)
-    found = found + np.where(weights, passes * g.micros, 0.0)
+    waits = update + back_again + np.where(weights, passes * g.micros, 0.0)
     kept = np.zeros(len(g))
     for block, count in outline.predicting.kinds:
         kept = kept + count * block_activations(block, outline.hidden, g, setting)[0] / g.pipeline
     moved = kept / host.rate
-    waits = np.maximum(moved - ahead, 0.0) + np.maximum(moved - back, 0.0)
-    return saved + found + np.where(flows, waits * g.micros, 0.0)
+    waits = waits + np.where(flows, (np.maximum(moved - ahead, 0.0) + np.maximum(moved - back, 0.0)) * g.micros, 0.0)
+    into = np.where(weights, 2 * brought, 0.0) + np.where(flows, moved, 0.0)
+    out = np.where(weights, gradients, 0.0) + np.where(flows, moved, 0.0)
+    return HostTraffic(
+        saved + waits,
+        into * g.micros + np.where(states & ~weights, parameters, 0.0),
+        saved + out * g.micros + np.where(states & ~weights, gradients, 0.0),
+        update,
+    )
 
 
 def saved_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:

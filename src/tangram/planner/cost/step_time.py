@@ -2,16 +2,19 @@
 
 A step is so many micro-batches through a pipeline, then what DP ranks still have to sum, then the optimiser:
 
-    step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  exposed data traffic  +  optimiser
+    step = M max_i(s_i) + (sum_i(s_i) - max_i(s_i)) / v  +  hops  +  exposed data traffic  +  optimiser
 
-with s_i the forward and backward of a micro-batch on stage i and v virtual stages a rank (Narayanan et al. 2021, 2.2,
-for equal stages); what this is above a stage's own share of the work is idle. What a pass through a block takes is
-`planner.cost.block_time`.
+with s_i the forward and backward of a micro-batch on stage i, of one virtual stage with what it sends, and v virtual
+stages a rank (Narayanan et al. 2021, 2.2, for equal stages); what this is above a stage's own share of the work is
+idle. A micro-batch hops from rank to rank once each way while the pipeline fills and drains. What a pass through a
+block takes is `planner.cost.block_time`.
 
 What runs beside (gradients summed under the backward, parameters gathered under computation) counts as far as it does
-not fit under. Every part is an array of seconds on the longest way through the step; they add up to the step.
+not fit under what leaves its link free. Every part is an array of seconds on the longest way through the step; they add
+up to the step, which is no shorter than any link is busy (`Seconds.links`).
 
-The trade-off: a closed form knows no jitter and no imbalance of real schedules; `schema.schedules` plays events.
+The trade-off: a closed form knows no jitter, and of virtual stages neither their single layers nor what a link carries
+at which moment; `planner.cost.timeline` plays that, and tests compare.
 """
 
 from __future__ import annotations
@@ -25,17 +28,18 @@ from numpy.typing import NDArray
 
 from tangram.hardware import curves
 from tangram.models.outline import Block, Outline
+from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass, Ways, none
-from tangram.planner.cost.communication_time import data_seconds, exchange, optimiser_seconds
-from tangram.planner.cost.offload_time import host_seconds
+from tangram.planner.cost.communication_time import Data, data_traffic, exchange, links_of, no_links, optimiser_seconds
+from tangram.planner.cost.offload_time import HostTraffic, host_traffic
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import cut
 from tangram.planner.space.schedule_formulas import folded, splits
 from tangram.planner.space.setting import Setting
 
 __all__ = [
-    "Passes", "Scales", "Seconds", "block_seconds", "hop_seconds", "loads", "passes_of", "pipeline_seconds", "scaled",
-    "seconds", "slowest_rank",
+    "COVERED", "PARTS", "Passes", "Scales", "Seconds", "block_seconds", "hop_seconds", "loads", "multiplied",
+    "passes_of", "pipeline_seconds", "scaled", "seconds", "slowest_rank",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -65,24 +69,42 @@ class Seconds:
     host: Array
     """In which devices wait for what is in their hosts' memory."""
 
+    links: Mapping[str, Array]
+    """Seconds of a step that each link carries something, by name and direction."""
+
     @property
     def step(self) -> Array:
-        """The sum."""
-        return sum((getattr(self, one.name) for one in fields(self)), np.zeros(()))
+        """The sum of the parts."""
+        return sum(self.parts().values(), np.zeros(()))
+
+    @property
+    def busiest(self) -> Array:
+        """Seconds of the link that has most to carry."""
+        return np.maximum.reduce([*self.links.values()]) if self.links else np.zeros(())
 
     def parts(self) -> dict[str, Array]:
         """By name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: getattr(self, name) for name in PARTS}
 
 
+PARTS = tuple(one.name for one in fields(Seconds) if one.name != "links")
+"""What a step's seconds are spent on."""
+COVERED = ("data", "host")
+"""What may be less where more is computed: it runs beside."""
 Scales = Mapping[str, float] | None
 """By what each part of a step is multiplied (`planner.cost.calibration`); None: by one."""
 
 
 def scaled(one: Seconds, scales: Scales) -> Array:
-    """Seconds of steps, each part multiplied: what is longer in every part stays longer."""
-    parts = one.parts()
-    return np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items()))
+    """Seconds of steps, each part multiplied: what is longer in every part stays longer. What is learned of parts makes
+    no link quicker."""
+    return np.maximum(sum(multiplied(one, scales).values(), np.zeros(())), one.busiest)
+
+
+def multiplied(one: Seconds, scales: Scales, without: tuple[str, ...] = ()) -> dict[str, Array]:
+    """The parts, each multiplied, some left out."""
+    parts = one.parts().items()
+    return {name: (scales[name] if scales else 1.0) * part for name, part in parts if name not in without}
 
 
 LOGIT_BYTES = 24.0
@@ -91,35 +113,35 @@ LOGIT_BYTES = 24.0
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one micro-batch, seconds through all layers by what they are spent on, and through the head."""
+    """Of one micro-batch, through all layers and through the head."""
 
-    forward: dict[str, Array]
-    backward: dict[str, Array]
+    forward: Pass
+    backward: Pass
     """With what is recomputed."""
     weights: Array
-    """Of the backward's matmuls, what makes gradients of weights."""
+    """Seconds of the backward's matmuls that make gradients of weights."""
     head: Array
-    """Forward and backward."""
-    hop: Array
-    """What a stage hands on and gets back."""
+    """Seconds of the head and of predictors, forward and backward."""
+    over: Array
+    """Of these how long each link carries something, shape (links, grid)."""
+
+    def data(self, outline: Outline, g: Grid, setting: Setting) -> Data:
+        """What DP ranks send beside it."""
+        behind = self.backward.room  # the head comes before any layer's gradients
+        behind = np.where(splits(g.schedule) & (g.zero < 3), self.weights, behind)  # by which gradients are whole
+        return data_traffic(outline, g, setting, self.forward.room / g.pipeline, behind / g.pipeline)
 
 
 def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
     """Of each configuration of the grid."""
     ahead, back, again, further = _passes(outline, g, setting)
-    rest = back + again
-    return Passes(
-        {one.name: getattr(ahead, one.name) for one in fields(ahead)},
-        {one.name: getattr(rest, one.name) for one in fields(rest)},
-        _weights(outline, back),
-        _head(outline, g, setting) + further,
-        hop_seconds(outline, g, setting),
-    )
+    head, over = _head(outline, g, setting)
+    return Passes(ahead, back + again, _weights(outline, back), head + further.total, over + further.links)
 
 
 def block_seconds(outline: Outline, g: Grid, setting: Setting) -> list[Array]:
     """Of a micro-batch through one block of each run, forward, backward and what is recomputed."""
-    kinds = {block: sum(_of_block(block, outline, g, setting), none(g)).total for block, _ in outline.kinds}
+    kinds = {block: sum(_of_block(block, outline, g, setting), none(g, setting)).total for block, _ in outline.kinds}
     return [kinds[block] for block, _ in outline.runs]
 
 
@@ -130,45 +152,73 @@ def _of_block(block: Block, outline: Outline, g: Grid, setting: Setting) -> tupl
     return forward, passes.backward(), passes.repeated(forward) * g.recomputed
 
 
-def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass, Array]:
-    """All layers forward, backward, and what of them is recomputed; and seconds of all that of predictors' layers."""
-    ahead, back, again = (none(g) for _ in range(3))
-    further = np.zeros(len(g))
+def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass, Pass]:
+    """All layers forward, backward, and what of them is recomputed; and all that of predictors' layers."""
+    ahead, back, again, further = (none(g, setting) for _ in range(4))
     for block, count in outline.kinds:
         forward, backward, repeated = _of_block(block, outline, g, setting)
         ahead, back, again = ahead + forward * count, back + backward * count, again + repeated * count
         if outline.predictors and block == outline.runs[-1][0]:
-            further = (forward + backward + repeated).total
+            further = forward + backward + repeated
     if outline.predictors:
         join = Ways(outline.join, outline.hidden, g, setting)
-        further = (further + (join.forward() + join.backward()).total) * outline.predictors
+        further = (further + join.forward() + join.backward()) * outline.predictors
     return ahead, back, again, further
 
 
 def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False, fewer: bool = False) -> Seconds:
     """Of a step of each configuration of the grid; with `least` what no cut of the layers into virtual stages is
-    quicker than,
-    and what is never less where layers take longer; with `fewer`, nor with fewer virtual stages, from two on, or where
-    PP ranks lie within DP ranks."""
-    ahead, back, again, further = _passes(outline, g, setting)
-    whole = ahead + back + again
+    quicker than, without its links, and what is never less where layers take longer; with `fewer`, nor with fewer
+    virtual stages, from two on, or where PP ranks lie within DP ranks, and without what DP ranks and hosts move."""
+    of = passes_of(outline, g, setting)
+    whole, head, micros = of.forward + of.backward, of.head, g.micros
     body = whole * (1 / g.pipeline)
-    head = _head(outline, g, setting) + further
-    chunks = np.minimum(g.virtual, 2.0) if fewer else g.virtual
-    hop = hop_seconds(outline, replace(g, virtual=chunks, inner=np.ones(len(g))) if fewer else g, setting)
-    micros = g.micros
-    weights = _weights(outline, back) / np.maximum(whole.total, 1e-30)
-    way = pipeline_seconds(outline, g, whole.total, head, weights, least=least)
-    way = way + 2 * hop * (g.pipeline - 1) / chunks
-    return Seconds(
-        **{one.name: getattr(body, one.name) * micros for one in fields(body)},
+    hop = hop_seconds(outline, replace(g, inner=np.ones(len(g))) if fewer else g, setting)
+    weights = of.weights / np.maximum(whole.total, 1e-30)
+    way = pipeline_seconds(outline, g, whole.total, head, weights, hop, least=least)
+    alone = g.virtual == 1  # with several virtual stages others are computed meanwhile
+    found = Seconds(
+        **{name: getattr(body, name) * micros for name in BLOCKS},
         head=head * micros / g.pipeline,
-        stages=hop * micros,
-        idle=way - (body.total + head / g.pipeline) * micros,
-        data=data_seconds(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
+        stages=hop * alone * micros,
+        idle=way - (body.total + head / g.pipeline + hop * alone) * micros,
+        data=np.zeros(len(g)), host=np.zeros(len(g)), links={},
         optimiser=optimiser_seconds(outline, g, setting),
-        host=host_seconds(outline, g, setting, ahead.total / g.pipeline, body.total + head / g.pipeline),
-    )
+    )  # fmt: skip
+    if fewer:
+        return found
+    data, host = of.data(outline, g, setting), _host(outline, g, setting, of)
+    found = replace(found, data=data.step(g), host=host.seconds)
+    if least:
+        return found
+    if (filling := (g.zero >= 3) & (g.pipeline > 1)).any():  # what lengthens each pass lengthens the filling, too
+        more = (data.ahead + data.behind) * g.pipeline * filling
+        longer = pipeline_seconds(outline, g, whole.total + more, head, weights, hop) - way
+        found = replace(found, data=np.where(filling, longer, found.data))
+    through = (body.links + of.over / g.pipeline + hop_links(outline, g, setting)) * micros
+    found = replace(found, links=demand(setting, through + data.links(g), host))
+    return replace(found, data=found.data + np.maximum(found.busiest - found.step, 0.0))
+
+
+def _host(outline: Outline, g: Grid, setting: Setting, of: Passes) -> HostTraffic:
+    """Copies run beside all of a pass, or where collectives go over the same link beside what leaves that free."""
+    alone = bool(setting.device.link_bandwidth)
+    ahead = of.forward.total if alone else of.forward.room[0]
+    back = of.backward.total + of.head if alone else of.backward.room[0] + of.head - of.over[0]
+    return host_traffic(outline, g, setting, ahead / g.pipeline, back / g.pipeline)
+
+
+def demand(setting: Setting, links: Array, host: HostTraffic) -> dict[str, Array]:
+    """Seconds of a step by link and direction. What collectives send they receive, from wherever, so one number of each
+    of their links is of both directions."""
+    links_busy = {
+        f"{name} {way}": carried
+        for name, carried in zip(links_of(setting), links, strict=True)
+        for way in ("in", "out")
+    }
+    for name, carried in {"PCIe in": host.into, "PCIe out": host.out, "host memory": host.memory}.items():
+        links_busy[name] = links_busy[name] + carried if name in links_busy else carried
+    return links_busy
 
 
 def _weights(outline: Outline, back: Pass) -> Array:
@@ -177,26 +227,40 @@ def _weights(outline: Outline, back: Pass) -> Array:
 
 
 def pipeline_seconds(
-    outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0, *, least: bool = False
+    outline: Outline, g: Grid, blocks: Array, head: Array, weights: Any = 0.0, hop: Any = 0.0, *, least: bool = False
 ) -> Array:
     """All micro-batches through all stages: the slowest each time, the others once.
 
     `weights`: which share of a micro-batch's work makes gradients of weights; a schedule that splits the backward fills
-    its waits with them, twice as many as there are (`planner.space.schedule_formulas`).
+    its waits with them, twice as many as there are (`planner.space.schedule_formulas`). `hop`: seconds of one way from
+    stage to stage; a rank of one virtual stage waits for what it sends.
     """
-    slowest = slowest_rank(outline, g, blocks, head, least=least)
+    slowest = slowest_rank(outline, g, blocks, head, hop, least=least)
     waits = np.where(splits(g.schedule), np.maximum(1 - 2 * weights, 0.0), 1.0)
-    return slowest * g.micros + np.maximum(blocks + head - slowest, 0.0) / g.virtual * waits
+    # No rank waits for the others without what it sends itself.
+    alone = slowest - hop * (g.virtual == 1)
+    filling = np.maximum(blocks + head - alone, 0.0) / g.virtual * waits
+    return slowest * g.micros + filling + 2 * hop * (_crossed(g, least) - 0.5 * (g.virtual == 1))
 
 
-def slowest_rank(outline: Outline, g: Grid, blocks: Array, head: Array, *, least: bool = False) -> Array:
+def _crossed(g: Grid, least: bool) -> Array:
+    """How often a micro-batch goes from rank to rank forward; with `least` with two virtual stages of several."""
+    chunks = np.minimum(g.virtual, 2.0) if least else g.virtual
+    return np.where(folded(g.schedule), chunks * (g.pipeline - 1), chunks * g.pipeline - 1)
+
+
+def slowest_rank(
+    outline: Outline, g: Grid, blocks: Array, head: Array, hop: Any = 0.0, *, least: bool = False
+) -> Array:
     """Seconds of a micro-batch on it; with `least` on that of the best cut or less: some rank has as many layers as the
-    mean, rounded up, and some takes as long as the mean with the head."""
+    mean, rounded up, and some takes as long as the mean with the head. Ranks of one virtual stage send to both sides,
+    the first and the last to one."""
     each = blocks / outline.layers
+    one = hop * (g.virtual == 1)
     if least:
-        return np.maximum(np.ceil(outline.layers / g.pipeline) * each, (blocks + head) / g.pipeline)
+        return np.maximum(np.ceil(outline.layers / g.pipeline) * each, (blocks + head) / g.pipeline) + one
     most, last = loads(outline, g)
-    return np.maximum(most * each, last * each + head)
+    return np.maximum(most * each + one * np.where(g.pipeline > 2, 2.0, 1.0), last * each + head + one)
 
 
 def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
@@ -216,8 +280,9 @@ def loads(outline: Outline, g: Grid) -> tuple[Array, Array]:
     return np.where(dealt_out, looped, turning), np.where(dealt_out, last, both)
 
 
-def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """Logits and loss of a micro-batch, forward and backward, with the further passes of predictors."""
+def _head(outline: Outline, g: Grid, setting: Setting) -> tuple[Array, Array]:
+    """Logits and loss of a micro-batch, forward and backward, with the further passes of predictors; and how long of
+    it each link carries something."""
     device, vocab, hidden = setting.device, outline.vocab / g.tensor, float(outline.hidden)
     kind = "fp32" if setting.precision == "fp32" else "bf16"
     products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
@@ -226,7 +291,8 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> Array:
         products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
     loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
     over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))
-    return (products + loss + over) * (1 + outline.predictors)
+    times = 1 + outline.predictors
+    return (products + loss + over.max(axis=0)) * times, over * times
 
 
 def _leaving(size: int, g: Grid, stride: Array) -> Array:
@@ -235,18 +301,28 @@ def _leaving(size: int, g: Grid, stride: Array) -> Array:
 
 
 def hop_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """What a stage hands on of a micro-batch and gets back of it, as far as computation does not cover it; the mean of
-    stages whose neighbour is at the same fast link and of others."""
+    """What a stage hands on of a micro-batch, one way; the mean of stages whose neighbour is at the same fast link and
+    of others. 0 without stages."""
+    one = sum((share * sent.max(axis=0) for share, sent in _hops(outline, g, setting)), np.zeros(len(g)))
+    return np.where(g.pipeline > 1, one, 0.0)
+
+
+def hop_links(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Seconds that each link carries it, in each direction, of a rank with both neighbours if there are any; shape
+    (links, grid)."""
+    one = sum((share * sent for share, sent in _hops(outline, g, setting)), no_links(g, setting))
+    return one * (g.pipeline > 1) * g.virtual * np.where(g.pipeline * g.virtual > 2, 2.0, 1.0)
+
+
+def _hops(outline: Outline, g: Grid, setting: Setting) -> list[tuple[Array, Array]]:
+    """From near to far which share of stages has its neighbour there, and seconds of one way by link."""
     cut = np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / cut
     stride = g.tensor * g.context * np.where(g.inner > 0, 1.0, g.data)
     two = np.where(g.pipeline > 1, 2.0, 1.0)
-    far = exchange(setting, "p2p", nbytes, two, np.full(len(g), float(setting.node)))
-    one = np.where(stride * 2 <= setting.node, exchange(setting, "p2p", nbytes, two, stride), far)
-    share = _leaving(setting.node, g, stride)
-    one = share * far + (1 - share) * one
-    for size, _ in setting.islands:  # those that go farther than what was priced so far
-        farther = exchange(setting, "p2p", nbytes, two, np.full(len(g), float(size)))
-        one = one + _leaving(size, g, stride) * np.maximum(farther - far, 0.0)
-        far = np.maximum(farther, far)
-    return 2 * one * g.virtual * np.where(g.virtual > 1, 0.5, 1.0)
+    sizes = (setting.node, *(size for size, _ in setting.islands))
+    shares = [_leaving(size, g, stride) for size in sizes]
+    ways = [exchange(setting, "p2p", nbytes, two, np.full(len(g), float(size))) for size in sizes]
+    near = np.where(stride * 2 <= setting.node, exchange(setting, "p2p", nbytes, two, stride), ways[0])
+    rest = [*shares[1:], np.zeros(len(g))]
+    return [(1 - shares[0], near), *((share - more, way) for share, more, way in zip(shares, rest, ways, strict=True))]

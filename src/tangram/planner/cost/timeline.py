@@ -1,25 +1,33 @@
 """A step as it would run, action by action on every stage, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Forwards and backwards take what the model of time says of their virtual stages, and are played through the schedule's
-own table (`schema.schedules`); what DP ranks move beyond computation and the optimiser follow. So it is also a check of
-the closed form, which `planner.cost.step_time` searches with. Of many micro-batches the first `MOST` are shown.
+Actions are played in the order of the schedule's own table (`schema.schedules`), and within each layer by layer: on
+the lanes of its rank (`planner.cost.lanes`) run the layer, what it waits for, and what links carry beside it, which is
+parameters gathered in the order of their use, one layer ahead (ZeRO-3) or from the step's start on, and gradients
+reduced behind each layer. So it is the reference of the closed form with which `planner.cost.step_time` searches: tests
+draw configurations and compare. Of many micro-batches the first `MOST` are shown.
+
+The trade-off: all ranks of a stage are alike, all layers take as long as the mean of them, and what is sent from stage
+to stage has its link to itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from tangram.models.outline import Outline
-from tangram.planner.cost.step_time import passes_of, seconds
+from tangram.planner.cost.block_time import PARTS as BLOCKS
+from tangram.planner.cost.block_time import Pass
+from tangram.planner.cost.lanes import Item, Lanes, Layer
+from tangram.planner.cost.step_time import hop_seconds, passes_of, seconds
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import sizes
 from tangram.planner.space.schedule_formulas import SCHEDULES
 from tangram.planner.space.setting import Setting
-from tangram.schema.schedule_table import Action, Schedule, played
+from tangram.schema.schedule_table import Action, Schedule, ran
 from tangram.schema.schedules import MAKERS
 
 __all__ = ["MOST", "Event", "Play", "as_trace", "events_of", "play", "timeline"]
@@ -52,7 +60,7 @@ class Play:
     rank_of: tuple[int, ...]
     """The rank that has each virtual stage."""
     rows: tuple[tuple[tuple[float, float, Action], ...], ...]
-    """Of each rank when each action begins, and how long it takes."""
+    """Of each rank when each action begins, and how long it takes, with what it waits for."""
     after: tuple[tuple[str, float], ...]
     """What every rank does when all of that is done: what, and how long it takes."""
 
@@ -67,41 +75,161 @@ class Play:
         return self.end + sum(took for _, took in self.after)
 
 
+Links = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Took:
+    """Of one layer, and of a step."""
+
+    layers: Mapping[str, Layer]
+    """By the kind of action."""
+    head: float
+    gather: Links
+    reduce: Links
+    always: bool
+    """Whether every pass gathers, and every backward reduces (ZeRO-3); else the first and the last."""
+    shares: Mapping[str, float]
+    """By the kind of action, of the time in which a link is free how much what runs beside has."""
+    hop: float
+    after: tuple[tuple[str, float], ...]
+
+
+def _took(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, float]) -> _Took:
+    passes, closed = passes_of(outline, one, setting), seconds(outline, one, setting)
+    data, count = passes.data(outline, one, setting), outline.layers
+    weights = scales.get("products", 1.0) * float(passes.weights[0]) / count
+    ahead, back = (_layer(which, scales, count) for which in (passes.forward, passes.backward))
+    alone = min(weights, back.alone)
+    kinds = {
+        "F": ahead, "B": back,
+        "I": Layer(back.alone - alone, back.after, back.links), "W": Layer(alone, 0.0, (0.0,) * len(back.links)),
+    }  # fmt: skip
+    always, framework, each = bool(one.zero[0] >= 3), setting.framework, float(one.pipeline[0]) / count
+
+    def links(of: Any) -> Links:
+        return tuple(float(part) * scales.get("data", 1.0) * each for part in of[:, 0])
+
+    return _Took(
+        kinds,
+        scales.get("head", 1.0) * float(passes.head[0]),
+        links(data.gather),
+        links(data.reduce),
+        always,
+        {kind: 1.0 if always else framework.overlap_gather if kind == "F" else framework.overlap_reduce
+         for kind in kinds},
+        scales.get("stages", 1.0) * float(hop_seconds(outline, one, setting)[0]),
+        tuple(
+            (kind, scales.get(kind, 1.0) * float(np.broadcast_to(getattr(closed, kind), 1)[0]))
+            for kind in ("optimiser", "host")
+        ),
+    )  # fmt: skip
+
+
+def _layer(of: Pass, scales: Mapping[str, float], count: int) -> Layer:
+    """Its links are busy behind what no exchange of its runs beside."""
+    took = sum(scales.get(name, 1.0) * float(getattr(of, name)[0]) for name in BLOCKS) / count
+    links = tuple(min(float(part) / count, took) for part in of.links[:, 0])
+    return Layer(took - max(links), max(links), links)
+
+
+@dataclass
+class _Step:
+    """A step that is being played."""
+
+    took: _Took
+    table: Schedule
+    blocks: list[int]
+    lanes: list[Lanes] = field(init=False)
+    parameters: dict[int, list[Item]] = field(init=False)
+    """Of each virtual stage, by layer, where they are gathered once."""
+    last: dict[int, Action] = field(init=False)
+    """Of each virtual stage with what its gradients are whole."""
+
+    def __post_init__(self) -> None:
+        """What is gathered once is begun everywhere at the start, in the order of its use."""
+        self.lanes = [Lanes(len(self.took.gather)) for _ in self.table.rows]
+        self.last = {one.stage: one for row in self.table.rows for one in row if one.kind in "BW"}
+        self.parameters = {}
+        if not self.took.always:
+            for stage, rank in enumerate(self.table.rank_of):
+                begun = [self.lanes[rank].begin(self.took.gather) for _ in range(self.blocks[stage])]
+                self.parameters[stage] = begun
+
+    @property
+    def alone(self) -> bool:
+        """Whether ranks have one virtual stage, so that they wait for what they send."""
+        return len(self.blocks) == self.table.ranks
+
+    def until(self, action: Action, start: float) -> float:
+        """Play an action from when it can begin."""
+        lanes, ends = self.lanes[self.table.rank_of[action.stage]], action.stage == len(self.blocks) - 1
+        lanes.idle(start)
+        head = Layer(self.took.head * HEADS[action.kind], 0.0, (0.0,) * lanes.links)
+        if ends and action.kind != "F":
+            lanes.run(head)
+        if self.took.always:
+            self._gathering(lanes, action)
+        else:
+            self._once(lanes, action)
+        if ends and action.kind == "F":
+            lanes.run(head)
+        sends = not ends if action.kind == "F" else action.stage > 0 and action.kind != "W"
+        if sends and self.alone:
+            lanes.idle(lanes.now + self.took.hop)
+        return lanes.now
+
+    def _gathering(self, lanes: Lanes, action: Action) -> None:
+        """Each layer's parameters while the one before is computed; a backward waits for its gradients."""
+        count, layer = self.blocks[action.stage], self.took.layers[action.kind]
+        gathers, reduces = action.kind != "W", action.kind in "BW"
+        coming = lanes.begin(self.took.gather) if gathers else None
+        for i in range(count):
+            if coming is not None:
+                lanes.wait(coming)
+                coming = lanes.begin(self.took.gather) if i + 1 < count else None
+            lanes.run(layer)
+            if reduces:
+                lanes.begin(self.took.reduce)
+        if reduces:
+            lanes.wait()
+
+    def _once(self, lanes: Lanes, action: Action) -> None:
+        """The first forward waits for its parameters, behind the last backward gradients are reduced."""
+        layer, share = self.took.layers[action.kind], self.took.shares[action.kind]
+        last = self.last.get(action.stage) == action
+        coming = self.parameters.pop(action.stage, []) if action.kind == "F" else []
+        for i in range(self.blocks[action.stage]):
+            if coming:
+                lanes.wait(coming[i])
+            lanes.run(layer, share)
+            if last:
+                lanes.begin(self.took.reduce)
+
+
 def play(
     outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, float] | None = None, most: int = MOST
 ) -> Play:
     """Of one configuration, at most `most` micro-batches; parts multiplied by `scales`, where there are some."""
     shown = Grid(**{f.name: getattr(one, f.name) for f in fields(Grid)} | {"batch": _shown(one, most)})
-    known = scales or {}
-    passes, tail = passes_of(outline, shown, setting), seconds(outline, shown, setting)
-    ahead = sum(known.get(name, 1.0) * float(part[0]) for name, part in passes.forward.items()) / outline.layers
-    back = sum(known.get(name, 1.0) * float(part[0]) for name, part in passes.backward.items()) / outline.layers
-    head = known.get("head", 1.0) * float(passes.head[0])
     ranks, own, micros = int(one.pipeline[0]), int(one.virtual[0]), int(shown.micros[0])
-    hop = known.get("stages", 1.0) * float(passes.hop[0]) / (2 * own)
-    chunks = ranks * own
-    blocks = sizes(outline.layers, chunks, int(one.ahead[0]), int(one.behind[0]))
-
-    weights = min(known.get("products", 1.0) * float(passes.weights[0]) / outline.layers, back)
-
-    def takes(action: Action) -> float:
-        share = {"F": ahead, "B": back, "I": back - weights, "W": weights}[action.kind]
-        last = head * HEADS[action.kind] if action.stage == chunks - 1 else 0.0
-        sent = hop if ranks > 1 and action.kind != "W" else 0.0
-        return blocks[action.stage] * share + last + sent
-
+    blocks = sizes(outline.layers, ranks * own, int(one.ahead[0]), int(one.behind[0]))
     # The rules of the space say which micro-batches a schedule takes: 1F1B takes fewer than stages, too.
     maker = MAKERS[SCHEDULES[int(one.schedule[0])].name]
     rows = tuple(tuple(maker.row(rank, ranks, own, micros)) for rank in range(ranks))
-    table = Schedule(rows, maker.rank_of(ranks, chunks), micros)
+    step = _Step(
+        _took(outline, shown, setting, scales or {}), Schedule(rows, maker.rank_of(ranks, ranks * own), micros), blocks
+    )
+    played = ran(step.table, step.until, 0.0 if step.alone else step.took.hop)
+    end = max(lanes.now for lanes in step.lanes)
+    for lanes in step.lanes:
+        lanes.wait()
+    data = max(0.0, max(lanes.now for lanes in step.lanes) - end)
     return Play(
         tuple(blocks),
-        table.rank_of,
-        tuple(tuple((start, takes(action), action) for start, action in row) for row in played(table, takes)),
-        tuple(
-            (kind, known.get(kind, 1.0) * float(np.broadcast_to(getattr(tail, kind), 1)[0]))
-            for kind in ("data", "optimiser")
-        ),
+        step.table.rank_of,
+        tuple(tuple((start, until - start, action) for start, until, action in row) for row in played),
+        (("data", data), *step.took.after),
     )
 
 

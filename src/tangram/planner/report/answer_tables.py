@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from tangram.planner.cost.calibration import published
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.report import bottlenecks
 from tangram.planner.search.explain import Explained
@@ -38,6 +39,7 @@ HELD = {
 
 
 BINDS = ("Bottlenecks", ("what", "how much"))
+LINKS = ("Links, busy beside computation or not", ("link", "how long"))
 
 
 def tables(answer: Answer) -> list[Titled]:
@@ -54,6 +56,7 @@ def tables(answer: Answer) -> list[Titled]:
         ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
         _held(best, answer.limit),
         (*BINDS, bottlenecks.rows(answer, best)),
+        (*LINKS, bottlenecks.links(best)),
         ("What the others lose", ("", *lost_by(answer)), losses(answer)),
         ("If it were otherwise", ("", "step", "than now", "by"), otherwise(answer)),
     ]
@@ -208,6 +211,7 @@ def explained_tables(found: Explained) -> list[Titled]:
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
         _held(one, found.best.limit),
         (*BINDS, bottlenecks.rows(found.best, one)),
+        *([(*LINKS, links)] if (links := bottlenecks.links(one)) else []),
     ]  # fmt: skip
     if best:
         more = {name: part - best.parts[name] for name, part in one.parts.items()}
@@ -315,14 +319,16 @@ def lost_by(answer: Answer) -> tuple[str, str]:
 
 def losses(answer: Answer) -> list[tuple[str, ...]]:
     """Of each choice but the first how much more it is, and by what mostly, in seconds of the first's devices."""
-    best, aim = answer.choices[0], answer.aim
+    best, aim, learned = answer.choices[0], answer.aim, published()
     found: list[tuple[str, ...]] = []
     for i, one in enumerate(answer.choices[1:], start=2):
         each = one.devices / best.devices if aim is not None and aim.objective.sizes else 1.0
         more = {name: part * each - best.parts[name] for name, part in one.parts.items()}
         worst = max(more, key=more.__getitem__)
         lost = one.step / best.step - 1 if aim is None else _lost(aim, best, one)
-        found.append((str(i), f"{lost:.1%}", f"{PARTS[worst]} ({more[worst]:+.2f} s)"))
+        same = one.devices == best.devices and one.alike(best, learned)
+        told = " (cannot be told apart from the first)" if same else ""
+        found.append((str(i), f"{lost:.1%}{told}", f"{PARTS[worst]} ({more[worst]:+.2f} s)"))
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tangram.planner.report.figures import seconds
 from tangram.planner.search.query import Answer
 from tangram.planner.search.strategy import Choice, safe
 
-__all__ = ["KINDS", "document", "rows"]
+__all__ = ["KINDS", "document", "links", "rows"]
 
 KINDS = {
     "computation": ("products", "attention", "head"),
@@ -28,6 +29,12 @@ def document(answer: Answer) -> dict[str, object] | None:
     return {"step": _step(best), "memory_left": safe(answer.limit) - best.memory}
 
 
+def links(one: Choice) -> list[tuple[str, str]]:
+    """How long of its step each link carries something, the busiest first; what carries nothing is left out."""
+    busy = sorted(one.links.items(), key=lambda link: -link[1])
+    return [(name, f"{seconds(took)} of a {seconds(one.step)} step") for name, took in busy if took > 0.0005 * one.step]
+
+
 def rows(answer: Answer, one: Choice) -> list[tuple[str, str]]:
     """The same of any strategy for people, the largest first; memory last, and of the best whether more would help."""
     step = sorted(_step(one).items(), key=lambda kind: -kind[1])
@@ -36,6 +43,6 @@ def rows(answer: Answer, one: Choice) -> list[tuple[str, str]]:
     more = answer.otherwise.get("with 5 GB more memory") if one in answer.choices[:1] else None
     gain = "" if more is None else f"; 5 GB more shorten the step by {max(0.0, 1 - more.step / one.step):.1%}"
     return [
-        *((kind, f"{seconds / one.step:.0%} of the step") for kind, seconds in step),
+        *((kind, f"{took / one.step:.0%} of the step") for kind, took in step),
         ("room for more", room + gain),
     ]

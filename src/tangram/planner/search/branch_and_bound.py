@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.models.outline import Outline
-from tangram.planner.cost.step_time import Scales, seconds
+from tangram.planner.cost.step_time import COVERED, Scales, multiplied, seconds
 from tangram.planner.legality.enumerate import Request, expanded, meshes, of_mesh, remade
 from tangram.planner.search.evaluate import Wanted
 from tangram.planner.search.uneven_stages import CACHED, all_cuts, best_cuts, hopeless
@@ -100,9 +100,8 @@ def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, 
     """
     found: list[Floats] = []
     for start in range(0, len(rows), CACHED):  # so many stay in a processor's caches
-        parts = seconds(outline, rows.take(slice(start, start + CACHED)), setting, least=True, fewer=fewer).parts()
-        del parts["data"], parts["host"]
-        found.append(np.asarray(sum((scales[name] if scales else 1.0) * part for name, part in parts.items())))
+        of = seconds(outline, rows.take(slice(start, start + CACHED)), setting, least=True, fewer=fewer)
+        found.append(sum(multiplied(of, scales, COVERED).values(), np.zeros(())))
     return np.concatenate(found)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
 from tangram.planner.cost.memory import needs
-from tangram.planner.cost.step_time import Scales, scaled, seconds
+from tangram.planner.cost.step_time import COVERED, Scales, multiplied, scaled, seconds
 from tangram.planner.legality.engine import facts_of, holding
 from tangram.planner.legality.enumerate import Able
 from tangram.planner.space.grid import Grid
@@ -117,8 +117,7 @@ class Wanted:
         if (fits := need <= self.limit).any():
             found = seconds(self.outline, g.take(fits), self.setting)
             step[fits] = scaled(found, self.scales)
-            data, host = ((self.scales or {}).get(name, 1.0) for name in ("data", "host"))
-            least[fits] = step[fits] - data * found.data - host * found.host
+            least[fits] = sum(multiplied(found, self.scales, COVERED).values(), np.zeros(()))
         return step, least
 
     def most_again(self, g: Grid) -> Array:

@@ -29,7 +29,7 @@ from tangram.hardware import curves
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import Learned
-from tangram.planner.cost.communication_time import data_seconds, optimiser_seconds
+from tangram.planner.cost.communication_time import optimiser_seconds
 from tangram.planner.cost.memory import Takes, at_rank, counts_of, takes_of
 from tangram.planner.cost.step_time import block_seconds, hop_seconds, passes_of
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
@@ -219,7 +219,7 @@ class _Prices:
     beside: Floats
     """Of a step beside its micro-batches, on a stage with the mean of layers."""
     hop: Floats
-    """Of what a stage hands on and gets back."""
+    """Of what a stage hands on, one way."""
 
     def at(self, place: int) -> _Prices:
         """Of one configuration."""
@@ -229,23 +229,22 @@ class _Prices:
 
 def _prices(outline: Outline, g: Grid, part: Part, between: float) -> _Prices:
     setting, passes = part.setting, passes_of(outline, g, part.setting)
-    ahead = np.asarray(sum(passes.forward.values())) / g.pipeline
-    micro = ahead + (np.asarray(sum(passes.backward.values())) + passes.head) / g.pipeline
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     own = replace(g, pipeline=_stages(part, g))  # between these a micro-batch stays within the part
-    far = 2 * curves.collective_seconds(
+    far = curves.collective_seconds(
         setting.device, "p2p", nbytes, np.full(len(g), 2.0), near=np.ones(len(g)), nic=between
     )
     return _Prices(
         tuple(block_seconds(outline, g, setting)),
         passes.head,
-        data_seconds(outline, g, setting, ahead, micro) + optimiser_seconds(outline, g, setting),
+        passes.data(outline, g, setting).step(g) + optimiser_seconds(outline, g, setting),
         np.maximum(hop_seconds(outline, own, setting), far),
     )
 
 
 def _hops(prices: Sequence[_Prices]) -> Floats:
-    """Each as long as the longest, since all ranks send at the same time."""
+    """Each as long as the longest, since all ranks send at the same time: of each micro-batch once, for a rank has one
+    neighbour at most in another part, and one way and back for the filling."""
     return np.maximum.reduce([each.hop for each in prices])
 
 
@@ -267,7 +266,7 @@ def _bounds(outline: Outline, parts: Sequence[Part], prices: Sequence[_Prices], 
     longest = np.maximum(1 / rate, _whole(stages, [np.minimum.reduce(each.blocks) for each in prices], outline.layers))
     through = (g.micros - 1) * longest + np.minimum.reduce(least)
     beside = np.minimum.reduce([each.beside for each in prices])  # some stage has as many blocks as the mean or more
-    return through + _hops(prices) * (2 * (g.pipeline - 1) + g.micros) + beside
+    return through + _hops(prices) * (2 * g.pipeline - 3 + g.micros) + beside
 
 
 def _whole(stages: Sequence[Floats], each: Sequence[Floats], blocks: int) -> Floats:
@@ -304,7 +303,7 @@ class _Priced:
             return None
         pieces = list(pairwise([0, *ends]))
         took = [float(cost[piece]) for cost, piece in zip(costs, pieces, strict=True)]
-        step = through + float(_hops(self.prices)[0]) * (2 * (len(of) - 1) + micros)
+        step = through + float(_hops(self.prices)[0]) * (2 * len(of) - 3 + micros)
         said = {name: int(values[0]) for name, values in one.columns().items()}
         stages = [slice(of.index(at), of.index(at) + self._stages(at)) for at in order]
         return Mixed(

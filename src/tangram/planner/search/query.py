@@ -21,7 +21,7 @@ from tangram.planner.legality.enumerate import Request
 from tangram.planner.legality.exclusions import without
 from tangram.planner.search.by_precision import ranked
 from tangram.planner.search.objectives import Aim
-from tangram.planner.search.strategy import Ask, Choice, assumed, limit_of, unlike
+from tangram.planner.search.strategy import Ask, Choice, assumed, families, limit_of, unlike
 from tangram.planner.search.suggest_fit import Change, would_fit
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.optimisers_and_offload import kept_words
@@ -123,7 +123,7 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     otherwise = _otherwise(outline, request, limit, ask, learned, cluster) if choices and what_if else {}
     would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit, learned)
     return Answer(
-        outline, cluster.name, ask, limit, unlike(choices)[: ask.most], found.smallest, found.looked,
+        outline, cluster.name, ask, limit, families(unlike(choices), ask.most), found.smallest, found.looked,
         (*assumed(cluster, ask), *kept_words(outline, ask.base)), otherwise, would,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from tangram.models.adapted import frozen_flops
 from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import SURE, Learned, Run
 from tangram.planner.cost.memory import Memory, memory
-from tangram.planner.cost.step_time import seconds
+from tangram.planner.cost.step_time import multiplied, seconds
 from tangram.planner.legality.enumerate import ALL, Able
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid
@@ -32,6 +32,7 @@ __all__ = [
     "Choice",
     "assumed",
     "described",
+    "families",
     "figures",
     "limit_of",
     "mesh_of",
@@ -139,6 +140,8 @@ class Choice:
     """How likely it is not to run out."""
     parts: Mapping[str, float]
     """Seconds of the step, by what they are spent on."""
+    links: Mapping[str, float]
+    """Seconds of it that each link carries something, by name and direction, beside computation or not."""
     held: Mapping[str, float]
     """Bytes of that rank, by what they are of."""
     at: Mapping[str, float]
@@ -150,6 +153,23 @@ class Choice:
     """Bytes that do, of the rank that has most there."""
     precision: Precision = "bf16"
     """What matmuls are computed in."""
+    device: str = ""
+    """Its key in the catalogue."""
+    framework: str = ""
+
+    @property
+    def family(self) -> str:
+        """Which kinds of parallelism it has, whatever their sizes."""
+        kinds = {
+            "FSDP": self.zero >= 3, "TP": self.at["tensor"] > 1, "PP": self.at["pipeline"] > 1,
+            "CP": self.at["context"] > 1, "EP": self.expert > 1,
+        }  # fmt: skip
+        return " x ".join(name for name, has in kinds.items() if has) or "DP"
+
+    def alike(self, other: Choice, learned: Learned) -> bool:
+        """Whether it cannot be told apart from another on the same devices: by the 90 % interval of their ratio."""
+        runs = (Run(one.parts, one.device, one.framework, one.precision, "") for one in (self, other))
+        return abs(math.log(self.step / other.step)) < SURE * learned.apart(*runs)
 
     def grid(self) -> Grid:
         """As a grid of one."""
@@ -255,9 +275,10 @@ def described(
     """Each configuration of a grid in words and numbers."""
     if not len(g):
         return ()
-    parts, needs = seconds(outline, g, setting).parts(), memory(outline, g, setting)
+    of, needs = seconds(outline, g, setting), memory(outline, g, setting)
     scales = learned.scales(setting.device.name, setting)
-    parts = {name: np.broadcast_to(values, len(g)) * scales[name] for name, values in parts.items()}
+    parts = {name: np.broadcast_to(values, len(g)) for name, values in multiplied(of, scales).items()}
+    parts["data"] = parts["data"] + np.maximum(of.busiest - sum(parts.values()), 0.0)  # as `scaled` has it
     held = {name: part for name, part in needs.worst.parts().items() if name != "host"}
     runs = [
         Run(
@@ -268,15 +289,15 @@ def described(
     ]  # fmt: skip
     spread = learned.spread(runs)
     return tuple(
-        _choice(outline, g, i, runs[i], float(spread[i]), needs, {n: float(v[i]) for n, v in held.items()}, setting,
-                ask, limit)
+        _choice(outline, g, i, runs[i], float(spread[i]), needs, {n: float(v[i]) for n, v in held.items()},
+                {n: float(v[i]) for n, v in of.links.items() if v.any()}, setting, ask, limit)
         for i in range(len(g))
     )  # fmt: skip
 
 
 def _choice(
     outline: Outline, g: Grid, i: int, run: Run, spread: float, needs: Memory, held: dict[str, float],
-    setting: Setting, ask: Ask, limit: float,
+    links: dict[str, float], setting: Setting, ask: Ask, limit: float,
 ) -> Choice:  # fmt: skip
     at = {name: int(values[i]) for name, values in g.columns().items()}
     ranks, step = float(g.ranks[i]), run.predicted
@@ -304,12 +325,15 @@ def _choice(
         memory_high=need * math.exp(SURE * MEMORY_SPREAD),
         fits=probability(need, limit),
         parts=run.parts,
+        links=links,
         held={**held, "reserve": sum(held.values()) * needs.reserve, "context": float(needs.context[i])},
         at={name: float(values[i]) for name, values in g.columns().items()},
         optimiser=OPTIMISERS[at["optimiser"]].name,
         offload=offload_words(at["offload"]),
         host=float(np.broadcast_to(needs.host, len(g))[i]),
         precision=ask.precision,
+        device=run.device,
+        framework=run.framework,
     )
 
 
@@ -343,3 +367,14 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
         if key not in found or one.memory < found[key].memory:
             found[key] = one
     return tuple(found.values())
+
+
+def families(choices: tuple[Choice, ...], most: int) -> tuple[Choice, ...]:
+    """Of choices in their order so many, the first among them: the one that needs least memory, the first of each
+    family (`Choice.family`), and then others as they come."""
+    first = dict[str, int]()
+    for i, one in enumerate(choices):
+        first.setdefault(one.family, i)
+    least = min(range(len(choices)), key=lambda i: choices[i].memory, default=0)
+    order = dict.fromkeys([0, least, *first.values(), *range(len(choices))])
+    return tuple(choices[i] for i in sorted([*order][:most]) if i < len(choices))
