@@ -240,7 +240,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a meta tensor": (lambda: {"w": torch.empty(2, device="meta")}, "w in x.pt is a meta tensor no storage"),
     "a module": (lambda: nn.Linear(2, 2), "is a pickled torch.nn.modules.linear.Linear, no state dict"),
     "a module inside": (lambda: {"model": nn.Linear(2, 2)}, "has a pickled torch.nn.modules.linear.Linear"),
-    "one tensor": (lambda: torch.ones(3), "is a Place, no state dict"),
+    "one tensor": (lambda: torch.ones(3), "is a tensor, no state dict"),
     "no tensor": (lambda: {"epoch": 3}, "has no tensors by name, and none under model"),
     "two models": (lambda: {"model": TENSORS, "state_dict": TENSORS}, "several state dicts, model and state_dict"),
     "a name twice": (lambda: {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "a.b is there twice"),

@@ -125,7 +125,8 @@ def _folder(path: Path, maps: Maps) -> OpenCheckpoint:
 def _parts(tree: Any, path: Path) -> _Parts:
     """Where in a file the model is, and where its optimiser. Raises UserError where there is no model."""
     if not isinstance(tree, Mapping):
-        what = f"a pickled {tree.kind}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
+        kind = "tensor" if isinstance(tree, TensorPlace) else type(tree).__name__
+        what = f"a pickled {tree.kind}" if isinstance(tree, Opaque) else f"a {kind}"
         raise UserError(f'"{path}" is {what}, no state dict: save model.state_dict()')
     fields = _inside(cast("Mapping[Any, Any]", tree))
     keys = [key for key in MODELS if isinstance(fields.get(key), Mapping) and _has_tensors(fields[key])]
