@@ -100,6 +100,8 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert sentence in said(capsys, f"{file}:{name}", *given, *mark, code=2)
     assert "no marks come with Tangram for a model of one's own" in said(capsys, f"{file}:model", *given, code=2)
     assert "leave out --set" in said(capsys, f"{file}:model", *given, "--set", "a=1", code=2)
+    told = said(capsys, f"{file}:model", *given, "--choose", "--cluster", "h100-8x8", "--seconds", "0")
+    assert "nothing to compare it with: no marks come with Tangram for a model of one's own\n" in told
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrizations
 from tangram.models.opened import without_fast_path
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.training.mesh import tensor_parallel
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.run.launch import Rank
 
@@ -95,6 +97,7 @@ WORKS: Mapping[str, Work] = {
     "attention, heads": Work(_attends(weights=False, batch_first=False), ATTENTION),
     "encoder, samples": Work(_layers, ROWS),
     "encoder, heads": Work(_layers, LAYER),
+    "encoder, sequence": Work(_layers, ("all.layers.*.norm1: b s/tp h", "all.layers.0: b s/tp h")),
     "decoder, samples": Work(
         lambda: Around(_decodes, all=nn.Transformer(8, 2, 1, 1, 16)),
         ("first: s b/tp h",),
@@ -107,6 +110,8 @@ WORKS: Mapping[str, Work] = {
     "the older spectral norm": Work(_normed(cast(Any, nn.utils.spectral_norm)), ("last.weight_orig: o/tp i",)),
     "vmap": Work(_net(_each), ROWS),
 }  # fmt: skip
+FAST = "encoder, sequence"
+"""What torch runs in evaluation without gradients by a fused operator, past modules at whose borders tensors move."""
 CALLS = ("train", "train", "eval", "eval")
 
 
@@ -117,11 +122,18 @@ class Off:
     values: tuple[float, ...]
     gradients: tuple[float, ...]
     buffers: float
+    refused: str = ""
 
 
 def run_all(rank: Rank, _: None) -> dict[str, Off]:
     """The task of the ranks."""
-    return {name: _run(work, rank.world) for name, work in WORKS.items()}
+    found = {name: _run(work, rank.world) for name, work in WORKS.items()}
+    with patch.object(tensor_parallel, "without_fast_path", nullcontext):
+        try:
+            found["by the fast path"] = _run(WORKS[FAST], rank.world)
+        except RuntimeError as error:
+            found["by the fast path"] = Off((), (), 0.0, str(error))
+    return found
 
 
 def _run(work: Work, world: int) -> Off:

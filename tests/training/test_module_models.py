@@ -26,3 +26,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Off]]:
 def test_training_and_evaluation_are_those_of_one_process(ran: list[Mapping[str, Off]], name: str) -> None:
     for one in ran:
         assert max(*one[name].values, *one[name].gradients, one[name].buffers) < BOUND, one[name]
+
+
+def test_a_fused_path_past_the_borders_of_modules_is_seen(ran: list[Mapping[str, Off]]) -> None:
+    found = ran[0]["by the fast path"]
+    assert found.refused or max(found.values) > 20 * BOUND, found

@@ -30,7 +30,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import IGNORE, Batch, Corpus, RankBatches, held_out_batches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.check_replicas import refuse_unlike_gradients
-from tangram.training.mesh.drawing import Draws, drawing
+from tangram.training.mesh.drawing import Draws, drawing, drawn_apart
 from tangram.training.mesh.tensor_parallel import Lies, derived_of
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_capacity import capacity_of
@@ -39,7 +39,7 @@ from tangram.training.objective.loss import leaving, lies_of, token_loss
 from tangram.training.objective.model_inputs import given
 from tangram.training.objective.router_loss import routers_of
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for, must_be_finite
-from tangram.training.observe.events import Evaluated, Skipped, StepDone
+from tangram.training.observe.events import Evaluated, Note, Skipped, StepDone
 from tangram.training.parallel.fsdp import resharded, step_shards_of
 from tangram.training.parallel.pipeline import Pipeline, parts_of, pipeline_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
@@ -141,6 +141,8 @@ def train_steps(
             else:
                 hooks.emit(_told(plan, costs, done, step + 1, first + 1, lr, batches.counted, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
+        for words in drawn_apart(parts_of(model)) if world.index == 0 else ():
+            hooks.emit(Note(words))
         stopped = "signal" if done.asked[1] else "time" if done.asked[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
         if done.skipped is None:
