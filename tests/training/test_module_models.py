@@ -29,5 +29,6 @@ def test_training_and_evaluation_are_those_of_one_process(ran: list[Mapping[str,
 
 
 def test_a_fused_path_past_the_borders_of_modules_is_seen(ran: list[Mapping[str, Off]]) -> None:
-    found = ran[0]["by the fast path"]
-    assert found.refused or max(found.values) > 20 * BOUND, found
+    *others, last = ran[0]["by the fast path"].values
+    assert max(others) < BOUND
+    assert last > 20 * BOUND, "in evaluation without gradients, where nothing tells that the result is another one"
