@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -132,7 +133,43 @@ def run_all(rank: Rank, _: None) -> dict[str, Off]:
     """The task of the ranks."""
     found = {name: _run(work, rank.world) for name, work in WORKS.items()}
     with patch.object(tensor_parallel, "without_fast_path", nullcontext):
-        return {**found, "by the fast path": _run(WORKS[FAST], rank.world)}
+        found["by the fast path"] = _run(WORKS[FAST], rank.world)
+    return {**found, "labels": _labels(rank.world)}
+
+
+class Labelled(nn.Module):
+    """A loss of which torch has no gradient for the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, signs: Tensor) -> Tensor:
+        return F.soft_margin_loss(self.first(x), signs)
+
+
+def _labels(world: int) -> Off:
+    """A call that wants a gradient of nothing that it is given, and one that wants one of its numbers."""
+    torch.manual_seed(0)
+    model, signs = Labelled(), X.roll(1, 0).sign()
+    other = deepcopy(model)
+    devices = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    held = parallel(model, [Mark.parse("first: b/tp s h")], devices, {"x": X, "signs": signs})
+    values, gradients = list[float](), list[float]()
+    for wanted in (False, True):
+        leaves: list[Tensor] = []
+        for one in (model, other):
+            one.zero_grad()
+            x = X.clone().requires_grad_(wanted)
+            loss = one(x, signs)
+            loss.backward()
+            leaves.append(x)
+            values.append(float(loss.detach()))
+        held.sum_gradients()
+        own = dict(model.named_parameters())
+        gradients.append(max(_off(own[name].grad, p.grad) for name, p in other.named_parameters()))
+        gradients.append(_off(leaves[0].grad, leaves[1].grad))
+    return Off((abs(values[0] - values[1]), abs(values[2] - values[3])), tuple(gradients), 0.0)
 
 
 def _run(work: Work, world: int) -> Off:

@@ -32,3 +32,8 @@ def test_a_fused_path_past_the_borders_of_modules_is_seen(ran: list[Mapping[str,
     *others, last = ran[0]["by the fast path"].values
     assert max(others) < BOUND
     assert last > 20 * BOUND, "in evaluation without gradients, where nothing tells that the result is another one"
+
+
+def test_a_gradient_is_only_of_what_a_call_wants_one_of(ran: list[Mapping[str, Off]]) -> None:
+    for one in ran:
+        assert max(*one["labels"].values, *one["labels"].gradients) < BOUND, one["labels"]

@@ -172,7 +172,9 @@ def open_folder(path: Path, maps: Maps) -> Opened:
         slot = slots[str(place), name]
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
-    return Opened("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
+    places = {str(piece.place) for piece in index.pieces}
+    beside = tuple(sorted(file.name for file in path.glob("*.safetensors") if file.name not in places))
+    return Opened("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path), beside=beside)
 
 
 def write(task: Task) -> list[str]:
