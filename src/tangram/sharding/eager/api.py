@@ -34,8 +34,8 @@ from tangram.models import noted
 from tangram.models.called import caller, line_of
 from tangram.sharding.derive.marking.mark_ops import InCode, parsed
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.eager.meant import kind as _kind
-from tangram.sharding.eager.meant import meant
+from tangram.sharding.derive.marking.meant import kind as _kind
+from tangram.sharding.derive.marking.meant import meant, typed
 from tangram.sharding.eager.sharded_tensor import Placed
 
 Marked = TypeVar("Marked", Tensor, nn.Module)
@@ -154,10 +154,11 @@ def _on_tensor(x: Any, layout: str, what: str, line: str) -> Any:
 def _refuse(x: object, layout: object, what: str, line: str) -> None:
     if not isinstance(x, Tensor | nn.Module):
         raise UserError(f"{line}: {what} is for tensors, and not for {_kind(x)}")
-    if not isinstance(layout, str):
+    other = typed(layout) if isinstance(layout, str) else layout
+    if not isinstance(layout, str) or other is not None:
         ndim = x.ndim if isinstance(x, Tensor) else None
         axes = [*getattr(getattr(current.get(), "mesh", None), "axes", ())]
-        raise UserError(f"{line}: {what} takes a layout as text, {meant(layout, ndim, axes)}")
+        raise UserError(f"{line}: {what} takes a layout as text, {meant(other, ndim, axes)}")
 
 
 def _line() -> str:

@@ -278,7 +278,8 @@ class DerivedModel:
         self, program: Program, given: Mapping[str, Any], samples: random_numbers.Samples
     ) -> Mapping[tuple[int, ...], int]:
         """Where samples stand in what is drawn; nowhere where some of it has no number for each element."""
-        unknown, after = f"{program.uncounted} draws no number for each element", {}
+        unknown = f"{program.uncounted} draws no number for each element"
+        after: Mapping[tuple[int, ...], int] = {}
         if not program.uncounted:
             modes.follow(self._template, self._model)
             _, after, unknown = places_of(self._template, (), given, samples.rows)

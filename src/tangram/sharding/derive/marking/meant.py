@@ -2,11 +2,14 @@
 
 Shard(0), [Replicate(), Shard(1)]      placements of torch, one for each axis of a mesh
 P("tp", None), ("dp", ("tp", "cp"))    a partition of dims, one entry for each dim
+
+As objects of these libraries, or typed as a text that looks so: `Shard(0)` would be read as two dims else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any, cast
 
@@ -15,15 +18,50 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 EXAMPLE = 'as "batch seq/tp hidden"'
 
 
+def typed(text: str) -> object:
+    """What a text is in Python that names something of another library, as `Shard(0)` or `[Replicate()]`; else None."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        named = any(isinstance(node, ast.Call) for node in ast.walk(tree))
+        return _value(tree) if named else None
+    except (SyntaxError, ValueError, TypeError, KeyError):
+        return None
+
+
+class P(tuple[Any, ...]):
+    """A partition that somebody typed."""
+
+    __slots__ = ()
+
+
+_NAMED: Mapping[str, Any] = {
+    "Shard": Shard, "Replicate": Replicate, "Partial": Partial, **dict.fromkeys(("P", "PartitionSpec"), lambda *x: P(x))
+}  # fmt: skip
+
+
+def _value(node: ast.expr) -> Any:
+    """Raises KeyError and ValueError for what is none of it."""
+    match node:
+        case ast.Call(ast.Name(name), args, []):
+            return _NAMED[name](*map(_value, args))
+        case ast.Call(ast.Name(name), [], [ast.keyword("dim", value)]):
+            return _NAMED[name](_value(value))
+        case ast.List(items) | ast.Tuple(items):
+            return [*map(_value, items)]
+        case _:
+            return ast.literal_eval(node)
+
+
 def kind(x: object) -> str:
     """`a Shard`, `None`."""
     return f"a {type(x).__name__}" if x is not None else "None"
 
 
-def meant(layout: object, ndim: int | None, axes: Sequence[str]) -> str:
+def meant(layout: object, ndim: int | None, axes: Sequence[str], *, open_end: bool = False) -> str:
     """The end of a sentence: an example or, where that can be told, the very mark.
 
-    `ndim`: of the tensor, None if it is not known; `axes`: of the mesh, or none where there is no mesh yet.
+    `ndim`: of the tensor, None if it is not known; `axes`: of the mesh, or none where there is no mesh yet. `open_end`:
+    the tensor may have more dims than are named.
     """
     placements = [layout] if isinstance(layout, Placement) else _items(layout)
     if placements and all(isinstance(one, Placement) for one in placements):
@@ -36,6 +74,7 @@ def meant(layout: object, ndim: int | None, axes: Sequence[str]) -> str:
         shown = f"{name}({', '.join(map(repr, placements))})"
     else:
         return f"{EXAMPLE}, and not {kind(layout)}"
+    text += " ..." if open_end and text else ""
     return f'and not {shown}: write "{text}"' if text else f"{EXAMPLE}, and not {shown}"
 
 
