@@ -34,9 +34,16 @@ class P(tuple[Any, ...]):
     __slots__ = ()
 
 
+def _partition(*entries: Any) -> P:
+    return P(entries)
+
+
 _NAMED: Mapping[str, Any] = {
-    "Shard": Shard, "Replicate": Replicate, "Partial": Partial, **dict.fromkeys(("P", "PartitionSpec"), lambda *x: P(x))
-}  # fmt: skip
+    "Shard": Shard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+    **dict.fromkeys(("P", "PartitionSpec"), _partition),
+}
 
 
 def _value(node: ast.expr) -> Any:
