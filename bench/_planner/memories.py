@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -44,7 +44,7 @@ def predicted(case: Case) -> float:
     return float({"allocated": of.allocated, "reserved": of.reserved, "device": of.device}[kind(case)][0])
 
 
-UNKNOWN = {
+UNKNOWN: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
     "what is recomputed is not known": lambda row: row["recompute"] in ("", "?"),
     "TP ranks differ by stage": lambda row: not row["tp"],
     "what is recomputed is of operators, by stage": lambda row: row["recompute"].startswith("per-op"),

@@ -100,6 +100,8 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert sentence in said(capsys, f"{file}:{name}", *given, *mark, code=2)
     assert "no marks come with Tangram for a model of one's own" in said(capsys, f"{file}:model", *given, code=2)
     assert "leave out --set" in said(capsys, f"{file}:model", *given, "--set", "a=1", code=2)
+    told = said(capsys, f"{file}:model", *given, "--choose", "--cluster", "h100-8x8", "--seconds", "0")
+    assert "nothing to compare it with: no marks come with Tangram for a model of one's own\n" in told
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,8 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ((*TWO, "--mark", "{model.norm,lm_head}.weight: o/tp i"), "names unlike tensors, model.norm.weight of 1 dims"),
         ((*TWO, "--mark", "lm_head.weight: o/dp i"), "names the axis dp, which is none of the mesh `tp=2`"),
         ((*TWO, "--mark", "lm_head.weight: o/tp"), "does not fit lm_head.weight: 'o/tp' has 1 dims, but the tensor"),
+        ((*TWO, "--mark", "lm_head.weight: Shard(0)"), 'takes a layout, and not Shard(0): write "a/tp ..."'),
+        ((*TWO, "--mark", "lm_head.weight: P(None, 'tp')"), "not P(None, 'tp'): write \"a b/tp ...\""),
         ((*TWO, "--mark", "lm_head.weight: (o/tp + 8) i"), "knows cuts of factors and of products, no others"),
         (
             ("qwen3", "--mesh", "tp=2", "--cluster", "h100-8x"),

@@ -1,5 +1,6 @@
 """What docs/extending.md tells people to write is taken from the page and tried."""
 
+import json
 import re
 import tomllib
 from collections.abc import Generator, Iterator
@@ -8,6 +9,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.cli import main
@@ -15,13 +17,19 @@ from tangram.hardware.devices import tables
 from tangram.hardware.rates import WHOLE, catalogue
 from tangram.models import build
 from tangram.models.build import build_on_meta, make_config
+from tangram.models.code import run_code
 from tangram.planner.local import derived_layouts, strategies
 from tangram.planner.local import rank as ranking
+from tangram.planner.local.own_rules import rules_of
 from tangram.schema import schedules
 from tangram.schema.job import Job
 from tangram.schema.schedule_table import Action, check, simulate
 from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.discover.own_rules import own_rules
 from tangram.training.data.rows import TextRow, text_of
+from tangram.training.mesh.eager_marks import eager
+from tangram.training.mesh.tensor_parallel import parallel
+from tests.house.doc_blocks import Block, commands_of
 from tests.planner.machine import rates
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -96,17 +104,30 @@ def test_a_kind_of_source(tmp_path: Path) -> None:
         assert rows == expected
 
 
-def test_an_op_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = tmp_path / "own.py"
-    own.write_text("import torch\n" + block("python", "own::gated"))
-    given = ["own::gated", "--samples", f"{own}:calls"]
+def test_an_op_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(f"import torch\n{block('python', 'own::gated')}{block('python', '# own.py, further')}")
+    given = ["own::gated", "--samples", "own.py:calls"]
     assert main(["shard", "discover", *given]) == 0
     line = capsys.readouterr().out
     assert line in block("console", "shard discover own::gated")
-    rules = tmp_path / "own.rules"
-    rules.write_text(line)
-    assert main(["shard", "check", *given, "--rules", str(rules)]) == 0
+    Path("own.rules").write_text(line)
+    assert main(["shard", "check", *given, "--rules", "own.rules"]) == 0
     assert "proved" in capsys.readouterr().out
+    (shard,) = commands_of(Block("extending.md", 1, "console", block("console", "shard own.py:model")))
+    assert main([*shard.arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == dict.fromkeys("wv", "_=8 _=16/tp")
+    keys = tomllib.loads(block("toml", "model.rules"))["model"]
+    data = {"sources": [{"path": "stdlib"}], "sequence": 16, "global_batch": 8}
+    job = {"model": {"preset": "qwen3-2m", **keys}, "data": data, "optimiser": {"lr": 1e-3}, "run": {"steps": 3}}
+    assert rules_of(Job.model_validate(job)) == line.strip()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        names = {"devices": init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), "x": torch.randn(4, 8)}
+        names |= {"Mark": Mark, "parallel": parallel, "eager": eager, "own_rules": own_rules}
+        exec(block("python", 'rules="own.rules"'), {**run_code("own.py", "own"), **names})  # noqa: S102
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

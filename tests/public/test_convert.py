@@ -482,6 +482,47 @@ def test_a_file_beside_an_index(weights: Mapping[str, Tensor], tmp_path: Path, c
     same(tmp_path / "hf", other)
 
 
+def test_a_file_that_the_index_does_not_list(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
+    """ml-explore/mlx-swift-lm#408: tensors of a file that the index leaves out were taken for the model's."""
+    folder = beside(tmp_path / "in", FIELDS)
+    save_file(dict(weights), folder / "model.safetensors")
+    save_file({"mtp.norm.weight": torch.ones(3)}, folder / "mtp.safetensors")
+    table = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+    assert convert(folder, tmp_path / "hf") == 0
+    same(tmp_path / "hf", weights)
+    assert "left out, no tensors of the model: mtp.safetensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_head_and_embeddings_that_were_trained_apart(
+    weights: Mapping[str, Tensor], tmp_path: Path, apart: bool
+) -> None:
+    """unslothai/unsloth#9331: an adapter has copies of a tied head and embeddings, and the merge dropped the head."""
+    base = {name: one for name, one in weights.items() if name != "lm_head.weight"}
+    save_file(base, tied_config(tmp_path) / "model.safetensors")
+    adapter, words = tmp_path / "adapter", weights["model.embed_tokens.weight"] + 1
+    adapter.mkdir()
+    saved_whole = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+    saved_whole |= {"modules_to_save": ["embed_tokens", "lm_head"], "fan_in_fan_out": False}
+    (adapter / "adapter_config.json").write_text(json.dumps(saved_whole))
+    head = words + 1 if apart else words.clone()
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    own = {f"base_model.model.{name}": one for name, one in zip(names, (words, head), strict=True)}
+    for lora in (f"base_model.model.model.layers.{layer}.self_attn.q_proj" for layer in range(2)):
+        own |= {f"{lora}.lora_A.weight": torch.ones(2, 8), f"{lora}.lora_B.weight": torch.ones(8, 2)}
+    save_file(own, adapter / "adapter_model.safetensors")
+    assert convert(tmp_path / "tied", tmp_path / "hf", "--adapter", adapter) == 0
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(found["model.embed_tokens.weight"], words)
+    assert ("lm_head.weight" in found) == apart
+    assert json.loads((tmp_path / "hf/config.json").read_text())["tie_word_embeddings"] is not apart
+    if apart:
+        assert torch.equal(found["lm_head.weight"], head)
+    q = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.allclose(found[q], weights[q] + 4.0)  # 4 / 2 times a sum of 2
+
+
 def test_an_index_of_more_files_than_there_are(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
     """CoSER#3: the index lists 30 files, of which half are there."""
     folder = beside(tmp_path / "in", FIELDS)

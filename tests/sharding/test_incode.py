@@ -196,6 +196,12 @@ MISTAKES: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "a module": (lambda x: relayout(nn.Linear(2, 2), "a b"), r"Linear is a module: mark it"),  # pyright: ignore[reportArgumentType]
     "a module late": (lambda x: mark(nn.Linear(2, 2), "a b/tp"), r"mark a module before the model runs in parallel"),
     "no text": (lambda x: mark(x, 3), r"takes a layout as text, .* and not a int"),  # pyright: ignore[reportArgumentType]
+    "a placement typed": (
+        lambda x: mark(x, "Shard(1)"),
+        r'takes a layout as text, and not Shard\(1\): write "a b/tp c"',
+    ),
+    "placements typed": (lambda x: relayout(x, "[Shard(dim=0)]"), r'and not \[Shard\(0\)\]: write "a/tp b c"'),
+    "a partition typed": (lambda x: mark(x, 'P("tp", None)'), r"and not P\('tp', None\): write \"a/tp b c\""),
     "no layout": (lambda x: layout_of(3), r"layout_of is for tensors, and not for a int"),  # pyright: ignore[reportArgumentType]
     "no rule": (lambda x: odd(mark(x, "a b/tp c")), r"there is no rule for tangram_tests.odd: `tangram shard discover"),
     "values": (lambda x: mark(x, "a b/tp c").tolist(), r"a value is read of what lies as `_=4 _=6/tp _=8`: relayout"),

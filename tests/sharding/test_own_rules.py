@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tangram.sharding.discover.own_rules import own_rules
 from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import table_of
+from tangram.sharding.proof.prove import prove_operator
 from tests.training import own_operator
 
 RIGHT = "tangram_gate.gated : a _, _ b, _ b -> a b ; each(2)"
@@ -83,3 +85,22 @@ def test_what_is_refused(tmp_path: Path, text: str, says: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the rules .*no\.rules cannot be read: No such file"):
         own_rules(tmp_path / "no.rules")
+
+
+def test_a_line_is_proved_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[str] = []
+
+    def prove(table: object, name: str, calls: object) -> Any:
+        proved.append(name)
+        return prove_operator(table, name, calls)  # pyright: ignore
+
+    monkeypatch.setattr("tangram.sharding.proof.prove.prove_operator", prove)
+    right, wrong = _file(tmp_path, "tangram_gate.act : a b -> a b"), tmp_path / "wrong.rules"
+    wrong.write_text("tangram_gate.act : a b -> a")
+    assert own_rules(right).text == own_rules(right).text
+    assert proved == ["tangram_gate.act"]
+    for _ in range(2):  # however often it is given
+        with pytest.raises(UserError, match="the rule of tangram_gate::act is wrong"):
+            own_rules(wrong)
+    own_rules(right)
+    assert len(proved) == 3

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,7 @@ from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.runtime.operators import Operators
-from tangram.training.mesh.drawing import seed_for
+from tangram.training.mesh.drawing import drawn_apart, seed_for
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
 from tests.training.test_drawing import KINDS, SOURCES, STEP, WIDTH, X, trained
@@ -143,6 +144,12 @@ def run_kinds() -> Ran:
             continue
         SOURCES[model] = parallel(model, marks, devices, {"x_BSH": X[:2]})
         off[kind] = float((trained(model, 2)[0] - want).abs().max())
+        assert drawn_apart([model]) == [], kind
+    model = Drawn(lambda x: F.rrelu(x, training=True))
+    parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x_BSH": X[:2]})
+    trained(model, 2, until=2)
+    (said,) = drawn_apart([model])
+    assert "whole batch: rrelu" in said, said
     return Ran(off, 0.0, {}, 0)
 
 

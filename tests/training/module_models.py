@@ -7,8 +7,10 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,7 @@ from torch.nn.utils import parametrizations
 from tangram.models.opened import without_fast_path
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import DrawMode
+from tangram.training.mesh import tensor_parallel
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.run.launch import Rank
 
@@ -69,6 +72,10 @@ def _layers() -> Around:
     return Around(lambda m, x: m.all(m.first(x), mask=_causal(6)), all=nn.TransformerEncoder(layer, 2))
 
 
+def _unmasked() -> Around:
+    return Around(lambda m, x: m.all(m.first(x)), all=_layers().all)
+
+
 def _decodes(m: Any, x: Tensor) -> Tensor:
     y = m.first(x)
     return m.all(y, y, tgt_mask=_causal(4))
@@ -95,6 +102,7 @@ WORKS: Mapping[str, Work] = {
     "attention, heads": Work(_attends(weights=False, batch_first=False), ATTENTION),
     "encoder, samples": Work(_layers, ROWS),
     "encoder, heads": Work(_layers, LAYER),
+    "encoder, sequence": Work(_unmasked, ("all.layers.*.norm1: b s/tp h", "all.layers.0: b s/tp h")),
     "decoder, samples": Work(
         lambda: Around(_decodes, all=nn.Transformer(8, 2, 1, 1, 16)),
         ("first: s b/tp h",),
@@ -107,6 +115,8 @@ WORKS: Mapping[str, Work] = {
     "the older spectral norm": Work(_normed(cast(Any, nn.utils.spectral_norm)), ("last.weight_orig: o/tp i",)),
     "vmap": Work(_net(_each), ROWS),
 }  # fmt: skip
+FAST = "encoder, sequence"
+"""What torch runs in evaluation without gradients by a fused operator, past modules at whose borders tensors move."""
 CALLS = ("train", "train", "eval", "eval")
 
 
@@ -121,7 +131,45 @@ class Off:
 
 def run_all(rank: Rank, _: None) -> dict[str, Off]:
     """The task of the ranks."""
-    return {name: _run(work, rank.world) for name, work in WORKS.items()}
+    found = {name: _run(work, rank.world) for name, work in WORKS.items()}
+    with patch.object(tensor_parallel, "without_fast_path", nullcontext):
+        found["by the fast path"] = _run(WORKS[FAST], rank.world)
+    return {**found, "labels": _labels(rank.world)}
+
+
+class Labelled(nn.Module):
+    """A loss of which torch has no gradient for the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, signs: Tensor) -> Tensor:
+        return F.soft_margin_loss(self.first(x), signs)
+
+
+def _labels(world: int) -> Off:
+    """A call that wants a gradient of nothing that it is given, and one that wants one of its numbers."""
+    torch.manual_seed(0)
+    model, signs = Labelled(), X.roll(1, 0).sign()
+    other = deepcopy(model)
+    devices = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    held = parallel(model, [Mark.parse("first: b/tp s h")], devices, {"x": X, "signs": signs})
+    values, gradients = list[float](), list[float]()
+    for wanted in (False, True):
+        leaves: list[Tensor] = []
+        for one in (model, other):
+            one.zero_grad()
+            x = X.clone().requires_grad_(wanted)
+            loss = one(x, signs)
+            loss.backward()
+            leaves.append(x)
+            values.append(float(loss.detach()))
+        held.sum_gradients()
+        own = dict(model.named_parameters())
+        gradients.append(max(_off(own[name].grad, p.grad) for name, p in other.named_parameters()))
+        gradients.append(_off(leaves[0].grad, leaves[1].grad))
+    return Off((abs(values[0] - values[1]), abs(values[2] - values[3])), tuple(gradients), 0.0)
 
 
 def _run(work: Work, world: int) -> Off:

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -18,8 +20,9 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from tangram.errors import UserError
 from tangram.sharding.local_ops.random_numbers import DrawNumbers, Key, NumberSpan, Samples, bernoulli
 from tangram.sharding.local_ops.random_ops import DrawMode
+from tangram.sharding.local_ops.samples import Placed
 from tangram.training.data import Batch, RankBatches
-from tangram.training.mesh.drawing import Drawer, DrawSource, drawing, seed_for
+from tangram.training.mesh.drawing import Drawer, DrawSource, drawing, drawn_apart, seed_for
 
 ROWS, LENGTH, WIDTH = 4, 6, 8
 X = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -152,8 +155,8 @@ def test_samples_differ_and_calls_do() -> None:
 
 
 def test_planted_numbers_of_the_micro_batch_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(*given: object) -> dict[Any, int]:
-        return {}
+    def nowhere(*given: object) -> Placed:
+        return Placed(True, {}, "nobody knows")
 
     def first_ones(first: int, rows: int, total: int) -> Samples:
         return Samples(0, rows, total)
@@ -215,13 +218,59 @@ def test_operators_that_are_not_counted_draw_by_the_micro_batch() -> None:
     assert not torch.equal(found[0], trained(made(draw), 4)[0])
 
 
-def test_code_that_looks_at_values_draws_by_the_micro_batch() -> None:
-    def draw(x: Tensor) -> Tensor:
-        return F.dropout(x, 0.4) if float(x.sum()) > -1e9 else x
+def _looking(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.4) if float(x.sum()) > -1e9 else x
 
-    found = [trained(made(draw), 2)[0] for _ in range(2)]
+
+def test_code_that_looks_at_values_draws_by_the_micro_batch() -> None:
+    found = [trained(made(_looking), 2)[0] for _ in range(2)]
     assert torch.equal(*found)
     assert float((found[0] == 0).float().mean()) > 0.2
+
+
+class Uncopied(Draws):
+    """With something in it that cannot be copied."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(draw)
+        self.lock = Lock()
+
+
+WHY: Mapping[str, tuple[Callable[[], Draws], str]] = {
+    "code that looks at values": (
+        lambda: Draws(_looking),
+        r"it does not run, .*test_drawing.py:\d+: .*values of a tensor",
+    ),
+    "no copy": (lambda: Uncopied(KINDS["dropout"]), "Uncopied cannot be copied, .*keep lock, a lock, out of the model"),
+    "other rows": (
+        lambda: Draws(lambda x: x * F.dropout(torch.ones(len(x) * len(x), WIDTH), 0.4)[: len(x), None]),
+        r"samples stand in no dim of the \[4, 8\] that .* in Draws draws",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WHY)
+def test_what_is_not_drawn_as_by_one_process_is_told_once_with_the_reason(kind: str) -> None:
+    make, why = WHY[kind]
+    model = make()
+    SOURCES[model] = Drawer(model, compiled=False)
+    trained(model, ROWS)  # of the whole batch at once
+    assert drawn_apart([(type(model).__name__, SOURCES[model])]) == []
+    trained(model, 2, until=2)
+    (said,) = drawn_apart([(type(model).__name__, SOURCES[model])])
+    assert re.fullmatch(
+        rf"some of what {type(model).__name__} draws at random is each micro-batch's own, .*: .*{why}.*", said
+    )
+    trained(model, 2)
+    assert drawn_apart([(type(model).__name__, SOURCES[model])]) == []
+
+
+def test_nothing_is_told_of_a_model_that_draws_as_one_process_or_not_at_all() -> None:
+    looking = Draws(lambda x: x * 1 if float(x.sum()) > -1e9 else x)
+    SOURCES[looking] = Drawer(looking, compiled=False)
+    for model in (looking, made(KINDS["dropout"])):
+        trained(model, 2)
+        assert drawn_apart([(type(model).__name__, SOURCES[model])]) == []
 
 
 def test_a_generator_of_ones_own_is_left_alone() -> None:

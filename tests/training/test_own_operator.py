@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.discover import own_rules
 from tangram.training.mesh.eager_marks import eager
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.run.launch import Rank, run_ranks
@@ -64,10 +65,15 @@ def run_both(rank: Rank, rules: str) -> dict[str, dict[str, list[float]]]:
             loss = held.session.whole(other(_input()).square().mean())
         losses.append(_step(other, loss, None))
     found["as it runs"] = {"losses": losses, **_values(other)}
-    try:
-        eager(own_operator.Net(), own, devices, rules=f"{rules}.wrong")
-    except UserError as error:
-        found["refused"] = {str(error): []}
+    found["proved here"] = {"often": [float(own_rules._prove_drawn.cache_info().misses)]}  # pyright: ignore
+    for way in (
+        lambda: eager(own_operator.Net(), own, devices, rules=f"{rules}.wrong"),
+        lambda: parallel(own_operator.Net(), marks, devices, {"x": _input()}, rules=f"{rules}.wrong"),
+    ):
+        try:
+            way()
+        except UserError as error:
+            found.setdefault("refused", {}).setdefault(str(error), []).append(0.0)
     return found
 
 
@@ -87,8 +93,14 @@ def test_from_discovery_to_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixtu
         "down": "_=16/tp _=8",
     }
     want = _plain(own_operator.Net())
-    for own in run_ranks(run_both, str(rules), world=2, on_event=lambda _: None, device="cpu"):
-        assert "the rule of tangram_gate::gated is wrong" in next(iter(own.pop("refused")))
+    ranks = [*run_ranks(run_both, str(rules), world=2, on_event=lambda _: None, device="cpu")]
+    assert [own.pop("proved here")["often"] for own in ranks] == [[1.0], [0.0]], "once, by the first rank"
+    refused = [own.pop("refused") for own in ranks]
+    assert refused[0] == refused[1], "one sentence on all ranks, and in both ways"
+    ((sentence, times),) = refused[0].items()
+    assert "the rule of tangram_gate::gated is wrong" in sentence
+    assert len(times) == 2
+    for own in ranks:
         for way, found in own.items():
             for name, values in want.items():
                 assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-6), (way, name)

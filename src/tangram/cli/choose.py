@@ -113,7 +113,8 @@ def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "D
 
     marks = marks_of(kind)
     if not marks:
-        raise UserError(f"no marks come with Tangram for a {kind} model")
+        what = f"a {kind} model" if kind else "a model of one's own"
+        raise UserError(f"no marks come with Tangram for {what}")
     others = [axis for axis in mesh.axes if axis != "tp"]
     if others:
         marks.append(Mark.parse(f"input_ids: b/{'/'.join(others)} s"))

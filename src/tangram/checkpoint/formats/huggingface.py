@@ -145,7 +145,10 @@ def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
         slot = slots[str(place), name]
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
-    return OpenCheckpoint("hf", path, index.specs, index.pieces, read, maps.release, small=small_files(path))
+    places = {str(piece.place) for piece in index.pieces}
+    beside = tuple(sorted(file.name for file in path.glob("*.safetensors") if file.name not in places))
+    small = small_files(path)
+    return OpenCheckpoint("hf", path, index.specs, index.pieces, read, maps.release, small=small, beside=beside)
 
 
 def write(task: WriteTask) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from tangram.errors import UserError
 from tangram.models.build import did_you_mean
 from tangram.sharding.ops import computed_rules, find_rule, views
 from tangram.sharding.ops.calls import OpCall, name_of, tensor_arguments
-from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, RuleTable, builtin, read_lines, table_of
+from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, builtin, read_lines, table_of
 
 Samples = Callable[[], Iterable[Any]]
 """Gives calls: tuples of arguments, or `(args, kwargs)`; of several operators a dict of such lists, by their names."""
@@ -51,7 +52,11 @@ def own_rules(file: Path | str, samples: Samples | None = None) -> OwnRules:
     operators = {name_of(operator): operator for operator, _ in named}
     calls = _calls_of(samples, operators, str(file))
     for name, operator in operators.items():
-        _prove(table_of(rules.text), operator, next(line for own, line in named if own is operator), calls.get(name))
+        line = next(line for own, line in named if own is operator)
+        if name in calls:
+            _prove(rules.text, operator, line, calls[name])
+        else:
+            _prove_drawn(rules.text, operator, line)
     return rules
 
 
@@ -155,10 +160,18 @@ def _ndims(operator: OpOverload, line: RuleLine) -> list[Sequence[int]]:
     return [(len(one.pieces),) if one.is_fixed else (1, 2, 3) for one in operands]
 
 
-def _prove(table: RuleTable, operator: OpOverload, line: RuleLine, calls: Sequence[OpCall] | None) -> None:
+@lru_cache(256)
+def _prove_drawn(text: str, operator: OpOverload, line: RuleLine) -> None:
+    """With drawn calls alone, which are the same each time: once in a process. A wrong one is refused each time."""
+    _prove(text, operator, line, ())
+
+
+def _prove(text: str, operator: OpOverload, line: RuleLine, calls: Sequence[OpCall]) -> None:
     """Raise UserError where the rule of an operator is wrong, or nothing shows that it is right."""
     from tangram.sharding.discover.sample_calls import drawn_calls
     from tangram.sharding.proof.prove import prove_operator
+
+    table = table_of(text)
 
     def fits(call: OpCall) -> bool:
         try:
@@ -176,7 +189,7 @@ def _prove(table: RuleTable, operator: OpOverload, line: RuleLine, calls: Sequen
             f"{_at(line)}: nothing shows that the rule of {name} is right, as no drawn call of it runs: give some "
             "(--samples FILE.py:function; model.code of a job; own_rules(file, function))"
         )
-    calls = [*(calls or ()), *drawn]
+    calls = [*calls, *drawn]
     with torch.random.fork_rng(devices=[]):
         verdict = prove_operator(table, name_of(operator), calls)
     if verdict.kind not in ("proved", "whole"):

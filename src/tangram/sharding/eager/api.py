@@ -20,14 +20,12 @@ parameters, `mark` is kept on the object: before anything runs, it is the same a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from string import ascii_lowercase
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.overrides import handle_torch_function, has_torch_function  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
@@ -36,6 +34,8 @@ from tangram.models import noted
 from tangram.models.called import caller, line_of
 from tangram.sharding.derive.marking.mark_ops import InCode, parsed
 from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.meant import kind as _kind
+from tangram.sharding.derive.marking.meant import meant, typed
 from tangram.sharding.eager.sharded_tensor import ShardedTensor
 
 Marked = TypeVar("Marked", Tensor, nn.Module)
@@ -154,94 +154,12 @@ def _on_tensor(x: Any, layout: str, what: str, line: str) -> Any:
 def _refuse(x: object, layout: object, what: str, line: str) -> None:
     if not isinstance(x, Tensor | nn.Module):
         raise UserError(f"{line}: {what} is for tensors, and not for {_kind(x)}")
-    if not isinstance(layout, str):
+    other = typed(layout) if isinstance(layout, str) else layout
+    if not isinstance(layout, str) or other is not None:
         ndim = x.ndim if isinstance(x, Tensor) else None
         axes = [*getattr(getattr(current.get(), "mesh", None), "axes", ())]
-        raise UserError(f"{line}: {what} takes a layout as text, {meant(layout, ndim, axes)}")
+        raise UserError(f"{line}: {what} takes a layout as text, {meant(other, ndim, axes)}")
 
 
 def _line() -> str:
     return line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
-
-
-# ----------------------------------------------------------------
-# What somebody meant who typed a mark as another library has it: a sentence with the text to write instead.
-# Shard(0), [Replicate(), Shard(1)]      placements of torch, one for each axis of a mesh
-# P("tp", None), ("dp", ("tp", "cp"))    a partition of dims, one entry for each dim
-
-
-EXAMPLE = 'as "batch seq/tp hidden"'
-
-
-def _kind(x: object) -> str:
-    """`a Shard`, `None`."""
-    return f"a {type(x).__name__}" if x is not None else "None"
-
-
-def meant(layout: object, ndim: int | None, axes: Sequence[str]) -> str:
-    """The end of a sentence: an example or, where that can be told, the very mark.
-
-    `ndim`: of the tensor, None if it is not known; `axes`: of the mesh, or none where there is no mesh yet.
-    """
-    placements = [layout] if isinstance(layout, Placement) else _items(layout)
-    if placements and all(isinstance(one, Placement) for one in placements):
-        text = _of_placements(cast("Sequence[Placement]", placements), ndim, axes)
-        shown = ", ".join(map(_shown, placements))
-        shown = shown if isinstance(layout, Placement) else f"[{shown}]"
-    elif placements and all(one is None or isinstance(one, str) or _axes(one) for one in placements):
-        text = _of_partition(placements, ndim)
-        name = "" if type(layout) in (tuple, list) else type(layout).__name__
-        shown = f"{name}({', '.join(map(repr, placements))})"
-    else:
-        return f"{EXAMPLE}, and not {_kind(layout)}"
-    return f'and not {shown}: write "{text}"' if text else f"{EXAMPLE}, and not {shown}"
-
-
-def _items(layout: object) -> list[Any]:
-    if isinstance(layout, str | bytes | dict) or not (hasattr(layout, "__iter__") and hasattr(layout, "__len__")):
-        return []
-    return list(cast("Sequence[Any]", layout))
-
-
-def _axes(entry: object) -> tuple[str, ...]:
-    """The axes that an entry of a partition names."""
-    some = (entry,) if isinstance(entry, str) else tuple(_items(entry))
-    return cast("tuple[str, ...]", some) if all(isinstance(one, str) for one in some) else ()
-
-
-def _of_partition(entries: Sequence[object], ndim: int | None) -> str:
-    if ndim is not None and len(entries) > ndim:
-        return ""
-    cuts = [_axes(one) if one is not None else () for one in entries]
-    return _text([*cuts, *[()] * ((ndim or len(entries)) - len(cuts))])
-
-
-def _of_placements(placements: Sequence[Placement], ndim: int | None, axes: Sequence[str]) -> str:
-    axes = axes or ("dp", "tp")[-len(placements) :]
-    if len(axes) != len(placements):
-        return ""
-    dims = [int(cast(Any, one).dim) for one in placements if isinstance(one, Shard)]
-    count = ndim if ndim is not None else max((d + 1 if d >= 0 else -d for d in dims), default=0)
-    if any(not isinstance(one, Shard | Replicate | Partial) for one in placements) or not all(
-        -count <= d < count for d in dims
-    ):
-        return ""
-    cuts: list[tuple[str, ...]] = [()] * count
-    sums: list[str] = []
-    for axis, one in zip(axes, placements, strict=True):
-        if isinstance(one, Shard):
-            dim = int(cast(Any, one).dim)
-            cuts[dim] = (*cuts[dim], axis)
-        elif isinstance(one, Partial):
-            sums.append(f"{cast(Any, one).reduce_op}:{axis}")
-    return " ".join([_text(cuts), *sums])
-
-
-def _text(cuts: Sequence[Sequence[str]]) -> str:
-    return " ".join("/".join([name, *own]) for name, own in zip(ascii_lowercase, cuts, strict=False))
-
-
-def _shown(one: object) -> str:
-    if isinstance(one, Shard):
-        return f"Shard({one.dim})"
-    return "Replicate()" if isinstance(one, Replicate) else "Partial()" if isinstance(one, Partial) else repr(one)

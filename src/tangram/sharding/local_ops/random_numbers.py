@@ -69,6 +69,8 @@ class DrawNumbers:
     after: Mapping[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     """By the shape of a tensor: how many elements of one sample stand side by side, 0 where it has no samples. Of a
     shape that is not there it is not known, and what is drawn is the micro-batch's."""
+    apart: str = ""
+    """Why some of what is drawn is the micro-batch's, until that has been told; "" where nothing is."""
 
     def of_all(self, at: Tensor | NumberSpan, shape: tuple[int, ...], key: Key) -> tuple[Tensor | NumberSpan, Key]:
         """The numbers in the global batch's tensor of elements with numbers in a tensor of this shape, and the key."""

@@ -89,12 +89,28 @@ def draws_of(
     return seen.draws
 
 
-def places_of(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
-) -> dict[tuple[int, ...], int]:
-    """Where the samples stand in what a model draws for, by shape (`random.Numbers.after`). `count`: of its inputs."""
-    one, more = draws_of(model, args, kwargs, {}), draws_of(model, args, kwargs, {count: count + 1})
-    return _places(one, more, count)
+class Placed(NamedTuple):
+    """Where samples stand in what a model draws for."""
+
+    draws: bool
+    """Whether it draws at all."""
+    after: Mapping[tuple[int, ...], int]
+    """By shape, as `random.Numbers.after`."""
+    unknown: str
+    """Of what is not there, the first: what draws, for which shape. "" where all is."""
+
+
+def places_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Placed:
+    """Where the samples stand in what a model draws for. `count`: of its inputs. Raises what the model raises."""
+    one = draws_of(model, args, kwargs, {})
+    if not one:
+        return Placed(False, {}, "")
+    after = _places(one, draws_of(model, args, kwargs, {count: count + 1}), count)
+    unknown = next((draw for draw in one if draw.shape not in after), None)
+    if unknown is None:
+        return Placed(True, after, "")
+    what = f"{unknown.name} in {unknown.module or type(model).__name__}"
+    return Placed(True, after, f"samples stand in no dim of the {list(unknown.shape)} that {what} draws")
 
 
 def _places(one: Sequence[RandomDraw], more: Sequence[RandomDraw], count: int) -> dict[tuple[int, ...], int]:

@@ -132,9 +132,10 @@ class Program:
         return any(_random(step) for step in self.found.folded.steps)
 
     @cached_property
-    def counted(self) -> bool:
-        """Whether all of them are drawn by the element."""
-        return all(draws(step) for step in self.found.folded.steps if _random(step))
+    def uncounted(self) -> str:
+        """The first operator whose random numbers are not drawn by the element; "" where all are."""
+        there = (step for step in self.found.folded.steps if _random(step) and not draws(step))
+        return next((f"{step.call.name} in {step.node.source}" for step in there), "")
 
     @property
     def inside(self) -> int:

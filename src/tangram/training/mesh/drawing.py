@@ -8,14 +8,14 @@
 
 A derived model draws so by its programs (`training.mesh.tensor_parallel`), a plain one within `DrawMode`. Where it is
 not known which elements are a sample's, and for operators that nothing is known of, it is the micro-batch that has
-numbers of its own.
+numbers of its own, which `drawn_apart` tells.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.reasons import place_and_reason
 from tangram.models.twin import without_memory
 from tangram.schema.plan import Plan
 from tangram.sharding.local_ops.random_numbers import DrawNumbers, Samples
@@ -49,10 +50,13 @@ class Drawer:
         self._part = part
         self._known: dict[Any, Mapping[tuple[int, ...], int]] = {}
         self._template: nn.Module | None = None
+        self.unknown = ""
+        """Why it is not known where samples stand in what it draws for; "" where it is."""
+        self._told = ""
         try:
             self._template = without_memory(part)
-        except UserError:  # a model that cannot be copied
-            self.draws = None
+        except UserError as error:  # a model that cannot be copied
+            self.draws, self.unknown = None, str(error)
         self._modules: list[nn.Module] = [*part.modules()]
         self._dropping: list[Any] = [module for module in self._modules if hasattr(module, "p")]
         part.forward = self._watched(part.forward)
@@ -83,12 +87,18 @@ class Drawer:
         assert self._template is not None
         try:
             modes.follow(self._template, self._part)
-            found = draws_of(self._template, args, kwargs, {})
-            self.draws = self.draws or bool(found)
-            return places_of(self._template, args, kwargs, count) if found else {}
-        except Exception:  # noqa: BLE001  whatever a model's code raises where tensors have no values
+            draws, after, self.unknown = places_of(self._template, args, kwargs, count)
+        except Exception as error:  # noqa: BLE001  whatever a model's code raises where tensors have no values
             self.draws = self.draws or None
+            self.unknown = f"without values it does not run, {place_and_reason(error)}"
             return {}
+        self.draws = self.draws or draws
+        return after
+
+    def tell(self) -> None:
+        """It has drawn for a part of the batch: say once why that is not what one process draws, if it is not."""
+        if self.unknown != self._told:
+            self.numbers.apart = self._told = self.unknown
 
 
 def seed_for(device: torch.device, seed: int, step: int, skip: int = 0) -> None:
@@ -111,6 +121,19 @@ def _state() -> bytes:
 
 DrawSource = Drawer | DerivedModel
 """What draws in a forward: a plain model or stage, or a derived one by its programs."""
+
+
+def drawn_apart(sources: Iterable[tuple[str, DrawSource]]) -> list[str]:
+    """A sentence, once, for each of these, by name, that has drawn numbers which are not those of one process."""
+    found: list[str] = []
+    for name, source in sources:
+        if source.numbers.apart:
+            found.append(
+                f"some of what {name} draws at random is each micro-batch's own, and not what one process draws for "
+                f"the whole batch: {source.numbers.apart}"
+            )
+            source.numbers.apart = ""
+    return found
 
 
 class Draws:
@@ -164,8 +187,11 @@ class Draws:
     def end(self) -> None:
         """No micro-batch runs any more."""
         self.refuse_unseen()
+        in_parts = any(batch.inputs_BS.shape[0] < self._batches.total for batch in self._batches.micro)
         for drawer in self._drawers:
             drawer.draws = bool(drawer.draws) or (self._mode is not None and self._mode.stream > 0)
+            if drawer.draws and in_parts:
+                drawer.tell()
 
 
 @contextmanager

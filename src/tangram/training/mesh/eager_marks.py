@@ -34,13 +34,13 @@ from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.marks import states as states_of
 from tangram.sharding.derive.problem.states import SAME, State
 from tangram.sharding.derive.transitions import Change
-from tangram.sharding.discover.own_rules import OwnRules, rules_text
+from tangram.sharding.discover.own_rules import OwnRules
 from tangram.sharding.eager import api
 from tangram.sharding.eager.api import WrittenMark, marks_in
 from tangram.sharding.eager.session import Eager, ParameterPart
 from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.runtime.apply_change import brought
-from tangram.training.mesh.groups import devices_of
+from tangram.training.mesh.groups import devices_of, proved_rules
 from tangram.training.mesh.layout_to_torch import named_modules
 from tangram.training.mesh.local_parts import as_dtensors
 from tangram.training.mesh.modes import agree_on_draws
@@ -57,7 +57,7 @@ def eager(
     sum. `rules`: a file of op rules for operators of one's own, each proved first, or what
     `sharding.discover.own_rules.own_rules` gives. Raises UserError for marks and rules that do not fit.
     """
-    return EagerModel(model, [*marks_in(model), *marks], devices, rules_text(rules))
+    return EagerModel(model, [*marks_in(model), *marks], devices, proved_rules(rules, devices))
 
 
 class EagerModel:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from tangram.errors import UserError
+from tangram.sharding.discover.own_rules import OwnRules, rules_text
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,3 +59,32 @@ def add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
         for g, part in zip(some, parts, strict=True):
             g.copy_(part.view_as(g))
+
+
+def proved_rules(rules: Path | str | OwnRules | None, devices: DeviceMesh) -> str:
+    """The text of op rules of one's own; those of a file are proved by the mesh's first rank alone, for all of it.
+
+    Collective where there is a file. Raises UserError, the same on all ranks.
+    """
+    if rules is None or isinstance(rules, OwnRules):
+        return rules_text(rules)
+    return on_first(devices_of(devices).groups.values(), lambda: rules_text(rules))
+
+
+def on_first(groups: Iterable[dist.ProcessGroup], make: Callable[[], T]) -> T:
+    """What the first rank of a mesh makes, on all of its ranks; a UserError on all where it raises one. Collective.
+
+    `groups`: those of this rank over each axis.
+    """
+    groups = [*groups]
+    found: list[Any] = [None, ""]
+    if all(dist.get_rank(group) == 0 for group in groups):
+        try:
+            found = [make(), ""]
+        except UserError as error:
+            found = [None, str(error)]
+    for group in groups:
+        dist.broadcast_object_list(found, group=group, group_src=0)
+    if found[1]:
+        raise UserError(found[1])
+    return found[0]

@@ -138,17 +138,25 @@ def refuse_tensors_in_containers(inputs: Mapping[str, Any]) -> None:
 
 
 def without_values(x: Any) -> Any:
-    """What is derived is asked of an argument's sizes: hidden states of the stage before want a gradient."""
+    """What is derived is asked of an argument's sizes, and with a gradient where a call with it wants one."""
     if isinstance(x, Tensor):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.is_floating_point())
+        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=_follows(x))
     return x
 
 
 def size_of(x: Any) -> Any:
     """What of an argument the program depends on."""
     if isinstance(x, Tensor):
-        return tuple(x.shape), x.dtype
+        return tuple(x.shape), x.dtype, _follows(x)
     return x if isinstance(x, _PLAIN) else repr(x)
+
+
+def _follows(x: Tensor) -> bool:
+    """Whether it has a gradient, as hidden states of the stage before; in evaluation, as if it had: for the same cuts.
+
+    Not whatever has floating numbers: of some arguments, as signs that are the labels of a loss, torch has none.
+    """
+    return x.requires_grad or (x.is_floating_point() and not torch.is_grad_enabled())
 
 
 def without_cache(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

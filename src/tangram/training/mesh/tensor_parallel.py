@@ -41,7 +41,7 @@ from tangram.sharding.derive.marking.marks import Mark, matched, names_any
 from tangram.sharding.derive.of_model import States, derive_model, graph_of, leaves_nothing, parameter_states
 from tangram.sharding.derive.problem.states import SAME, State, chunked
 from tangram.sharding.derive.transitions import Change
-from tangram.sharding.discover.own_rules import OwnRules, rules_text
+from tangram.sharding.discover.own_rules import OwnRules
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.samples import places_of
@@ -56,7 +56,7 @@ from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import RingMark, Rings
 from tangram.sharding.runtime.routes import RankRoutes
 from tangram.training.mesh import modes
-from tangram.training.mesh.groups import Devices, add_up, devices_of
+from tangram.training.mesh.groups import Devices, add_up, devices_of, proved_rules
 from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.local_parts import LocalParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
@@ -112,7 +112,7 @@ def parallel(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     marks = [*marks_in(model), *marks]
     inputs = modes.without_cache(inputs, model)
-    text, template = rules_text(rules), without_memory(model)
+    text, template = proved_rules(rules, devices), without_memory(model)
     found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
         found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).found
@@ -262,12 +262,23 @@ class DerivedModel:
             return
         key = samples.rows, self._key(inputs)
         if key not in self._places:
-            modes.follow(self._template, self._model)
-            self._places[key] = places_of(self._template, (), inputs, samples.rows) if program.counted else {}
+            self._places[key] = self._placed(program, inputs, samples)
         self.numbers.after = self._places[key]
-        if not program.counted:  # what torch draws is then the micro-batch's, too
+        if program.uncounted:  # what torch draws is then the micro-batch's, too
             seed = (random_numbers.fresh().seed + samples.first + 1) & ((1 << 63) - 1)
             modes.seed_generators(next(self._model.parameters()).device, seed)
+
+    def _placed(
+        self, program: Program, inputs: Mapping[str, Any], samples: random_numbers.Samples
+    ) -> Mapping[tuple[int, ...], int]:
+        """Where samples stand in what is drawn; nowhere where some of it has no number for each element."""
+        unknown = f"{program.uncounted} draws no number for each element"
+        after: Mapping[tuple[int, ...], int] = {}
+        if not program.uncounted:
+            modes.follow(self._template, self._model)
+            _, after, unknown = places_of(self._template, (), inputs, samples.rows)
+        self.numbers.apart = unknown if samples.rows < samples.total else ""
+        return after
 
     def _sum_alike(self, program: Program) -> None:
         """Gradients of one step are sums, or not, whatever inputs they are from. Those of a probe are thrown away."""

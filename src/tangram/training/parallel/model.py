@@ -34,7 +34,12 @@ class ParallelModel:
     @property
     def draw_sources(self) -> Sequence[DrawSource]:
         """For `training.mesh.drawing.drawing`."""
-        return [part.draws for part in self.parts if part.draws is not None]
+        return [draws for _, draws in self.named_draw_sources]
+
+    @property
+    def named_draw_sources(self) -> Sequence[tuple[str, DrawSource]]:
+        """With the name of each one's class."""
+        return [(type(part.module).__name__, part.draws) for part in self.parts if part.draws is not None]
 
     def sum_gradients(self) -> None:
         """Add up, once a step, gradients of which the ranks of model axes have a part each. Collective over them."""

@@ -2,7 +2,6 @@
 
 # ruff: noqa: N806  a tensor carries its dims in its name
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
+from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.packing import SettledPacking, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
@@ -206,26 +206,16 @@ def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -
     if mode_of(source.config) not in (None, TOKENS):
         source = replace(source, config=by_tokens(source.config))
         plan = plan.model_copy(update={"run": plan.run.model_copy(update={"attention": TOKENS})})
-        return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
+        return on_first(
+            [world.group], lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine)
+        )
     if plan.pipeline is not None:
-        return on_first(world, lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine))
+        return on_first(
+            [world.group], lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine)
+        )
     with resharded(model.module):
         device, tokens = next(model.module.parameters()).device, model.parts[0].tokens
         return settle(model.module, plan.data.packing, before, on_all, device=device, tokens=tokens)
-
-
-def on_first(world: World, make: Callable[[], SettledPacking]) -> SettledPacking:
-    """What rank 0 makes, on all; a UserError on all where it raises one."""
-    found: list[Any] = [None]
-    if world.index == 0:
-        try:
-            found = [make()]
-        except UserError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0, group=world.group)
-    if isinstance(found[0], UserError):
-        raise found[0]
-    return found[0]
 
 
 def with_packing(plan: Plan, packing: Literal["packed", "single"]) -> Plan:

@@ -28,14 +28,14 @@ from tangram.schema.plan import Plan
 from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
-from tangram.training.mesh.drawing import Draws, drawing
+from tangram.training.mesh.drawing import Draws, drawing, drawn_apart
 from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.objective.loss import token_loss
 from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
-from tangram.training.observe.events import Evaluated, StepDone, StepSkipped
+from tangram.training.observe.events import Evaluated, Note, StepDone, StepSkipped
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import PipelineRun
@@ -118,6 +118,8 @@ def train_steps(
             else:
                 hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
+        for sentence in drawn_apart(model.named_draw_sources) if world.index == 0 else ():
+            hooks.emit(Note(sentence))
         stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
         if done.skipped is None:

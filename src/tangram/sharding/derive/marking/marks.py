@@ -31,6 +31,9 @@ from tangram.models.graph import Graph
 from tangram.sharding.derive.marking.nodes import operators
 from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Gathered, State, beside, cut, parts_of
 
+_FOREIGN = re.compile(r"\b(Shard|Replicate|Partial|P|PartitionSpec)\(")
+"""How marks of other libraries begin."""
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -49,6 +52,7 @@ class Mark:
         layout, arrow, used = layouts.partition("->")
         if not colon or not name.strip():
             raise UserError(f"a mark is written as `name: layout`, as in `*.q_proj.weight: out/tp in`, not {text!r}")
+        _refuse_foreign(text, layout.strip())
         try:
             after = Layout.parse(used.strip()) if arrow else None
             return Mark(name.strip(), Layout.parse(layout.strip()), used=after)
@@ -62,6 +66,15 @@ class Mark:
 
     def __str__(self) -> str:
         return f"{self.pattern}: {self.layout}" + (f" -> {self.used}" if self.used else "")
+
+
+def _refuse_foreign(text: str, layout: str) -> None:
+    """Raise UserError for what another library says so, of which some would be read as dims."""
+    if _FOREIGN.search(layout):
+        from tangram.sharding.derive.marking.meant import meant, typed  # torch's placements take long to import
+
+        if (other := typed(layout)) is not None:
+            raise UserError(f"the mark {text!r} takes a layout, {meant(other, None, (), open_end=True)}")
 
 
 def matched(graph: Graph, mark: Mark) -> dict[str, int]:
