@@ -78,6 +78,8 @@ def page(found: Mapping[str, Result]) -> str:
         lines.append(
             f"\nNot compared, for one process does not run them so small: {_listed(own, 'unfit') or 'none'}.\n"
         )
+        left = [name for name in (modules.names() if of else kinds()) if not any(one.name == name for one in own)]
+        lines += [f"Not run yet ({len(left)}): {', '.join(left)}.\n"] if left else []
     return "\n".join(lines).rstrip() + "\n"
 
 
