@@ -79,11 +79,12 @@ def test_a_model_that_cannot_fit_says_by_how_much(capsys: pytest.CaptureFixture[
     less = replace(ask, devices=enough - 8)
     assert not plan(outlined("llama-3-70b"), builtin("h100-8x8"), less, what_if=False).choices
     changes = {one["kind"]: one["to"] for one in found["would_fit"]}
-    assert changes == {"devices": enough, "offload": "parameters"}
+    assert changes == {"devices": enough, "optimiser": "adamw-pure-bf16", "offload": "optimiser"}
     assert main(["plan", *said]) == 1
     out = capsys.readouterr().out
     assert "Nothing fits" in out
-    assert f"or {enough} of these devices, or the parameters on the host would do" in " ".join(out.split())
+    instead = "the optimiser adamw-pure-bf16, or the optimiser on the host would do"
+    assert f"or {enough} of these devices, or {instead}" in " ".join(out.split())
 
 
 def test_a_configuration_file_and_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,7 +312,7 @@ def test_nothing_fits_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out.splitlines()[0]
     assert said.startswith("Nothing fits: a rank needs ")
     assert " GB more than is safe of 84.9; devices of " in said
-    assert said.endswith(", or 24 of these devices, or the parameters on the host would do")
+    assert said.endswith(", or 16 of these devices, or the parameters on the host would do")
 
 
 def test_explain_says_how_much_memory_is_lacking(capsys: pytest.CaptureFixture[str]) -> None:
