@@ -144,11 +144,11 @@ def run_kinds() -> Ran:
             continue
         SOURCES[model] = parallel(model, marks, devices, {"x_BSH": X[:2]})
         off[kind] = float((trained(model, 2)[0] - want).abs().max())
-        assert drawn_apart([model]) == [], kind
+        assert drawn_apart([("Drawn", SOURCES[model])]) == [], kind
     model = Drawn(lambda x: F.rrelu(x, training=True))
-    parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x_BSH": X[:2]})
+    SOURCES[model] = parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x_BSH": X[:2]})
     trained(model, 2, until=2)
-    (said,) = drawn_apart([model])
+    (said,) = drawn_apart([("Drawn", SOURCES[model])])
     assert "whole batch: rrelu" in said, said
     return Ran(off, 0.0, {}, 0)
 

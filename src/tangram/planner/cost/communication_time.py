@@ -44,7 +44,8 @@ def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: A
 
 def links_of(setting: Setting) -> tuple[str, ...]:
     """Names of the links of collectives: what devices of a node meet at, the NIC, networks beyond it."""
-    near = "NVLink" if setting.device.link_bandwidth else "PCIe"
+    fast = setting.device.link_bandwidth or 0.0
+    near = "NVLink" if fast > (setting.device.pcie_bandwidth or 0.0) else "PCIe"
     return (near, "NIC", *(f"network beyond {size:,} devices" for size, _ in setting.islands))
 
 
