@@ -91,4 +91,4 @@ def test_a_collective_is_never_faster_than_its_links(what: str) -> None:
         assert (np.diff(far) > 0).all(), one.name
         quick = curves.collective_seconds(one, what, nbytes, 64.0, near=8.0, nic=1e12)
         assert (far >= quick).all(), one.name
-        assert (far > quick).any() or one.link_bandwidth is None, one.name
+        assert (far > quick).any() or (one.link_bandwidth or 0.0) <= curves.PCIE, one.name

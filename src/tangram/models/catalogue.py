@@ -64,14 +64,20 @@ def active_numbers(outline: Outline) -> int:
     return outline.numbers - round(idle)
 
 
+def _apart(hint: str) -> str:
+    """A hint as a sentence of its own."""
+    text = hint.removeprefix(": ")
+    return f" {text[:1].upper()}{text[1:]}" if text else ""
+
+
 def no_model(name: str) -> UserError:
     """What is wrong with a name that is no model: the nearest names, or how to get what is on the hub."""
     known = [*presets_named(), *catalogue()]
+    hint = hub_hint(name)
     near = difflib.get_close_matches(name.lower(), [*presets_named(), *_short()], 3, 0.75)
     if near:
         names = dict.fromkeys(_short().get(one, one) for one in near)
-        return UserError(f'there is no model "{name}": did you mean {" or ".join(names)}?')
-    hint = hub_hint(name)
+        return UserError(f'there is no model "{name}": did you mean {" or ".join(names)}?{_apart(hint)}')
     among = "" if hint else f" ({len(known)} names, as {', '.join(known[2:8])})"
     return UserError(
         f'there is no model "{name}": give a name of the catalogue{among}, a preset, or a Hugging Face directory or '
