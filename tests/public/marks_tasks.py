@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from tangram import mark
 from tangram.errors import UserError
 from tangram.sharding.eager import layout_of, relayout
-from tangram.sharding.local_ops.random_ops import Drawing
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.mesh.eager_marks import eager
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.run.launch import Rank
@@ -130,7 +130,7 @@ def _run(work: Work, way: str, devices: DeviceMesh) -> Ran:
     ids = torch.randint(16, (2, 3, 4), generator=generator)
     xs = [*ids] if isinstance(model, Tied) else [*torch.randn(2, 3, 4, 8, generator=generator)]
     torch.manual_seed(2)
-    with Drawing():
+    with DrawMode():
         want = [whole(x) for x in xs[: work.forwards]]
     _backward(want)
     torch.manual_seed(2)
@@ -148,7 +148,7 @@ def _run(work: Work, way: str, devices: DeviceMesh) -> Ran:
 
 
 def _eagerly(model: nn.Module, xs: Sequence[Tensor], devices: DeviceMesh) -> list[Tensor]:
-    with eager(model, [], devices) as held, Drawing():
+    with eager(model, [], devices) as held, DrawMode():
         found = [model(x) for x in xs]
         found = [held.session.whole(relayout(one, " ".join("abc"[: one.ndim]))) for one in found]
     _backward(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tangram.training.data import Batch, RankBatches
-from tangram.training.step.loop import backward, next_token_loss
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.model_part import ModelPart
+from tangram.training.step.loop import backward
+from tests.training.small import small_plan
 
 COUNTS = (1, 7, 3, 5)
 """Of tokens that count, by sample."""
@@ -39,7 +43,8 @@ def trained(size: int) -> tuple[float, dict[str, Tensor]]:
     pairs = zip(*(x.split(size) for x in _batch()), strict=True)
     micro = tuple(Batch(inputs, labels, None) for inputs, labels in pairs)
     batches = RankBatches(micro, sum(COUNTS), tuple(range(0, 4, size)), 0, 4)
-    loss = backward(model, batches, next_token_loss, 0)
+    world: Any = None  # of one process
+    loss = backward(ParallelModel(model, small_plan(Path("text")), world, (ModelPart(model),)), batches)
     return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
