@@ -11,13 +11,14 @@ from tangram.__main__ import main
 from tangram.errors import UserError
 from tangram.hardware.cluster import builtin
 from tangram.models.outline import Dims, decoder
+from tangram.planner.cost.calibration import published
 from tangram.planner.report.report import Shown
-from tangram.planner.search.by_precision import by_step
+from tangram.planner.search.by_precision import ranked
 from tangram.planner.search.explain import Given, explain
 from tangram.planner.search.objectives import Terms
 from tangram.planner.search.pareto import fronts
-from tangram.planner.search.query import asked_of, plan
-from tangram.planner.search.strategy import Ask
+from tangram.planner.search.query import asked_of, plan, requested
+from tangram.planner.search.strategy import Ask, limit_of
 
 CLUSTER = builtin("h100-8x8")
 MODEL = decoder(Dims(12, 2048, 16, 32000, ffn=8192, kv_heads=4), "small")
@@ -26,16 +27,26 @@ ASK = Ask(48 * 2048, 2048, framework="megatron-core", devices=8, most=6, others=
 
 @pytest.mark.parametrize("memory", [0.0, 9e9])
 def test_together_they_are_ranked_as_apart(memory: float) -> None:
-    asks = replace(ASK, memory=memory).each()
-    assert [one.precision for one in asks] == ["bf16", "fp8"]
-    apart = [plan(MODEL, CLUSTER, replace(one, most=40), what_if=False) for one in asks]
-    found = plan(MODEL, CLUSTER, replace(ASK, memory=memory), what_if=False)
-    merged = [one.step for one in by_step([one for answer in apart for one in answer.choices])]
-    steps = [one.step for one in found.choices]
-    assert steps[0] == merged[0]
-    assert {*steps} <= {*merged}
-    assert steps == sorted(steps)
-    assert len(steps) == 6
+    ask = replace(ASK, memory=memory)
+    assert [one.precision for one in ask.each()] == ["bf16", "fp8"]
+
+    def quickest(one: Ask) -> list[float]:
+        request, limit = requested(CLUSTER, one), limit_of(CLUSTER, one)
+        found = ranked(MODEL, CLUSTER, one, request, limit, 40, published())
+        return [choice.step for choice in found.choices]
+
+    apart = sorted(step for one in ask.each() for step in quickest(one))
+    assert quickest(ask) == apart[:40]
+    shown = [one.step for one in plan(MODEL, CLUSTER, ask, what_if=False).choices]
+    assert shown[0] == apart[0]
+    assert shown == sorted(shown)
+    assert len(shown) == 6
+
+
+def test_rows_are_of_several_meshes_and_not_of_one_with_other_virtual_stages() -> None:
+    large = decoder(Dims(80, 8192, 64, 128256, ffn=28672, kv_heads=8), "as llama-3-70b")
+    rows = plan(large, CLUSTER, Ask(2**22, 8192, devices=64, most=8), what_if=False).choices
+    assert len({one.mesh for one in rows}) == len(rows) == 8
 
 
 def test_where_nothing_fits_the_smallest_is_of_any_type() -> None:

@@ -112,13 +112,18 @@ class Answer:
         return {name: one.step if one else float("nan") for name, one in self.otherwise.items()}
 
 
+AMONG = 48
+"""So many for each row that is shown are looked at for rows that differ: most of the quickest are one layout, of which
+virtual stages or micro-batches vary."""
+
+
 def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) -> Answer:
     """The best strategies on one number of devices; `what_if`: and what they would be otherwise.
 
     Raises UserError where numbers cannot be; for a range of devices, too, which is `across.best`'s.
     """
     request, limit, learned = requested(cluster, ask), limit_of(cluster, ask), published()
-    found = ranked(outline, cluster, ask, request, limit, 4 * ask.most, learned)
+    found = ranked(outline, cluster, ask, request, limit, AMONG * ask.most, learned)
     choices = found.choices
     otherwise = _otherwise(outline, request, limit, ask, learned, cluster) if choices and what_if else {}
     would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit, learned)

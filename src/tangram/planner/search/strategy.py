@@ -371,10 +371,11 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
 
 def families(choices: tuple[Choice, ...], most: int) -> tuple[Choice, ...]:
     """Of choices in their order so many, the first among them: the one that needs least memory, the first of each
-    family (`Choice.family`), and then others as they come."""
+    family (`Choice.family`) and of each mesh, and then others as they come."""
     first = dict[str, int]()
-    for i, one in enumerate(choices):
-        first.setdefault(one.family, i)
+    for name in ("family", "mesh"):
+        for i, one in enumerate(choices):
+            first.setdefault(getattr(one, name), i)
     least = min(range(len(choices)), key=lambda i: choices[i].memory, default=0)
     order = dict.fromkeys([0, least, *first.values(), *range(len(choices))])
     return tuple(choices[i] for i in sorted([*order][:most]) if i < len(choices))
