@@ -128,6 +128,17 @@ class Drawn(nn.Module):
         return self.draw(x_BSH + self.down(torch.relu(self.up(x_BSH))))
 
 
+BY_TORCH: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "poisson": lambda x: x * torch.poisson(x.detach().abs()),
+    "log_normal": lambda x: x * torch.empty_like(x).log_normal_(),
+    "multinomial": lambda x: x * torch.multinomial(x.detach().abs().flatten(1), 1)[:, :, None],
+    "binomial": lambda x: x * torch.binomial(torch.ones_like(x) * 9, torch.sigmoid(x.detach())),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+}
+"""What is not known to draw by the element: each of the ranks draws for all of it."""
+
+
 def run_kinds() -> Ran:
     """Every kind of draw behind hidden states that are cut, two samples at a time, beside all four in one process."""
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -145,6 +156,16 @@ def run_kinds() -> Ran:
         SOURCES[model] = parallel(model, marks, devices, {"x_BSH": X[:2]})
         off[kind] = float((trained(model, 2)[0] - want).abs().max())
         assert drawn_apart([("Drawn", SOURCES[model])]) == [], kind
+    for kind, draw in BY_TORCH.items():
+        torch.manual_seed(0)
+        whole, model = Drawn(draw), Drawn(draw)
+        model.load_state_dict(whole.state_dict())
+        parallel(model, [Mark.parse("up.weight: o/tp i"), Mark.parse("down: b s/tp h")], devices, {"x_BSH": X})
+        torch.manual_seed(5)
+        with DrawMode():
+            want = torch.stack([whole(X), whole(X)])
+        torch.manual_seed(5)
+        off[kind] = float((torch.stack([model(X), model(X)]) - want).abs().max() / want.abs().max())
     model = Drawn(lambda x: F.rrelu(x, training=True))
     SOURCES[model] = parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x_BSH": X[:2]})
     trained(model, 2, until=2)

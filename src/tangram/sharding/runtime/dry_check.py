@@ -47,7 +47,7 @@ from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws
+from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws, draws_whole
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
@@ -322,7 +322,7 @@ class _Rehearsal:
         """Whether some operator is another one on a part, or draws: what it draws is by the place in the whole."""
         for i in range(call.first, call.stop):
             step = self.operators.steps[i]
-            if draws(step):
+            if draws(step) or draws_whole(step):
                 return f"{step.call.name} draws random numbers"
             if not as_it_is(step.bound, self.operators.part(step)):
                 return f"{step.call.name} is another operator on a part"

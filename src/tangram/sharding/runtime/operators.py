@@ -21,13 +21,13 @@ from tangram.sharding.derive.layouts import called, part, steps_of_nodes
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run
-from tangram.sharding.local_ops.random_ops import DrawMode, makes_random
+from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rank_part import RankPart
 from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.lower import makers, places_of, written_by
 from tangram.sharding.runtime.neighbour_ops import Linked
-from tangram.sharding.runtime.program import OpAction, draws
+from tangram.sharding.runtime.program import OpAction, draws, draws_whole
 
 
 class Operators:
@@ -91,7 +91,7 @@ class Operators:
             with torch.no_grad():  # as the function does itself, which torch.nn.init has
                 return self._run(node, step, local, inputs)
         call, there = called(self._found, step), any(v in inputs for v in written)
-        if makes_random(call):  # whole on every rank
+        if draws_whole(step):  # by torch's generators, on every rank, as one process draws it within DrawMode
             with DrawMode(numbers=self._numbers):
                 found = run(call, step.bound, self.part(step), local)
         elif draws(step):  # all ranks, whatever they have of it: they count the same calls

@@ -153,6 +153,12 @@ def draws(step: FoldedStep) -> bool:
     return step.bound.rule.note("counted") is not None or makes_random(step.call)
 
 
+def draws_whole(step: FoldedStep) -> bool:
+    """Whether an operator draws on every rank for the whole tensor: what makes one of random numbers, and what is not
+    known to draw by the element (`aten.rrelu_with_noise`, `aten.poisson`)."""
+    return makes_random(step.call) or (_random(step) and not draws(step))
+
+
 def _random(step: FoldedStep) -> bool:
     return step.bound.rule.note("random") is not None or makes_random(step.call)
 
