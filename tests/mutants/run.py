@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 
 TABLES = ("layout", "relayout", "exchange", "sequences")
 LIMIT = 60
-"""Seconds for the tests of one mutant; one that takes longer counts as found (it does not end)."""
+"""Seconds for the tests of one mutant, or three times what they take unchanged where that is longer; one that takes
+longer counts as found (it does not end)."""
+UNCHANGED = 300
+"""Seconds for the tests of a file without any mutant, on a machine that is busy."""
 
 
 def tables(names: Sequence[str]) -> list[Mutant]:
@@ -76,8 +80,8 @@ def copy(source: Path, mutant: Mutant | None) -> None:
         path.write_text(path.read_text().replace(mutant.old, mutant.new))
 
 
-def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
-    """pytest's exit status on the copy in `source`, None when it ran past the limit, and what it printed."""
+def run_tests(source: Path, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """pytest's exit status on the copy in `source`, None when it ran past `limit` seconds, and what it printed."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(source), str(ROOT / "tests/mutants")]),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -91,7 +95,7 @@ def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
         try:
-            code = process.wait(LIMIT)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -101,13 +105,14 @@ def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     return code, log.read_text()
 
 
-def verdict(mutant: Mutant) -> tuple[bool, str]:
+def verdict(mutant: Mutant, seconds_unchanged: Mapping[str, float]) -> tuple[bool, str]:
     """Whether the tests find the mutant, and a line that says by which test."""
+    limit = max(LIMIT, 3 * sum(seconds_unchanged[file] for file in files_of(mutant)))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         source = Path(folder, "src")
         copy(source, mutant)
-        code, log = run_tests(source, mutant.tests)
+        code, log = run_tests(source, mutant.tests, limit)
     seconds = f"{time.monotonic() - began:.0f} s"
     if code == 0:
         return False, f"SURVIVED  {mutant.name} ({seconds}): {mutant.why}"
@@ -119,21 +124,28 @@ def verdict(mutant: Mutant) -> tuple[bool, str]:
     return True, f"killed    {mutant.name} ({seconds}) by {found[1].removeprefix('tests/')}"
 
 
-def check_unchanged(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> None:
-    """The mutants' tests pass on an unchanged copy, else no kill means anything."""
+def files_of(mutant: Mutant) -> set[str]:
+    """The files of a mutant's tests."""
+    return {test.split("::")[0] for test in mutant.tests}
+
+
+def check_unchanged(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> dict[str, float]:
+    """The mutants' tests pass on an unchanged copy, else no kill means anything. Seconds that each file takes."""
     by_file: dict[str, set[str]] = {}
     for test in (t for m in mutants for t in m.tests):
         by_file.setdefault(test.split("::")[0], set()).add(test)
 
-    def check(tests: set[str]) -> None:
+    def check(tests: set[str]) -> float:
+        began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             source = Path(folder, "src")
             copy(source, None)
-            code, log = run_tests(source, sorted(tests))
+            code, log = run_tests(source, sorted(tests), UNCHANGED)
         if code != 0:
             raise SystemExit(f"{', '.join(sorted(tests))}: fails without any mutant (status {code})\n{log}")
+        return time.monotonic() - began
 
-    list(pool.map(check, by_file.values()))
+    return dict(zip(by_file, pool.map(check, by_file.values()), strict=True))
 
 
 def arguments() -> argparse.Namespace:
@@ -169,8 +181,8 @@ def main() -> int:
         raise SystemExit("\n".join(wrong))
     killed = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        check_unchanged(mutants, pool)
-        for dead, line in pool.map(verdict, mutants):
+        seconds = check_unchanged(mutants, pool)
+        for dead, line in pool.map(partial(verdict, seconds_unchanged=seconds), mutants):
             killed += dead
             print(line, flush=True)
     print(f"{killed} of {len(mutants)} killed")
