@@ -340,7 +340,19 @@ class _Recorder(Opening):
             func, arguments = back(Ref(base), Ref(current), view.arguments, self._values[base].shape)
             made = self._renewed(self._bearers[base][0])
             self._views[current] = made, node
-            self._nodes.append(Node(func, arguments, (made,), view.module, source, None, self._backward, implied=True))
+            self._nodes.append(
+                Node(
+                    func,
+                    arguments,
+                    (made,),
+                    view.module,
+                    source,
+                    None,
+                    self._backward,
+                    implied=True,
+                    renews=(base, node),
+                )
+            )
             before, current = base, made
             fresh.add(current)
         for other in storage:

@@ -93,6 +93,8 @@ class Node:
     backward: bool = False
     implied: bool = False
     """No operator that ran: what a write into a view does to the tensor that it is a view of."""
+    renews: tuple[int, int] | None = None
+    """Of an implied one: what that tensor was before, and the node that made the view of it."""
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:

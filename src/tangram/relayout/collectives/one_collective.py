@@ -130,7 +130,9 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: RankPlacement, target: RankPlacement, group: dist.ProcessGroup) -> Tensor:
         ctx.back = dual(target), dual(source), group
-        return _moved(x, source, target, group)
+        found = _moved(x, source, target, group)
+        # What is made here is no view for autograd, whatever it was put together of: code may write into it.
+        return x.view_as(x) if found is x else found.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -160,8 +162,8 @@ def _moved(x: Tensor, source: RankPlacement, target: RankPlacement, group: dist.
             parts = x.new_zeros(k, *x.shape)
             parts[me] = x
             return joined(parts, source.dim, source.outer)
-        return x.view_as(x) if me == 0 else torch.zeros_like(x)
-    return x.view_as(x)
+        return x if me == 0 else torch.zeros_like(x)
+    return x
 
 
 def _moved_uneven(

@@ -42,12 +42,13 @@ from tangram.sharding.derive.layouts import (
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State, part_dim
 from tangram.sharding.derive.transitions import Change, sizes_after
-from tangram.sharding.local_ops.local_call import arguments_of, as_it_is
+from tangram.sharding.local_ops.local_call import arguments_of
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.runtime.install import Now, Runtime, done
-from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
+from tangram.sharding.runtime.lower import lower, makers, places_of
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws, draws_whole
+from tangram.sharding.runtime.writes import Writes, lost_views, refuse_lost_writes
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
@@ -90,6 +91,8 @@ def _cut_ones(found: Derived, run: int) -> frozenset[int]:
     seen = [v for call in graph.calls if call.run == run for v in call.gives]
     seen += [v for one in graph.runs if one.parent == run for v in one.gives]
     seen += graph.runs[run].takes
+    writes = Writes.of(graph)
+    seen += [new for new, v in writes.first.items() if v in {writes.tensor(one) for one in seen if one is not None}]
     maker, steps = makers(graph), steps_of_nodes(found)
 
     def states(v: int) -> list[State]:
@@ -114,6 +117,9 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
     for action in (action for own in program.actions.values() for action in own.values()):
         _see_what_is_written(found.folded.graph, action)
         _refuse_called_again(found.folded.graph.calls[action.call])
+    for rank in unlike(found):
+        for said, run in lost_views(program, Operators(found, rank).as_it_is):
+            raise _OtherWayError(said, run)
     return program
 
 
@@ -324,7 +330,7 @@ class _Rehearsal:
             step = self.operators.steps[i]
             if draws(step) or draws_whole(step):
                 return f"{step.call.name} draws random numbers"
-            if not as_it_is(step.bound, self.operators.part(step)):
+            if not self.operators.as_it_is(i):
                 return f"{step.call.name} is another operator on a part"
         return ""
 
@@ -344,7 +350,12 @@ class _Rehearsal:
 
     def _counts(self, i: int, call: Called) -> bool:
         """Whether anything comes of what a node gives: autograd makes views anew that nobody takes."""
-        return any(v in self.graph.takers or v in call.gives for v in self.graph.nodes[i].results if v is not None)
+        return any(
+            v in call.gives
+            or any(j not in range(call.first, call.stop) or self._counts(j, call) for j in self.graph.takers.get(v, ()))
+            for v in self.graph.nodes[i].results
+            if v is not None
+        )
 
     def _differs(self, i: int, ran: OpCall, results: Sequence[Any]) -> str:
         node, step = self.graph.nodes[i], self.operators.steps[i]

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
-from tangram.models.graph import Called, Graph, Node, filled, refs
-from tangram.models.overwrites import unsaid
+from tangram.models.graph import Called, Graph, Node, filled
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import input_states, made, needed, steps_of_nodes, used
 from tangram.sharding.derive.problem.folding import FoldedStep as Node_Step
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
 from tangram.sharding.derive.transitions import Change, change, states_to_change, summed_once
-from tangram.sharding.ops.calls import schema_of
 from tangram.sharding.runtime.program import Border, CallKey, OpAction, Place, Program
+from tangram.sharding.runtime.writes import Writes, written_by
 
 States = Mapping[str, State]
 Fits = Callable[[range], bool]
@@ -60,6 +59,7 @@ class _Lowering:
             for place, v in enumerate(places_of(node, self.steps[i])):
                 if v is not None:
                     self.takers.setdefault(v, []).append((i, place))
+        self.writes = Writes.of(self.graph)
         self.borders: dict[int, Border] = {}
         self.actions: dict[int, OpAction] = {}
         self.summed: dict[str, tuple[str, ...]] = {}
@@ -157,7 +157,8 @@ class _Lowering:
 
     def _written(self, v: int) -> bool:
         """Whether a value is what a function has written into one of its tensors."""
-        return bool(written_by(self.graph.nodes[self.maker[v]]))
+        maker = self.graph.nodes[self.maker[v]]
+        return maker.implied or bool(written_by(maker))
 
     def _needs(self, v: int, target: States, first: Change) -> None:
         """What single takers of a value need of it, after `first`."""
@@ -187,7 +188,10 @@ class _Lowering:
     def _common(
         self, v: int, nodes: Sequence[int], fits: Fits = lambda nodes: True, *, innermost: bool = False
     ) -> int | None:
-        """The outermost run that takes a value, has these nodes inside, and not the one that makes the value."""
+        """The outermost run that takes a value, has these nodes inside, and not the one that makes the value.
+
+        None that writes into the value: what it would be given is another tensor than the one its caller goes on with.
+        """
         if not nodes:
             return None
         for at in self._outward(nodes[0])[:: 1 if innermost else -1]:
@@ -197,16 +201,22 @@ class _Lowering:
                 v in run.takes
                 and all(i in inside for i in nodes)
                 and self.maker.get(v, -1) not in inside
+                and not self.writes.within(inside, v)
                 and fits(inside)
             ):
                 return at
         return None
 
     def _giver(self, v: int, takers: Sequence[int]) -> int | None:
-        """The innermost run that gives a value and has none of its takers inside."""
+        """The innermost run that gives a value and has none of its takers inside.
+
+        None that has only written into it: its caller may go on with the tensor that it had.
+        """
+        first = self.maker.get(self.writes.tensor(v), -1)
         for at in self._outward(self.maker[v]):
             run = self.graph.runs[at]
-            if v in run.gives and not any(run.first <= i < run.stop for i in takers):
+            inside = range(run.first, run.stop)
+            if v in run.gives and first in inside and not any(i in inside for i in takers):
                 return at
         return None
 
@@ -259,27 +269,6 @@ class _Lowering:
             action.why = "a tensor moves between its operators"
 
 
-def refuse_lost_writes(graph: Graph, call: Called, action: OpAction) -> None:
-    """What a function writes into a tensor would be written into another one, where that is moved or cut first."""
-    for i, node in enumerate(graph.nodes[call.first : call.stop], call.first):
-        names = unsaid(node.operator, node.arguments)
-        places = {[*node.arguments].index(name) for name in names}
-        if any(change and at == i and place in places for (at, place), change in action.before.items()):
-            raise UserError(
-                f"{call.line}: {call.function} changes {' and '.join(names)}, of which every rank has all, by what a "
-                "rank has a part of: mark what it takes as whole"
-            )
-        for v in written_by(node):
-            moved = any(call.takes[leaf] == v for leaf in action.takes) or not action.after.keys().isdisjoint(
-                node.results
-            )
-            if v in call.takes and (moved or (action.why and not {*node.results} & {*call.gives})):
-                raise UserError(
-                    f"{call.line}: {call.function} writes into a tensor that has to lie otherwise for it: write it as "
-                    "an operator that gives a new tensor"
-                )
-
-
 def refuse_cut_buffers(found: Derived) -> None:
     """Raise UserError where a forward leaves but a part of a buffer, of which every rank has all."""
     graph, steps, maker = found.folded.graph, steps_of_nodes(found), makers(found.folded.graph)
@@ -292,12 +281,6 @@ def refuse_cut_buffers(found: Derived) -> None:
                 f"{name} is a buffer that each forward changes, and over {axis} a rank would have a part of what it "
                 "becomes: mark what it is made of as whole"
             )
-
-
-def written_by(node: Node) -> list[int]:
-    """The tensors that a node writes into."""
-    written = [a.name for a in schema_of(node.operator).arguments if a.is_write]
-    return [v for name in written for v in refs(node.arguments[name])]
 
 
 def makers(graph: Graph) -> dict[int, tuple[int, int]]:

@@ -19,7 +19,7 @@ from tangram.models.graph import Called, Node
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import called, part, steps_of_nodes
 from tangram.sharding.derive.problem.folding import FoldedStep
-from tangram.sharding.local_ops import random_numbers
+from tangram.sharding.local_ops import local_call, random_numbers
 from tangram.sharding.local_ops.local_call import run
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.ops.calls import OpCall
@@ -49,12 +49,19 @@ class Operators:
             self._parts[step.number] = part(self._found, step, self._rank)
         return self._parts[step.number]
 
+    def as_it_is(self, i: int) -> bool:
+        """Whether a node's operator is the same one on the rank's part."""
+        return local_call.as_it_is(self.steps[i].bound, self.part(self.steps[i]))
+
     def instead(self, action: OpAction, leaves: Sequence[Any], bring: Bring) -> Any:
         """What the function of an action gives."""
         call = self.graph.calls[action.call]
         values = {v: x for v, x in zip(call.takes, leaves, strict=True) if v is not None}
-        for i in range(call.first, call.stop):
+        for i in self._live(call):
             node, step = self.graph.nodes[i], self.steps[i]
+            if node.renews is not None:  # what it is a view of has been written by that
+                values[node.results[0] or 0] = values[node.renews[0]]
+                continue
             local: list[Tensor | None] = []
             for place, v in enumerate(places_of(node, step)):
                 x = None if v is None else values[v]
@@ -67,8 +74,9 @@ class Operators:
 
     def refuse_unknown(self, call: Called, action: OpAction) -> None:
         """Raises UserError for a function that cannot be replaced: the operators alone do not say what it does."""
-        made = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].results}
-        taken = {v for i in range(call.first, call.stop) for v in self.graph.nodes[i].inputs}
+        live = [self.graph.nodes[i] for i in self._live(call)]
+        made = {v for node in live for v in node.results}
+        taken = {v for node in live for v in ([node.renews[0]] if node.renews else node.inputs)}
         said = f"{call.line}: {call.function} cannot be replaced ({action.why}):"
         if unknown := sorted(v for v in taken - made if v not in call.takes):
             what = self.graph.values[unknown[0]].name or "a tensor that another function has made"
@@ -76,10 +84,22 @@ class Operators:
         if any(v is None and i not in call.nothing for i, v in enumerate(call.gives)):
             raise UserError(f"{said} it gives more than tensors")
 
+    def _live(self, call: Called) -> list[int]:
+        """The nodes of a call without those of which nothing comes, as the views that autograd makes anew."""
+        found: list[int] = []
+        wanted = {v for v in call.gives if v is not None}
+        for i in reversed(range(call.first, call.stop)):
+            node = self.graph.nodes[i]
+            acts = not node.implied and (written_by(node) or draws(self.steps[i]) or draws_whole(self.steps[i]))
+            if acts or not wanted.isdisjoint(v for v in node.results if v is not None):
+                found.append(i)
+                wanted.update([node.renews[0]] if node.renews else node.inputs)
+        return found[::-1]
+
     def _run(
         self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], inputs: Sequence[int | None]
     ) -> Sequence[Any]:
-        """What a node gives. What it writes into a tensor that the function was given is written there."""
+        """What a node gives. What it writes is written into the tensor itself, which may be a view of another one."""
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
@@ -90,7 +110,7 @@ class Operators:
         ):
             with torch.no_grad():  # as the function does itself, which torch.nn.init has
                 return self._run(node, step, local, inputs)
-        call, there = called(self._found, step), any(v in inputs for v in written)
+        call, there = called(self._found, step), bool(written)
         if draws_whole(step):  # by torch's generators, on every rank, as one process draws it within DrawMode
             with DrawMode(numbers=self._numbers):
                 found = run(call, step.bound, self.part(step), local)
@@ -102,7 +122,7 @@ class Operators:
         else:
             found = run(call, step.bound, self.part(step), local, in_place=there)
         for v, x in zip(places_of(node, step), local, strict=True):
-            if v in written and v in inputs and x is not None and found[0] is not x:
+            if v in written and x is not None and found[0] is not x:
                 x.copy_(found[0])
                 found = (x, *found[1:])
         return found
