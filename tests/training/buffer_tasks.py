@@ -236,6 +236,12 @@ def _same(model: Kinds, x: Tensor) -> Tensor:
     return x
 
 
+def _other_modules(model: Kinds, x: Tensor) -> Tensor:
+    if isinstance(model.drop, nn.Dropout):  # as BigBird's short sequences do with its attention
+        model.drop = cast(Any, nn.Sequential(nn.Dropout(0.1)))
+    return model.drop(x)
+
+
 def refused(rank: Rank) -> dict[str, str]:
     """What is said to models that no program could stand for."""
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -253,6 +259,7 @@ def refused(rank: Rank) -> dict[str, str]:
     hear("python", _python)
     hear("ever new", _ever_new, 40)
     hear("called again", _called_again)
+    hear("other modules", _other_modules, 2)
     hear("cache", _same, use_cache=True)
     hear("in a list", _same, more=[torch.zeros(2)])
     return said

@@ -48,9 +48,14 @@ def mode_of(model: nn.Module) -> Mode:
 
 
 def follow(template: nn.Module, model: nn.Module) -> None:
-    """Give a copy of a model the attributes that the model has now."""
+    """Give a copy of a model the attributes that the model has now. Raises UserError for a module it had not."""
     own = dict(_with_attributes(template))
     for path, one in _with_attributes(model):
+        if path not in own:
+            raise UserError(
+                f"{path} is a module that the model had not when it was derived: its forward puts others in the place "
+                "of its own. Call the model once before it is derived"
+            )
         own_of = cast("dict[str, Any]", vars(one))
         made: dict[str, Any] = {name: x for name, x in own_of.items() if isinstance(x, partial)}
         vars(own[path]).update({**made, **_plain(one)})  # such as how transformers recomputes blocks
@@ -58,7 +63,9 @@ def follow(template: nn.Module, model: nn.Module) -> None:
 
 def changed(one: Mode, other: Mode) -> str:
     """The first attribute in which two modes differ; "" where none does."""
-    for (path, own), (_, its) in zip(one[-1], other[-1], strict=True):
+    for (path, own), (other_path, its) in zip(one[-1], other[-1], strict=False):
+        if path != other_path:
+            return path
         for (name, value), (_, another) in zip(own, its, strict=False):
             if value != another:
                 return f"{path}.{name}".lstrip(".")
