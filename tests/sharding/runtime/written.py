@@ -99,15 +99,16 @@ class _Taken(_Left):
 
 
 class Written(nn.Module):
-    """Products around something that writes."""
+    """Products around something that writes. It gives what was written, too."""
 
     def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.up, self.mid, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
         self.write = write
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.mid(self.write(self.up(x) * 1.0))))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.write(self.up(x) * 1.0)
+        return self.down(torch.tanh(self.mid(y))), y
 
 
 WRITES: Mapping[str, Callable[[], Callable[[Tensor], Tensor]]] = {
@@ -153,7 +154,7 @@ def _apart(write: Callable[[], Callable[[Tensor], Tensor]], marks: Sequence[Mark
     off = 0.0
     for trains in (True, False):
         with torch.set_grad_enabled(trains):
-            want, got = whole(x), model(x)
+            want, got = torch.cat(whole(x)), torch.cat(model(x))
         off = max(off, float((want - got).abs().max()))
         if trains:
             want.square().sum().backward()

@@ -145,10 +145,18 @@ class _Lowering:
                     self.borders.setdefault(giver, Border()).gives[leaf] = change
             elif self._written(v):  # its code may go on with the tensor that it was written into
                 self._needs(v, target, change)
+                self._leaves(v, change)
                 return
             else:
                 self._action(self.maker[v]).after[v] = change
         self._needs(v, target, ())
+
+    def _leaves(self, v: int, change: Change) -> None:
+        """Move a result of the model as it is given, while the code inside goes on with what it was."""
+        if v in self.graph.outputs.values():
+            root = next(at for at, run in enumerate(self.graph.runs) if run.parent is None)
+            gives = self.borders.setdefault(root, Border()).gives
+            gives.update(dict.fromkeys(_places(self.graph.runs[root].gives, v), change))
 
     def _shown(self, v: int, source: States, target: States) -> bool:
         """Whether the model's code has to see a tensor whole, so that it is put together as soon as it is made."""
