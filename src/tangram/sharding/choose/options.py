@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.collectives_between import Comm
-from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, fixed_by
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WithinOperators, WorkRates, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
@@ -103,7 +103,15 @@ def options(folded: Folded, mesh: Mesh, marks: Sequence[Mark]) -> Options:
     for axis in axes:
         own = {v: states[axis] for v, states in fixed.items() if axis in states}
         problems.append(
-            AxisProblem(folded, axis, mesh.axes[axis][0], [], own, WorkRates(follow=0.0), routed=False, linked=False)
+            AxisProblem(
+                folded,
+                axis,
+                mesh.axes[axis][0],
+                [],
+                own,
+                WorkRates(follow=0.0),
+                within=WithinOperators(routed=False, linked=False),
+            )
         )
     ks = tuple(mesh.axes[axis][0] for axis in axes)
     quiet = still(folded, fixed)

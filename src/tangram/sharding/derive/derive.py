@@ -116,7 +116,9 @@ def derive(
             if k > 1 and axis in named:
                 fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
                 along = (rates or WorkRates()).along(mesh, axis)
-                done.append(AxisProblem(folded, axis, k, done, fixed, along, routed=routed).solved())
+                done.append(
+                    AxisProblem(folded, axis, k, done, fixed, along, within=WithinOperators(routed=routed)).solved()
+                )
         return Derived(folded, mesh, tuple(marks), tuple(done), whole)
 
     try:
@@ -127,13 +129,18 @@ def derive(
         return over(routed=False)  # rows sent over one axis may leave another no way to have their experts cut
 
 
-class AxisProblem:
-    """The problem of one axis.
+@dataclass(frozen=True)
+class WithinOperators:
+    """What ranks may do with each other within an operator."""
 
-    `opened`: a class that may lie otherwise than its mark says, at the same prices. `routed`: whether ranks may sort
-    rows of their own, and send them (`derive.regions`). `linked`: whether they may read of each other within an
-    operator.
-    """
+    routed: bool = True
+    """Sort rows of their own, and send them (`derive.regions`)."""
+    linked: bool = True
+    """Read of each other."""
+
+
+class AxisProblem:
+    """The problem of one axis. `opened`: a class that may lie otherwise than its mark says, at the same prices."""
 
     def __init__(
         self,
@@ -144,17 +151,15 @@ class AxisProblem:
         fixed: Mapping[int, State],
         rates: WorkRates,
         opened: int | None = None,
-        *,
-        routed: bool = True,
-        linked: bool = True,
+        within: WithinOperators = WithinOperators(),
     ) -> None:
         self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
-        self.opened, self.linked = opened, linked
+        self.opened, self.linked = opened, within.linked
         self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
         self.free = self._free()
         self.led = self._led()
         self.far = far_from_borders(folded)
-        self.regions = regions_of(folded) if routed else Regions(folded)
+        self.regions = regions_of(folded) if within.routed else Regions(folded)
         self.outers: dict[int, list[int]] = {}
         self.states = self._all_states()
         self.moves = {step.number: self._moves(step) for step in folded.steps}
