@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.collectives_between import Comm
-from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WithinOperators, WorkRates, fixed_by
+from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
+from tangram.sharding.derive.regions import WithinOperators
 from tangram.sharding.derive.solve.solve import Name
 
 States = tuple[State, ...]

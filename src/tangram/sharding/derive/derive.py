@@ -44,7 +44,7 @@ from tangram.sharding.derive.problem.states import (
     share,
 )
 from tangram.sharding.derive.problem.states import cut as cut_state
-from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
+from tangram.sharding.derive.regions import BOTH, Regions, WithinOperators, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve.bounded import bounded, gap
 from tangram.sharding.derive.solve.solve import Name, SolverCosts
 from tangram.sharding.derive.unlike import Before, beside, both, fits
@@ -129,16 +129,6 @@ def derive(
         return over(routed=False)  # rows sent over one axis may leave another no way to have their experts cut
 
 
-@dataclass(frozen=True)
-class WithinOperators:
-    """What ranks may do with each other within an operator."""
-
-    routed: bool = True
-    """Sort rows of their own, and send them (`derive.regions`)."""
-    linked: bool = True
-    """Read of each other."""
-
-
 class AxisProblem:
     """The problem of one axis. `opened`: a class that may lie otherwise than its mark says, at the same prices."""
 
@@ -151,7 +141,7 @@ class AxisProblem:
         fixed: Mapping[int, State],
         rates: WorkRates,
         opened: int | None = None,
-        within: WithinOperators = WithinOperators(),
+        within: WithinOperators = BOTH,
     ) -> None:
         self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
         self.opened, self.linked = opened, within.linked
