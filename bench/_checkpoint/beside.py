@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench._checkpoint.peers import Contender, Dcp, Ours
 from bench._checkpoint.state import State, fill, make, wrong
 from tangram.checkpoint.saving.async_saver import AsyncSaver
-from tangram.checkpoint.saving.save import About
-from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.state.describe import describe
 from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.launch import Rank
 

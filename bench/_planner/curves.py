@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware.curves import ATTENTION, COLLECTIVE, PRODUCT, attention, collective, product
+from tangram.hardware.curves import ATTENTION, COLLECTIVE, PRODUCT, AttentionSizes, attention, collective, product
 from tangram.hardware.devices import Figures, device
 from tangram.hardware.fit import Fit, fit
 
@@ -83,10 +83,8 @@ def attentions() -> list[Fit]:
         of = device(key)
 
         def call(p: Mapping[str, float], x: Mapping[str, Floats], of: Figures = of) -> Floats:
-            return attention(
-                p, of, "bf16", x["batch"], x["seq"], x["seq"], x["heads"], x["kv_heads"], x["head_dim"],
-                causal=True, backward=False,
-            )  # fmt: skip
+            sizes = AttentionSizes(x["batch"], x["seq"], x["seq"], x["heads"], x["kv_heads"], x["head_dim"])
+            return attention(p, of, "bf16", sizes, backward=False)
 
         found.append(fit("attention", key, "bf16", ATTENTION, call, x, t))
     return found

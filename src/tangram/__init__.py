@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tangram.checkpoint.loading.load import load
     from tangram.checkpoint.saving.save import save
     from tangram.layout.mesh import Mesh
-    from tangram.layout.syntax import Layout, Mapping
+    from tangram.layout.notation import Layout, Mapping
     from tangram.planner.report.cluster_plan import plan
     from tangram.sharding.derivation import derive
     from tangram.sharding.eager.api import mark
@@ -53,7 +53,7 @@ else:
             "tangram.checkpoint.saving.save": ["save"],
             "tangram.checkpoint.inspect.foreign": ["verify"],
             "tangram.layout.mesh": ["Mesh"],
-            "tangram.layout.syntax": ["Layout", "Mapping"],
+            "tangram.layout.notation": ["Layout", "Mapping"],
             "tangram.planner.report.cluster_plan": ["plan"],
             "tangram.sharding.derivation": ["derive"],
             "tangram.sharding.eager.api": ["mark"],

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
-from tangram.checkpoint.saving.save import About
-from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.state.describe import describe
 from tangram.relayout.exchange.peers import Peers
 
 TENSORS, COLUMNS, COMPUTE = 110, 4096, 0.5

@@ -17,7 +17,7 @@ from torch import Tensor
 from tangram.checkpoint.formats import hf_export
 from tangram.checkpoint.inspect import diff, tree, verify
 from tangram.checkpoint.loading.load import load
-from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.saving.rank_parts import About
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.checkpoint.store.manifest import checksums

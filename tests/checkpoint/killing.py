@@ -24,8 +24,10 @@ from tangram.checkpoint.inspect import verify
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving import async_saver, writer_process
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
-from tangram.checkpoint.saving.save import About, save
-from tangram.checkpoint.state.entries import LocalPart, describe
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.saving.save import save
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits, retention
 from tangram.hardware.workers import Channel, Detached
 from tangram.relayout.exchange.peers import Peers

@@ -18,7 +18,7 @@ from tangram.checkpoint.loading import between_nodes, block_source, exchange
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.loading.read import Want, read_wants
 from tangram.checkpoint.saving.save import save
-from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.errors import UserError

@@ -11,7 +11,7 @@ from torch import Tensor
 from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.file_layout import Outgoing, images
 from tangram.checkpoint.saving.file_writer import Ring, write_image
-from tangram.checkpoint.saving.save import About, finish, new_id
+from tangram.checkpoint.saving.rank_parts import About, finish, new_id
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.layout import Layout, Mesh, Region, region

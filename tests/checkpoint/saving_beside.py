@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
-from tangram.checkpoint.saving.save import About
-from tangram.checkpoint.state.entries import LocalPart, describe
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.entries import LocalPart
 from tangram.relayout.exchange.peers import Peers
 
 ROWS, COLUMNS = 8, 5

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tangram.checkpoint.saving.async_saver import AsyncSaver, SaveResult, Settings
-from tangram.checkpoint.saving.save import About, save
-from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.saving.save import save
+from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.store import commits
 from tangram.hardware import hostmemory
 from tangram.relayout.exchange.peers import Peers

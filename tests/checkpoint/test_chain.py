@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.saving.rank_parts import About
 from tangram.layout import Mesh, region
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.schema.files import load as read_plan

@@ -18,7 +18,8 @@ from torch import Tensor
 from tangram.checkpoint.formats import hf_export, read_ahead
 from tangram.checkpoint.formats.hf_export import to_hugging_face
 from tangram.checkpoint.loading.block_source import DamagedError
-from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.store import digest
 from tangram.checkpoint.store.commits import read_manifest
 from tangram.errors import UserError

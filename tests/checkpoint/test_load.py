@@ -28,8 +28,10 @@ from torch.optim import (
 
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.loading.load import load
-from tangram.checkpoint.saving.save import About, save, save_described
-from tangram.checkpoint.state.entries import LocalPart, describe
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.saving.save import save, save_described
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits
 from tangram.errors import UserError
 from tests.checkpoint.saving import Net, trained

@@ -11,8 +11,9 @@ import torch
 from tangram.checkpoint.inspect import verify
 from tangram.checkpoint.loading.read import Want, read_wants
 from tangram.checkpoint.saving.file_writer import Ring
-from tangram.checkpoint.saving.save import About, save_described
-from tangram.checkpoint.state.entries import describe
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.saving.save import save_described
+from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.store import commits, digest
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.layout import Region

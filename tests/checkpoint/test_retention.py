@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.checkpoint.inspect.verify import verify
-from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.saving.rank_parts import About
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.checkpoint.store.retention import Candidate, KeepBest, Policy, kept, parse

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
-from tangram.checkpoint.saving.save import About, SaveError, save
+from tangram.checkpoint.saving.rank_parts import About, SaveError
+from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits, digest
 from tangram.checkpoint.store.manifest import Manifest

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tangram.checkpoint.saving.save import write_share
 from tangram.checkpoint.saving.snapshot import CHUNK, Pool, RankShare, Snapshot, places, share
-from tangram.checkpoint.state.entries import Described, LocalPart, StateEntry, describe
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.entries import Described, LocalPart, StateEntry
 from tangram.errors import UserError
 
 SAVE = "ab" * 16

@@ -12,7 +12,8 @@ import torch
 
 from tangram.checkpoint.inspect import verify
 from tangram.checkpoint.inspect.scan import Finding
-from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.saving.rank_parts import About
+from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.store import commits, digest, manifest
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.checkpoint.store.manifest import BLOCK, StoredFile

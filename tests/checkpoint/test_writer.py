@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.snapshot import Pool, RankShare, Snapshot, share
 from tangram.checkpoint.saving.writer_process import Order, SaveWriter, _refuse_failed, attempt_id, share_fields
-from tangram.checkpoint.state.entries import LocalPart, describe
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits
 from tangram.hardware.workers import Channel
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tangram.checkpoint.saving.save import About
+from tangram.checkpoint.saving.rank_parts import About
 from tangram.checkpoint.store.manifest import ManifestError
 from tangram.cli import main
 from tests.checkpoint.making import flip, make, regions

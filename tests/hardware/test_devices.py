@@ -91,7 +91,7 @@ def test_every_device_of_which_products_are_known_has_finite_curves() -> None:
             continue
         times = [
             curves.product_seconds(one, "bf16", 4096.0, 4096.0, 4096.0),
-            curves.attention_seconds(one, "bf16", 1.0, 4096.0, 4096.0, 32.0, 8.0, 128.0),
+            curves.attention_seconds(one, "bf16", curves.AttentionSizes(1.0, 4096.0, 4096.0, 32.0, 8.0, 128.0)),
             curves.moved_seconds(one, 1e9),
             curves.collective_seconds(one, "all-reduce", 1e8, 16.0, near=8.0),
         ]

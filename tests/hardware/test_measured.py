@@ -79,11 +79,11 @@ def test_each_curve_of_a_file_counts_before_those_that_come_with_tangram() -> No
     own = replace(h100, curves=slow)
 
     def seconds(of: Any) -> dict[str, float]:
-        sizes = (1, 4096, 4096, 32, 8, 128)
+        sizes = curves.AttentionSizes(1, 4096, 4096, 32, 8, 128)
         found = {
             "product": curves.product_seconds(of, "bf16", 4096, 4096, 4096),
-            "attention": curves.attention_seconds(of, "bf16", *sizes),
-            "backward": curves.attention_seconds(of, "bf16", *sizes, backward=True),
+            "attention": curves.attention_seconds(of, "bf16", sizes),
+            "backward": curves.attention_seconds(of, "bf16", sizes, backward=True),
             "moved": curves.moved_seconds(of, 1e6),
             "collective": curves.collective_seconds(of, "all-reduce", 1e6, 4, 8),
         }
@@ -164,12 +164,12 @@ def test_more_ranks_than_accelerators_are_not_measured(monkeypatch: pytest.Monke
 
 
 def test_attention_of_32_bits_has_its_own_curve_where_it_was_measured() -> None:
-    h100, sizes = device("h100"), (1, 4096, 4096, 32, 8, 128)
+    h100, sizes = device("h100"), curves.AttentionSizes(1, 4096, 4096, 32, 8, 128)
     slow = {**curves.ATTENTION, "reach": 0.01, "spread": 0.1, "backward": 3.0}
     own = replace(h100, curves={"attention": {"fp32": slow}})
 
     def slower(kind: str) -> float:
-        return float(curves.attention_seconds(own, kind, *sizes) / curves.attention_seconds(h100, kind, *sizes))
+        return float(curves.attention_seconds(own, kind, sizes) / curves.attention_seconds(h100, kind, sizes))
 
     assert slower("fp32") > 5
     assert slower("bf16") == 1

@@ -1,5 +1,7 @@
 """The types that products run in on devices with and without units for them, and the spread of every curve."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -72,12 +74,13 @@ def test_every_curve_of_every_device_says_how_far_times_lie_from_it() -> None:
 @pytest.mark.parametrize("one", KNOWN, ids=lambda one: one.name)
 def test_attention_is_never_faster_than_the_device_and_its_backward_never_than_the_forward(one: Figures) -> None:
     keys = np.array([128.0, 1024.0, 8192.0, 65536.0])
-    there = curves.attention_seconds(one, "bf16", 1.0, keys, keys, 32.0, 8.0, 128.0)
-    back = curves.attention_seconds(one, "bf16", 1.0, keys, keys, 32.0, 8.0, 128.0, backward=True)
+    of = curves.AttentionSizes(1.0, keys, keys, 32.0, 8.0, 128.0)
+    there = curves.attention_seconds(one, "bf16", of)
+    back = curves.attention_seconds(one, "bf16", of, backward=True)
     assert (there > 2 * 32 * keys**2 * 128 / one.peak("bf16")).all()
     assert (there[1:] > there[:-1]).all()
     assert (back > there).all()
-    assert (curves.attention_seconds(one, "bf16", 1.0, keys, keys, 32.0, 8.0, 128.0, causal=False) >= there).all()
+    assert (curves.attention_seconds(one, "bf16", replace(of, causal=False)) >= there).all()
 
 
 @pytest.mark.parametrize("what", list(curves.SHARES))

@@ -76,6 +76,7 @@ SOUND = {
     "hardware/workers.py": "import subprocess\nfrom tangram import layout\nsubprocess.run(['true'])\n",
     "training/loop.py": "import torch.distributed as dist\ndef f(t): dist.all_reduce(t); dist.init_process_group()\n",
     "cli/train.py": "import rich\ndef train():\n    from tangram.training import loop\n",
+    "training/step.py": "from tangram.training.loop import f\nfrom tangram import __version__\n",
     "training/b/__init__.py": "",
     "training/d/__init__.py": "",
     "training/d/e.py": "from tangram.training.b import f\n",
@@ -132,6 +133,11 @@ BREACHES = {
         "training/b/c.py",
         "from tangram.training.d import e\n",
         "tangram.training.b:1 is imported by what it imports itself: tangram.training.d",
+    ),
+    "modules that import each other": (
+        "training/loop.py",
+        "def f():\n    from tangram.training import step\n",
+        "tangram.training.loop:1 is imported by what it imports itself: tangram.training.step",
     ),
     "a long file": ("cli/a.py", "x = 1\n" * 401, "401 lines"),
 }

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 # From the lowest to the highest; a room imports only rooms that stand before it.
@@ -107,8 +108,9 @@ LARGE = ("models", "hardware")
 
 def findings(package: Path, dependencies: Mapping[str, set[str]]) -> list[str]:
     """A sentence for each breach. `dependencies`: the rooms that may import a third-party module, by its name."""
-    found: list[str] = [*_circles(modules(package)), *_crowded(modules(package))]
-    for module in modules(package):
+    house = modules(package)
+    found: list[str] = [*_circles(house), *_crowded(house)]
+    for module in house:
         names = list(imported(module))
         found += [f"{module.name}:{line} {what}" for line, what in _walls(module, names)]
         found += [f"{module.name}:{line} {what}" for line, what in _third_party(module, names, dependencies)]
@@ -119,27 +121,54 @@ def findings(package: Path, dependencies: Mapping[str, set[str]]) -> list[str]:
 
 
 def _circles(house: list[Module]) -> Iterator[str]:
-    """Packages of a room that import each other, straight or by way of others: imports between them go down, too.
+    """Packages of a room, and modules, that import each other, straight or by way of others: imports go down.
 
-    What a package's own modules import of each other is no matter here.
+    The package `tangram` itself is no part of a circle: everybody may read its version, and its front door offers names
+    of every room without importing any.
     """
     packages = {module.name: module.package for module in house}
-    uses: dict[str, set[str]] = {package: set() for package in packages.values()}
+    rooms = {module.name: module.room for module in house}
+    of_packages: dict[str, set[str]] = {package: set() for package in packages.values()}
+    of_modules: dict[str, set[str]] = {name: set() for name in packages}
     for module in house:
         for _, name in imported(module):
             while name and name not in packages:
                 name = name.rpartition(".")[0]
-            if name and packages[name] != module.package and name.split(".")[1:2] == [module.room]:
-                uses[module.package].add(packages[name])
-    for package, direct in sorted(uses.items()):
-        reached, left = set[str](), list(direct)
-        while left:
-            if (one := left.pop()) not in reached:
-                reached.add(one)
-                left += uses[one]
-        if package in reached:
-            through = ", ".join(sorted(one for one in direct if package in uses[one] or one in reached))
-            yield f"{package}:1 is imported by what it imports itself: {through}"
+            if not rooms.get(name, "") or not module.room:
+                continue
+            if name != module.name:
+                of_modules[module.name].add(name)
+            if packages[name] != module.package and rooms[name] == module.room:
+                of_packages[module.package].add(packages[name])
+    yield from _within_reach(of_packages)
+    yield from _within_reach({name: uses - _doors(house) for name, uses in of_modules.items()})
+
+
+def _doors(house: list[Module]) -> set[str]:
+    """Packages whose `__init__` offers names lazily: it imports nothing of them before they are used."""
+    return {m.name for m in house if m.is_package and any(name == "tangram.lazy.lazily" for _, name in imported(m))}
+
+
+def _within_reach(uses: Mapping[str, set[str]]) -> Iterator[str]:
+    """A sentence for each that is reached from itself."""
+    left = {one: set(others) for one, others in uses.items()}
+    while ends := {one for one, others in left.items() if not others}:
+        left = {one: others - ends for one, others in left.items() if one not in ends}
+    for one, direct in sorted(left.items()):
+        through = ", ".join(sorted(other for other in direct if _reaches(other, one, left)))
+        if through:
+            yield f"{one}:1 is imported by what it imports itself: {through}"
+
+
+def _reaches(start: str, goal: str, uses: Mapping[str, set[str]]) -> bool:
+    seen, left = set[str](), [start]
+    while left:
+        if (one := left.pop()) == goal:
+            return True
+        if one not in seen:
+            seen.add(one)
+            left += uses[one]
+    return False
 
 
 def _crowded(house: list[Module]) -> Iterator[str]:
@@ -149,8 +178,13 @@ def _crowded(house: list[Module]) -> Iterator[str]:
             yield f"{package}:1 has {files} modules; a folder has {FILES} at most, and a larger room sub-packages"
 
 
-def imported(module: Module) -> Iterator[tuple[int, str]]:
+@lru_cache(None)  # a walk over all trees takes seconds, and several checks read them
+def imported(module: Module) -> list[tuple[int, str]]:
     """Line and full dotted name of everything that is imported anywhere in the module."""
+    return list(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[tuple[int, str]]:
     package = module.name.rpartition(".")[0]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):

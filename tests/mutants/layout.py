@@ -257,7 +257,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- grammar and words
     Mutant(
-        "errors-drift-by-line", "layout/grammar.py", "at += len(line) + 1", "at += len(line)",
+        "errors-drift-by-line", "layout/notation.py", "at += len(line) + 1", "at += len(line)",
         "errors in a long mapping point at the wrong line", GRAMMAR,
     ),
     Mutant(
@@ -269,7 +269,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "{value:g}", "a mapping does not print as it parses", GRAMMAR,
     ),
     Mutant(
-        "places-print-in-part", "layout/syntax.py", '",".join(map(str, coords)) for axis, coords in self.at',
+        "places-print-in-part", "layout/notation.py", '",".join(map(str, coords)) for axis, coords in self.at',
         '",".join(map(str, coords[:1])) for axis, coords in self.at', "the second tied copy is lost in a file", GRAMMAR,
     ),
     # ---------------------------------------------------------------- companions and placements

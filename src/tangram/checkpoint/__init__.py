@@ -49,8 +49,10 @@ if TYPE_CHECKING:
     from tangram.checkpoint.loading.block_source import DamagedError
     from tangram.checkpoint.loading.load import Loaded, LoadError, load
     from tangram.checkpoint.saving.async_saver import AsyncSaver, SaveResult, Settings
-    from tangram.checkpoint.saving.save import About, SaveError, save
-    from tangram.checkpoint.state.entries import Described, LocalPart, describe
+    from tangram.checkpoint.saving.rank_parts import About, SaveError
+    from tangram.checkpoint.saving.save import save
+    from tangram.checkpoint.state.describe import describe
+    from tangram.checkpoint.state.entries import Described, LocalPart
     from tangram.checkpoint.store.commits import newest, read_manifest
     from tangram.checkpoint.store.digest import digest_of
     from tangram.checkpoint.store.manifest import Manifest, StoredTensor
@@ -66,9 +68,11 @@ else:
             "tangram.checkpoint.loading.load": ["Loaded", "LoadError", "load"],
             "tangram.checkpoint.store.manifest": ["Manifest", "StoredTensor"],
             "tangram.checkpoint.conversion.convert": ["Restructured"],
-            "tangram.checkpoint.saving.save": ["About", "SaveError", "save"],
+            "tangram.checkpoint.saving.rank_parts": ["About", "SaveError"],
+            "tangram.checkpoint.saving.save": ["save"],
             "tangram.checkpoint.loading.block_source": ["DamagedError"],
-            "tangram.checkpoint.state.entries": ["Described", "LocalPart", "describe"],
+            "tangram.checkpoint.state.describe": ["describe"],
+            "tangram.checkpoint.state.entries": ["Described", "LocalPart"],
             "tangram.checkpoint.inspect.foreign": ["Reading"],
             "tangram.checkpoint.inspect.verify": ["VerifyReport"],
         },

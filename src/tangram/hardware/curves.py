@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -32,8 +33,8 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.hardware.devices import Figures
 
-__all__ = ["assumed", "attention_seconds", "collective_seconds", "far_seconds", "link_seconds", "measured",
-           "moved_seconds", "product_seconds", "spread"]  # fmt: skip
+__all__ = ["AttentionSizes", "assumed", "attention_seconds", "collective_seconds", "far_seconds", "link_seconds",
+           "measured", "moved_seconds", "product_seconds", "spread"]  # fmt: skip
 
 Array = NDArray[Any]
 Values = Mapping[str, float]
@@ -137,43 +138,32 @@ def product(p: Values, device: Figures, kind: str, m: Any, n: Any, k: Any, count
     return p["start"] + np.maximum(flops / (device.peak(kind) * min(p["reach"], 1.0) * fills), moved)
 
 
-def attention_seconds(
-    device: Figures,
-    kind: str,
-    batch: Any,
-    queries: Any,
-    keys: Any,
-    heads: Any,
-    kv_heads: Any,
-    width: Any,
-    *,
-    causal: Any = True,
-    backward: bool = False,
-) -> Array:
-    """Of one call of fused attention; `width` is the mean of the heads' dims of keys and of values."""
-    p = _attention(device, kind)
-    return attention(p, device, kind, batch, queries, keys, heads, kv_heads, width, causal=causal, backward=backward)
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Of one call of fused attention; numbers, or arrays of as many calls."""
+
+    batch: Any
+    queries: Any
+    keys: Any
+    heads: Any
+    kv_heads: Any
+    width: Any
+    """The mean of the heads' dims of keys and of values."""
+    causal: Any = True
 
 
-def attention(
-    p: Values,
-    device: Figures,
-    kind: str,
-    batch: Any,
-    queries: Any,
-    keys: Any,
-    heads: Any,
-    kv_heads: Any,
-    width: Any,
-    *,
-    causal: Any,
-    backward: bool,
-) -> Array:
+def attention_seconds(device: Figures, kind: str, of: AttentionSizes, *, backward: bool = False) -> Array:
+    """Of one call of fused attention."""
+    return attention(_attention(device, kind), device, kind, of, backward=backward)
+
+
+def attention(p: Values, device: Figures, kind: str, of: AttentionSizes, *, backward: bool) -> Array:
     """By given values."""
-    flops = 4.0 * batch * heads * queries * keys * width * np.where(causal, 0.5, 1.0)
+    batch, queries, keys, heads, width = of.batch, of.queries, of.keys, of.heads, of.width
+    flops = 4.0 * batch * heads * queries * keys * width * np.where(of.causal, 0.5, 1.0)
     fills = keys / (keys + p["keys"]) * (width / (width + p["width"]))
     peak = device.peak("fp32" if kind == "fp32" else "bf16")
-    nbytes = 2.0 * batch * width * (2.0 * heads * queries + 2.0 * kv_heads * keys)
+    nbytes = 2.0 * batch * width * (2.0 * heads * queries + 2.0 * of.kv_heads * keys)
     slower = float(p.get("backward", _file()["attention_backward"]["times"]))
     times = 2.5 * slower if backward else 1.0
     bound = nbytes * (3.0 if backward else 1.0) / (_memory(device) * min(_moved(device)["reach"], 1.0))

@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.hardware import sweep
-from tangram.hardware.curves import ATTENTION, COLLECTIVE, MOVED, PRODUCT, attention, collective, moved, product
+from tangram.hardware.curves import (
+    ATTENTION,
+    COLLECTIVE,
+    MOVED,
+    PRODUCT,
+    AttentionSizes,
+    attention,
+    collective,
+    moved,
+    product,
+)
 from tangram.hardware.devices import Figures
 from tangram.hardware.fit import Call, Fit, fit
 from tangram.hardware.machine import accelerators
@@ -123,10 +133,8 @@ def _attention(figures: Figures, kind: str, ahead: Sequence[Point], back: Sequen
     """The forward's curve, and by how much an operation of the backward is slower: the median of the same shapes."""
 
     def call(p: Mapping[str, float], x: Any, *, backward: bool = False) -> Floats:
-        return attention(
-            p, figures, kind, x["batch"], x["queries"], x["keys"], x["heads"], x["heads"], x["width"], causal=True,
-            backward=backward,
-        )  # fmt: skip
+        of = AttentionSizes(x["batch"], x["queries"], x["keys"], x["heads"], x["heads"], x["width"])
+        return attention(p, figures, kind, of, backward=backward)
 
     found = _fit("attention", kind, ATTENTION, call, ahead)
     x, t = _columns(back)

@@ -11,8 +11,9 @@ from tangram.layout.errors import LayoutError, NotationError
 from tangram.layout.intervals import IntSet
 from tangram.layout.locate import Owner, nearest_holder, owners, ranks_of, region, validate
 from tangram.layout.mesh import Coords, Mesh
+from tangram.layout.notation import Layout, Mapping
 from tangram.layout.region import Box, Coverage, Region, coverage
-from tangram.layout.syntax import Cut, Dim, Layout, Mapping, Statement, TensorPattern
+from tangram.layout.syntax import Cut, Dim, Statement, TensorPattern
 
 __all__ = [
     "Box",

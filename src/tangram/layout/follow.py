@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tangram.layout.errors import LayoutError
-from tangram.layout.syntax import VOID, Cut, Dim, Layout
+from tangram.layout.notation import Layout
+from tangram.layout.syntax import VOID, Cut, Dim
 
 
 def follow(base: Layout, dims: str | Sequence[Dim]) -> Layout:

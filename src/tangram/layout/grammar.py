@@ -1,13 +1,13 @@
 """The one parser: meshes, layouts, mappings, regions and op rules. LALR(1), by Lark.
 
 Every entry point takes text and returns values of `syntax`; errors are `NotationError`s that point at the character.
-Parsing is pure and cached, so callers may parse in inner loops.
+Parsing is pure, and cached where the values are made, so callers may parse in inner loops.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar, cast
@@ -18,8 +18,22 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput
 from tangram.layout.errors import NotationError
 from tangram.layout.intervals import IntSet, normal
 from tangram.layout.maps import MAPS
-from tangram.layout.rule import Note, Operand, Piece, Rule, Slot
-from tangram.layout.syntax import REST, VOID, Cut, Dim, Index, Layout, Mapping, Statement, TensorPattern, Wild
+from tangram.layout.syntax import (
+    REST,
+    VOID,
+    Cut,
+    Dim,
+    Index,
+    LayoutWords,
+    Note,
+    Operand,
+    Piece,
+    RuleWords,
+    Slot,
+    Statement,
+    TensorPattern,
+    Wild,
+)
 
 GRAMMAR = r"""
 mesh: view ("|" view)*
@@ -147,11 +161,11 @@ class _Build(Transformer[Token, Any]):
     def at(self, c: list[Any]) -> tuple[str, Any]:
         return "at", (c[0], tuple(c[1:]))
 
-    def layout(self, c: list[Any]) -> Layout:
+    def layout(self, c: list[Any]) -> LayoutWords:
         def of(kind: str) -> tuple[Any, ...]:
             return tuple(value for name, value in c[1:] if name == kind)
 
-        return Layout(c[0], of("flat"), of("pending"), of("at"))
+        return c[0], of("flat"), of("pending"), of("at")
 
     def colon(self, c: list[Any]) -> bool:
         return True
@@ -202,8 +216,8 @@ class _Build(Transformer[Token, Any]):
 
     operators = operands = view
 
-    def rule(self, c: list[Any]) -> Rule:
-        return Rule(tuple(map(str, c[0])), c[1], c[2], tuple(x for x in c[3:] if x is not None))
+    def rule(self, c: list[Any]) -> RuleWords:
+        return tuple(map(str, c[0])), c[1], c[2], tuple(x for x in c[3:] if x is not None)
 
 
 _STARTS = ["mesh", "layout", "statement", "index", "region", "rule"]
@@ -302,23 +316,23 @@ def _index(text: str, at: int) -> Index:
     return index
 
 
-@lru_cache(1 << 14)
-def parse_layout(text: str) -> Layout:
-    """`Layout.parse`."""
-    layout = cast("Layout", _parse("layout", text))
-    for cut in [c for dim in layout.dims for node in dim.nodes for c in node.cuts] + list(layout.flat):
+def parse_layout(text: str) -> LayoutWords:
+    """What a layout is made of."""
+    words = cast("LayoutWords", _parse("layout", text))
+    dims, flat = words[:2]
+    for cut in [c for dim in dims for node in dim.nodes for c in node.cuts] + list(flat):
         if cut.map not in MAPS or (cut.map == "sizes" and not cut.args):
             known = ", ".join(sorted(m for m in MAPS if m and m != "sizes"))
             position = _find("layout", text, "named_map", _is_unknown_map)
             raise NotationError(text, position, f"no index map {cut.map!r}; there are {known}")
-    if any(n.name == REST and (n is not dim or n.cuts) for dim in layout.dims for n in dim.nodes):
+    if any(n.name == REST and (n is not dim or n.cuts) for dim in dims for n in dim.nodes):
         top = cast("Tree[Token]", _LARK.parse(text, start="layout").children[0])
         plain = {d.meta.start_pos for d in cast("list[Tree[Token]]", top.children) if _is_plain_rest(d)}
         position = _find("layout", text, "rest", lambda node: node.meta.start_pos not in plain)
         raise NotationError(text, position, "'...' stands for whole dims, without brackets and cuts")
-    if sum(d.name == REST for d in layout.dims) > 1:
+    if sum(d.name == REST for d in dims) > 1:
         raise NotationError(text, text.rfind(REST), "'...' stands once in a layout")
-    return layout
+    return words
 
 
 @lru_cache(1 << 10)
@@ -336,24 +350,23 @@ def parse_region(text: str) -> tuple[tuple[IntSet, ...], ...]:
     return cast("tuple[tuple[IntSet, ...], ...]", _parse("region", text))
 
 
-@lru_cache(1 << 12)
-def parse_mapping(text: str) -> Mapping:
-    """`Mapping.parse`."""
-    return Mapping(tuple(_within(text, start, line, _statement) for start, line in _lines(text)))
+def parse_statements(text: str, lines: Iterable[tuple[int, str]]) -> tuple[Statement, ...]:
+    """The statements of a mapping's lines, each with its offset in the text."""
+    return tuple(_within(text, start, line, _statement) for start, line in lines)
 
 
-@lru_cache(1 << 12)
-def parse_rule(text: str) -> Rule:
-    """`Rule.parse`."""
-    rule = cast("Rule", _parse("rule", text))
-    pieces = [piece for operand in (*rule.inputs, *rule.outputs) for piece in operand.pieces]
+def parse_rule(text: str) -> RuleWords:
+    """What an op rule is made of."""
+    words = cast("RuleWords", _parse("rule", text))
+    _, inputs, outputs, _ = words
+    pieces = [piece for operand in (*inputs, *outputs) for piece in operand.pieces]
     if any(node.cuts for piece in pieces if isinstance(piece.what, Dim) for node in piece.what.nodes):
         raise NotationError(text, _find("rule", text, "cut"), "a rule has no cuts: it says what can be cut")
-    if any(operand.pending for operand in rule.inputs):
+    if any(operand.pending for operand in inputs):
         raise NotationError(text, _find("rule", text, "contraction"), "only outputs have a pending reduction")
-    if any(piece.beyond for operand in rule.outputs for piece in operand.pieces):
+    if any(piece.beyond for operand in outputs for piece in operand.pieces):
         raise NotationError(text, text.rfind("'"), "only inputs are read beyond a part's borders")
-    return rule
+    return words
 
 
 @lru_cache(1 << 14)
@@ -377,24 +390,3 @@ def _within(text: str, start: int, line: str, parse: Callable[[str], T]) -> T:
         return parse(line)
     except NotationError as error:
         raise NotationError(text, start + error.position, error.reason) from None
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    """The statements of a text with their offsets. Comments and joints become spaces, so that offsets stay true."""
-    text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)
-    text = re.sub(r"(,|=|->)\s*\n", lambda m: m.group().replace("\n", " "), text)
-    margin = min((_indent(line) for line in text.split("\n") if line.strip()), default=0)
-    out: list[tuple[int, str]] = []
-    at = 0
-    for line in text.split("\n"):
-        if out and line.strip() and _indent(line) > margin:  # indented further than the others: it goes on
-            start, before = out[-1]
-            out[-1] = (start, before + " " * (at - start - len(before)) + line)
-        elif line.strip():
-            out.append((at, line))
-        at += len(line) + 1
-    return out
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())

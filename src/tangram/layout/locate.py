@@ -16,9 +16,10 @@ from tangram.layout.errors import LayoutError
 from tangram.layout.intervals import IntSet
 from tangram.layout.maps import MAPS
 from tangram.layout.mesh import Coords, Mesh
+from tangram.layout.notation import Layout
 from tangram.layout.region import Box, Region, box_intersect, flat_boxes
 from tangram.layout.sizes import check_cut
-from tangram.layout.syntax import Cut, Dim, Layout
+from tangram.layout.syntax import Cut, Dim
 
 At = dict[str, int]
 

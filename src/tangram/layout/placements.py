@@ -16,7 +16,8 @@ from typing import Any, Literal, cast
 from tangram.layout.errors import LayoutError
 from tangram.layout.locate import region, validate
 from tangram.layout.mesh import Mesh
-from tangram.layout.syntax import VOID, Cut, Dim, Layout
+from tangram.layout.notation import Layout
+from tangram.layout.syntax import VOID, Cut, Dim
 
 OPS = ("sum", "avg", "max", "min")
 _SPECS = ("PartitionSpec", "P")

@@ -14,74 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
-from tangram.layout.syntax import REST, Dim
-
-
-@dataclass(frozen=True)
-class Slot:
-    """`{dim}`, `{dim:keepdim}`, `{#normalized_shape}`: dims that an argument names."""
-
-    argument: str
-    keep: str = ""
-    """The argument that says whether the dims stay, with one element each (`kept`: they do); none: they stay whole."""
-    trailing: int = 0
-    """Where the argument says how many last dims by its number of entries: how many entries a dim has."""
-
-    def __str__(self) -> str:
-        return "{" + "#" * self.trailing + self.argument + (f":{self.keep}" if self.keep else "") + "}"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A dim of an operand, `...`, or a slot."""
-
-    what: Dim | Slot
-    whole: bool = False
-    beyond: bool = False
-    """Of an input: a part of the result reads more of it than the same part, by windows."""
-
-    def __str__(self) -> str:
-        return str(self.what) + "^" * self.whole + "'" * self.beyond
-
-    @cached_property
-    def rest(self) -> bool:
-        """Whether it stands for all other dims."""
-        return isinstance(self.what, Dim) and self.what.name == REST
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One tensor of an operator."""
-
-    pieces: tuple[Piece, ...]
-    pending: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it writes every dim, and none stands for several."""
-        return not any(isinstance(piece.what, Slot) or piece.rest for piece in self.pieces)
-
-    """Of an output: what is pending, `sum`, when this factor is cut; a slot is written as in the text."""
-
-    def __str__(self) -> str:
-        return " ".join([*map(str, self.pieces), *(f"{op}:{factor}" for op, factor in self.pending)])
-
-    @cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        """Its slots."""
-        return tuple(piece.what for piece in self.pieces if isinstance(piece.what, Slot))
-
-    @cached_property
-    def fixed(self) -> int:
-        """How many of its pieces are not `...`."""
-        return len([piece for piece in self.pieces if not piece.rest])
-
-
-Note = tuple[str, tuple[str, ...]]
-"""`once(0)`, `linear`: what is true of an operator beside its factors, and of which arguments or factors."""
+from tangram.layout.grammar import parse_rule
+from tangram.layout.syntax import Note, Operand, Slot
 
 
 @dataclass(frozen=True)
@@ -96,9 +33,7 @@ class Rule:
     @staticmethod
     def parse(text: str) -> Rule:
         """The rule that `text` writes. Raises NotationError, pointing at the character."""
-        from tangram.layout.grammar import parse_rule
-
-        return parse_rule(text)
+        return _rule(text)
 
     def __str__(self) -> str:
         left, right = (", ".join(map(str, side)) for side in (self.inputs, self.outputs))
@@ -128,3 +63,8 @@ class Rule:
                 if wanted != (name == "if"):
                     return False
         return True
+
+
+@lru_cache(1 << 12)
+def _rule(text: str) -> Rule:
+    return Rule(*parse_rule(text))

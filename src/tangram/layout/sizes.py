@@ -15,25 +15,22 @@ from typing import SupportsIndex
 
 from tangram.layout.errors import LayoutError
 from tangram.layout.maps import MAPS
-from tangram.layout.syntax import REST, VOID, Cut, Dim, Layout
+from tangram.layout.syntax import REST, VOID, Cut, Dim
 
 Shape = tuple[int, ...]
 
 
-def bind_layout(layout: Layout, shape: Shape | None, known: Mapping[str, int | Shape]) -> Layout:
+def bind_dims(
+    dims: Sequence[Dim], flat: Sequence[Cut], shape: Shape | None, known: Mapping[str, int | Shape]
+) -> tuple[tuple[Dim, ...], tuple[Cut, ...]]:
     """`Layout.bind`: sizes for every factor, lists for every `[name]` of a map."""
     sizes = {k: whole(k, v) for k, v in known.items() if isinstance(v, str) or not isinstance(v, Sized)}
     lists = {k: tuple([whole(k, x) for x in v]) for k, v in known.items() if k not in sizes and isinstance(v, Sized)}
     empty = [k for k, v in lists.items() if not v]
     if empty:
         raise LayoutError(f"the list {empty[0]} is empty")
-    dims = expand_rest(layout.dims, shape)
-    (solved,), _ = solve([(dims, shape)], sizes)
-    return replace(
-        layout,
-        dims=tuple(_fill_lists(dim, lists) for dim in solved),
-        flat=tuple(_fill_cut(cut, lists) for cut in layout.flat),
-    )
+    (solved,), _ = solve([(expand_rest(dims, shape), shape)], sizes)
+    return tuple(_fill_lists(dim, lists) for dim in solved), tuple(_fill_cut(cut, lists) for cut in flat)
 
 
 def whole(name: str, value: SupportsIndex | str) -> int:

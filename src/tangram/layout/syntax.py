@@ -1,4 +1,6 @@
-"""The words of the notation as values: cuts, dims, layouts, tensor patterns, statements. They print as they parse.
+"""The words of the notation as values: cuts, dims, tensor patterns, statements, operands. They print as they parse.
+
+Whole texts are made of them: `notation.Layout` and `notation.Mapping`, `rule.Rule`.
 
 A dim is a polynomial of factors: a space multiplies (row-major), `+` concatenates, brackets group, `/` cuts. One node
 type serves factors and brackets, so that every walk over a dim is one recursion without cases for the notation's
@@ -82,52 +84,6 @@ class Dim:
     def uncut(self) -> Dim:
         """The same dim without any cut."""
         return replace(self, cuts=(), terms=tuple(tuple(x.uncut() for x in term) for term in self.terms))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a tensor lies over a mesh: cut dims, cuts of the flattened local block, pending reductions, held-by.
-
-    `Layout.parse("(heads/tp d)/dp h sum:cp @pp=0,3")`; `bind(shape)` gives every factor its size. A layout has no mesh:
-    `tangram.layout.region` and `owners` take both.
-    """
-
-    dims: tuple[Dim, ...]
-    flat: tuple[Cut, ...] = ()
-    pending: tuple[tuple[str, str], ...] = ()
-    at: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    @staticmethod
-    def parse(text: str) -> Layout:
-        """The layout that `text` writes. Raises NotationError, pointing at the character."""
-        from tangram.layout.grammar import parse_layout
-
-        return parse_layout(text)
-
-    def __str__(self) -> str:
-        parts = [*map(str, self.dims), *(f"//{cut}" for cut in self.flat)]
-        parts += [f"{op}:{axis}" for op, axis in self.pending]
-        parts += [f"@{axis}=" + ",".join(map(str, coords)) for axis, coords in self.at]
-        return " ".join(parts)
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor. Raises LayoutError before `bind`."""
-        return tuple(dim.n for dim in self.dims)
-
-    @cached_property
-    def axes(self) -> frozenset[str]:
-        """The mesh axes that cut something."""
-        return frozenset(cut.axis for cut in self.flat).union(*(dim.axes for dim in self.dims))
-
-    def bind(self, shape: tuple[int, ...] | None = None, **known: int | tuple[int, ...]) -> Layout:
-        """Give every factor its size, solved from `shape` and the sizes in `known`; lists in `known` fill `[name]`.
-
-        Raises LayoutError when a size has no solution or more than one.
-        """
-        from tangram.layout.sizes import bind_layout
-
-        return bind_layout(self, shape, known)
 
 
 @dataclass(frozen=True)
@@ -226,21 +182,71 @@ def _option(option: Option) -> str:
 
 
 @dataclass(frozen=True)
-class Mapping:
-    """How the tensors of one model structure are made of those of another: one statement a line.
+class Slot:
+    """`{dim}`, `{dim:keepdim}`, `{#normalized_shape}`: dims that an argument names."""
 
-    `Mapping.parse(text)`; `#` begins a comment; a line that ends in `,` `=` or `->`, or is followed by one
-    indented further, goes on. `tangram.relayout.mapping.bind` gives it the tensors' shapes, `inverse` turns it round.
-    """
-
-    statements: tuple[Statement, ...]
-
-    @staticmethod
-    def parse(text: str) -> Mapping:
-        """The mapping that `text` writes. Raises NotationError, pointing at the character."""
-        from tangram.layout.grammar import parse_mapping
-
-        return parse_mapping(text)
+    argument: str
+    keep: str = ""
+    """The argument that says whether the dims stay, with one element each (`kept`: they do); none: they stay whole."""
+    trailing: int = 0
+    """Where the argument says how many last dims by its number of entries: how many entries a dim has."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.statements))
+        return "{" + "#" * self.trailing + self.argument + (f":{self.keep}" if self.keep else "") + "}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A dim of an operand, `...`, or a slot."""
+
+    what: Dim | Slot
+    whole: bool = False
+    beyond: bool = False
+    """Of an input: a part of the result reads more of it than the same part, by windows."""
+
+    def __str__(self) -> str:
+        return str(self.what) + "^" * self.whole + "'" * self.beyond
+
+    @cached_property
+    def rest(self) -> bool:
+        """Whether it stands for all other dims."""
+        return isinstance(self.what, Dim) and self.what.name == REST
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor of an operator."""
+
+    pieces: tuple[Piece, ...]
+    pending: tuple[tuple[str, str], ...] = ()
+    """Of an output: what is pending, `sum`, when this factor is cut; a slot is written as in the text."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it writes every dim, and none stands for several."""
+        return not any(isinstance(piece.what, Slot) or piece.rest for piece in self.pieces)
+
+    def __str__(self) -> str:
+        return " ".join([*map(str, self.pieces), *(f"{op}:{factor}" for op, factor in self.pending)])
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Its slots."""
+        return tuple(piece.what for piece in self.pieces if isinstance(piece.what, Slot))
+
+    @cached_property
+    def fixed(self) -> int:
+        """How many of its pieces are not `...`."""
+        return len([piece for piece in self.pieces if not piece.rest])
+
+
+Note = tuple[str, tuple[str, ...]]
+"""`once(0)`, `linear`: what is true of an operator beside its factors, and of which arguments or factors."""
+
+
+LayoutWords = tuple[
+    tuple[Dim, ...], tuple[Cut, ...], tuple[tuple[str, str], ...], tuple[tuple[str, tuple[int, ...]], ...]
+]
+"""The fields of a `Layout`: dims, flat, pending, at."""
+RuleWords = tuple[tuple[str, ...], tuple[Operand, ...], tuple[Operand, ...], tuple[Note, ...]]
+"""The fields of a `Rule`: operators, inputs, outputs, notes."""

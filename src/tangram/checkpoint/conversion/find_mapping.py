@@ -12,7 +12,7 @@ from tangram.checkpoint.conversion.convert import IDENTITY, target_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import MASTER, split
 from tangram.errors import UserError
-from tangram.layout.syntax import Mapping as MappingText
+from tangram.layout.notation import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, family_of, fields_of, mapping_of, megatrons_embedding
 from tangram.models.structures import FRAMEWORKS, family_in

@@ -13,7 +13,7 @@ from typing import Any
 from tangram.checkpoint.conversion.find_mapping import model_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.errors import UserError
-from tangram.layout.syntax import Mapping as MappingText
+from tangram.layout.notation import Mapping as MappingText
 from tangram.layout.syntax import TensorPattern
 from tangram.models.families import Family, Mapped, mapping_of, megatrons_embedding
 from tangram.relayout import RelayoutError, bind, inverse

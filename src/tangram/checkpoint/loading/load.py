@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from tangram.checkpoint.loading import optimiser_load
 from tangram.checkpoint.loading.read import MEMORY, DamagedError, Want, read_wants
-from tangram.checkpoint.state.entries import Described, LocalPart, State, StateEntry, describe
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.entries import Described, LocalPart, State, StateEntry
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError

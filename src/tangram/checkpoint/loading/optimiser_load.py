@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tangram.checkpoint.state.entries import Described, State
+from tangram.checkpoint.state.optimiser_groups import matched_groups, settings_of
 from tangram.errors import UserError
 
 TOGETHER = 64 << 20
@@ -65,14 +66,14 @@ def check(state: State, described: Described, objects: Mapping[str, Any]) -> Non
     for section, content in state.items():
         key = f"{section}.param_groups"
         if isinstance(content, Optimizer) and key in objects:
-            _matched(section, described.objects[key], objects[key])
+            matched_groups(section, described.objects[key], objects[key])
 
 
 def put_back(optimiser: Optimizer, objects: Mapping[str, Any], names: Mapping[int, str]) -> None:
     """Set the settings of all groups, and what the states have beside tensors. `objects`: without the section."""
     if "param_groups" in objects:
         own = [{"params": [names[id(p)] for p in group["params"]]} for group in optimiser.param_groups]
-        matched = _matched("the optimiser", own, objects["param_groups"])
+        matched = matched_groups("the optimiser", own, objects["param_groups"])
         for group, stored in zip(optimiser.param_groups, matched, strict=True):
             for key, value in stored.items():
                 if key != "params":
@@ -96,67 +97,12 @@ def _like(now: Any, value: Any) -> Any:
     return tuple(cast("list[Any]", value)) if isinstance(now, tuple) and isinstance(value, list) else value
 
 
-def merged_groups(first: Any, other: Any) -> Any:
-    """What two ranks have under one name: the first's, but of groups of parameters (stages of a pipeline) all members.
-
-    Groups are the same that have the same settings, the first with the first where several do.
-    """
-    if first == other or not (_are_groups(first) and _are_groups(other)):
-        return first
-    found: list[dict[str, Any]] = [dict(group) for group in first]
-    free = list(range(len(found)))
-    for group in other:
-        same = next((i for i in free if _settings(found[i]) == _settings(group)), None)
-        if same is None:
-            found.append(dict(group))
-        else:
-            free.remove(same)
-            found[same]["params"] = list(dict.fromkeys([*found[same]["params"], *group["params"]]))
-    return found
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _matched(section: str, own: list[dict[str, Any]], stored: Any) -> list[dict[str, Any]]:
-    """The stored group of each own one: that of the same parameters.
-
-    A stage of a pipeline may have only some of the groups. One whose names are all unknown is found by its place, if
-    there are as many groups on both sides.
-    """
-    groups = cast("list[dict[str, Any]]", stored) if _are_groups(stored) else []
-    where = {name: i for i, group in enumerate(groups) for name in group["params"]}
-    found: list[int] = []
-    for at, group in enumerate(own):
-        inside = {where[name] for name in group["params"] if name in where}
-        if len(inside) > 1:
-            name = next(n for n in group["params"] if n in where and where[n] != min(inside))
-            raise UserError(f"{section} has {name} in another group of parameters here than in the checkpoint")
-        if not inside and len(groups) != len(own):
-            raise UserError(
-                f"{section} has {len(own)} groups of parameters here and {len(groups)} in the checkpoint: "
-                "make them alike"
-            )
-        found.append(inside.pop() if inside else at)
-    if len(set(found)) != len(found):
-        raise UserError(f"{section} has its parameters in other groups here than in the checkpoint: make them alike")
-    return [groups[i] for i in found]
-
-
-def _are_groups(stored: Any) -> bool:
-    return isinstance(stored, list) and all(
-        isinstance(group, dict) and isinstance(cast("dict[str, Any]", group).get("params"), list)
-        for group in cast("list[Any]", stored)
-    )
-
-
 # ---------------------------------------------------------------- states that are not there yet
 
 
 def _make_states(optimiser: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     for some in _batches(parameters):
-        settings = [_settings(group) for group in optimiser.param_groups]
+        settings = [settings_of(group) for group in optimiser.param_groups]
         everything = list(_parameters(optimiser))
         gradients = [parameter.grad for parameter in everything]
         values = [parameter.detach().clone() for parameter in some]

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from tangram.checkpoint.saving.file_layout import Outgoing
-from tangram.checkpoint.saving.save import About, new_id, sentence
+from tangram.checkpoint.saving.rank_parts import About, new_id, sentence
 from tangram.checkpoint.saving.snapshot import Pool, RankShare, Snapshot, share
 from tangram.checkpoint.saving.writer_process import Order, share_fields
 from tangram.checkpoint.state.entries import Described, StateEntry

@@ -4,16 +4,19 @@ A rank that is done leaves `part-00002.json` in the folder under way, one that c
 commits needs nothing but these files: no message, so writers that outlive their ranks still finish a checkpoint.
 """
 
+import contextlib
+import datetime
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint.loading.optimiser_load import merged_groups
 from tangram.checkpoint.saving.file_layout import Image
 from tangram.checkpoint.saving.file_writer import WrittenFile
-from tangram.checkpoint.store import digest, safetensors_header
+from tangram.checkpoint.state.optimiser_groups import merged_groups
+from tangram.checkpoint.store import commits, digest, safetensors_header
 from tangram.checkpoint.store.commits import write_file
 from tangram.checkpoint.store.digest import Sums
 from tangram.checkpoint.store.manifest import (
@@ -27,12 +30,28 @@ from tangram.checkpoint.store.manifest import (
     region_fields,
     region_of,
 )
+from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import TensorSpec
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model"
 """The section that other libraries read the weights from."""
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written; what was good before still is."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What is written beside the tensors."""
+
+    step: int = 0
+    mesh: str = ""
+    """Text of the mesh that the state lies on, for people."""
+    beside: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Small files by name, as `config.json`: with it and a model that lies whole, others load the folder as it is."""
 
 
 @dataclass(frozen=True)
@@ -197,3 +216,43 @@ def _read_part(file: Path) -> RankPart:
     files = {name: StoredFile(row["size"], tuple(row["sums"])) for name, row in fields["files"].items()}
     sums = {name: tuple(row["sums"]) for name, row in fields["tensors"].items()}
     return RankPart(files, tensors, sums, fields["objects"])
+
+
+def new_id() -> str:
+    """The id of a new save."""
+    return secrets.token_hex(16)
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one sentence, without a trace."""
+    if isinstance(error, OSError) and error.strerror:
+        return f'"{error.filename}": {error.strerror}' if error.filename else error.strerror
+    if isinstance(error, UserError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def finish(partial: Path, path: Path, writers: int, save_id: str, about: About) -> Manifest:
+    """Put the parts of all writers together and commit them as `path`."""
+    found = found_parts(partial, writers)
+    if found is None:
+        raise SaveError("a rank left no part, though it said that all went well")
+    manifest = merged(
+        found,
+        id=save_id,
+        step=about.step,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        mesh=about.mesh,
+    )
+    closing = commits.closing_path(partial)
+    partial.rename(closing)
+    try:
+        manifest = with_small_files(closing, manifest, about.beside)
+        remove_words(closing)
+        commits.commit(closing, path, manifest)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            closing.rename(partial)
+        raise
+    return manifest

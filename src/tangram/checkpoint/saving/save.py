@@ -5,41 +5,21 @@
 Whatever fails on any rank, all of them hear of it, and nothing is left where a checkpoint would be.
 """
 
-import contextlib
-import datetime
-import secrets
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.file_layout import Outgoing, images
 from tangram.checkpoint.saving.file_writer import Ring, write_image
+from tangram.checkpoint.saving.rank_parts import About, SaveError, finish, leave_part, new_id, part_of, sentence
 from tangram.checkpoint.saving.rank_shares import mine
-from tangram.checkpoint.state.entries import Described, State, StateEntry, describe
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.entries import Described, State, StateEntry
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
-from tangram.errors import UserError
 from tangram.relayout.exchange.peers import PeerLostError, Peers
-
-
-class SaveError(UserError):
-    """A checkpoint could not be written; what was good before still is."""
-
-
-@dataclass(frozen=True)
-class About:
-    """What is written beside the tensors."""
-
-    step: int = 0
-    mesh: str = ""
-    """Text of the mesh that the state lies on, for people."""
-    beside: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Small files by name, as `config.json`: with it and a model that lies whole, others load the folder as it is."""
 
 
 def save(
@@ -84,11 +64,6 @@ def save_described(
     return manifest
 
 
-def new_id() -> str:
-    """The id of a new save."""
-    return secrets.token_hex(16)
-
-
 def _begin(path: Path) -> dict[str, str]:
     save_id = new_id()
     if path.exists():
@@ -104,16 +79,6 @@ def _try(act: Any) -> str:
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
         return sentence(error)
     return ""
-
-
-def sentence(error: BaseException) -> str:
-    """An error in one sentence, without a trace."""
-    if isinstance(error, OSError) and error.strerror:
-        return f'"{error.filename}": {error.strerror}' if error.filename else error.strerror
-    if isinstance(error, UserError):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def outgoing(entries: list[StateEntry]) -> list[Outgoing]:
@@ -132,29 +97,4 @@ def write_share(
     ring = ring or Ring()
     written = [write_image(partial, image, [values[id(p.piece)] for p in image.placed], ring) for image in files]
     empty = {entry.name: entry.spec for entry in state.entries if 0 in entry.spec.shape}
-    rank_parts.leave_part(partial, index, rank_parts.part_of(files, written, empty, state.objects))
-
-
-def finish(partial: Path, path: Path, writers: int, save_id: str, about: About) -> Manifest:
-    """Put the parts of all writers together and commit them as `path`."""
-    found = rank_parts.found_parts(partial, writers)
-    if found is None:
-        raise SaveError("a rank left no part, though it said that all went well")
-    manifest = rank_parts.merged(
-        found,
-        id=save_id,
-        step=about.step,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        mesh=about.mesh,
-    )
-    closing = commits.closing_path(partial)
-    partial.rename(closing)
-    try:
-        manifest = rank_parts.with_small_files(closing, manifest, about.beside)
-        rank_parts.remove_words(closing)
-        commits.commit(closing, path, manifest)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            closing.rename(partial)
-        raise
-    return manifest
+    leave_part(partial, index, part_of(files, written, empty, state.objects))

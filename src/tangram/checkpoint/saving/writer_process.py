@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.file_layout import Outgoing
 from tangram.checkpoint.saving.file_writer import WrittenFile, write_mapped
-from tangram.checkpoint.saving.save import About, finish, sentence
+from tangram.checkpoint.saving.rank_parts import About, finish, sentence
 from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.manifest import region_fields, region_of

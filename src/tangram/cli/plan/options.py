@@ -218,3 +218,13 @@ def length(typed: str | None) -> int | None:
     if found is None:
         raise UserError(f"--seq {typed}: write a number of tokens, as 8192 or 8k")
     return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
+
+
+@dataclass(frozen=True)
+class Taking:
+    """What is written of a ranking."""
+
+    out: Path | None
+    pick: int
+    runs: bool
+    """Whether only what `tangram train` runs is searched."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tangram.cli.plan.exports import Typed
-from tangram.cli.plan.taken import Taking
+from tangram.cli.plan.options import Taking
 from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tangram.cli.plan.exports import Wanted
-from tangram.cli.plan.options import Common
+from tangram.cli.plan.options import Common, Taking
 from tangram.errors import UserError
 from tangram.models.catalogue import in_catalogue
 from tangram.models.outline import Outline
@@ -20,16 +19,6 @@ __all__ = ["TANGRAM", "Taking", "job_given", "outline_given", "own"]
 
 TANGRAM = "tangram"
 """Of `--to`: the plan that `tangram train` takes."""
-
-
-@dataclass(frozen=True)
-class Taking:
-    """What is written of a ranking."""
-
-    out: Path | None
-    pick: int
-    runs: bool
-    """Whether only what `tangram train` runs is searched."""
 
 
 def own(wanted: Wanted, file: str) -> Taking:

@@ -237,18 +237,9 @@ class Ways:
         if setting.framework.fused_attention:
             pieces = keys / np.minimum(keys, float(one.chunk or np.inf))  # that see nothing of each other
             seen = np.minimum(keys / pieces, float(one.window or np.inf))
-            return curves.attention_seconds(
-                setting.device,
-                kind,
-                g.micro * pieces,
-                queries / pieces,
-                seen,
-                heads,
-                kv_heads,
-                width,
-                causal=one.causal & (seen >= keys / pieces),
-                backward=backward,
-            )
+            of = curves.AttentionSizes(g.micro * pieces, queries / pieces, seen, heads, kv_heads, width,
+                                       causal=one.causal & (seen >= keys / pieces))  # fmt: skip
+            return curves.attention_seconds(setting.device, kind, of, backward=backward)
         times = 2.0 if backward else 1.0
         flops = curves.product_seconds(setting.device, kind, queries, keys, width, 2 * times * g.micro * heads)
         numbers = g.micro * heads * queries * keys

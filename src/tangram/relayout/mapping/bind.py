@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tangram.layout import LayoutError
+from tangram.layout.notation import Mapping as MappingText
 from tangram.layout.sizes import name_voids, solve, whole
 from tangram.layout.syntax import Dim, Statement, TensorPattern
-from tangram.layout.syntax import Mapping as MappingText
 from tangram.relayout.mapping.cells import Cell, CellPart, Monomial, match, monomials
 from tangram.relayout.mapping.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype
 from tangram.relayout.mapping.errors import RelayoutError

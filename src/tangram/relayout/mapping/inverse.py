@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tangram.layout.syntax import Mapping as MappingText
+from tangram.layout.notation import Mapping as MappingText
 from tangram.layout.syntax import Option, Side, Statement
 from tangram.relayout.mapping.bind import BoundMapping, bind
 from tangram.relayout.mapping.codecs import CODECS, FILL, Codec

@@ -24,6 +24,7 @@ from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
+from tangram.sharding.derive.regions import WithinOperators
 from tangram.sharding.derive.solve.solve import Name
 
 States = tuple[State, ...]
@@ -103,7 +104,15 @@ def options(folded: Folded, mesh: Mesh, marks: Sequence[Mark]) -> Options:
     for axis in axes:
         own = {v: states[axis] for v, states in fixed.items() if axis in states}
         problems.append(
-            AxisProblem(folded, axis, mesh.axes[axis][0], [], own, WorkRates(follow=0.0), routed=False, linked=False)
+            AxisProblem(
+                folded,
+                axis,
+                mesh.axes[axis][0],
+                [],
+                own,
+                WorkRates(follow=0.0),
+                within=WithinOperators(routed=False, linked=False),
+            )
         )
     ks = tuple(mesh.axes[axis][0] for axis in axes)
     quiet = still(folded, fixed)

@@ -44,7 +44,7 @@ from tangram.sharding.derive.problem.states import (
     share,
 )
 from tangram.sharding.derive.problem.states import cut as cut_state
-from tangram.sharding.derive.regions import Regions, even, kinds_of, regions_of, together
+from tangram.sharding.derive.regions import BOTH, Regions, WithinOperators, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve.bounded import bounded, gap
 from tangram.sharding.derive.solve.solve import Name, SolverCosts
 from tangram.sharding.derive.unlike import Before, beside, both, fits
@@ -116,7 +116,9 @@ def derive(
             if k > 1 and axis in named:
                 fixed = {v: own[axis] for v, own in wanted.items() if axis in own}
                 along = (rates or WorkRates()).along(mesh, axis)
-                done.append(AxisProblem(folded, axis, k, done, fixed, along, routed=routed).solved())
+                done.append(
+                    AxisProblem(folded, axis, k, done, fixed, along, within=WithinOperators(routed=routed)).solved()
+                )
         return Derived(folded, mesh, tuple(marks), tuple(done), whole)
 
     try:
@@ -128,12 +130,7 @@ def derive(
 
 
 class AxisProblem:
-    """The problem of one axis.
-
-    `opened`: a class that may lie otherwise than its mark says, at the same prices. `routed`: whether ranks may sort
-    rows of their own, and send them (`derive.regions`). `linked`: whether they may read of each other within an
-    operator.
-    """
+    """The problem of one axis. `opened`: a class that may lie otherwise than its mark says, at the same prices."""
 
     def __init__(
         self,
@@ -144,17 +141,15 @@ class AxisProblem:
         fixed: Mapping[int, State],
         rates: WorkRates,
         opened: int | None = None,
-        *,
-        routed: bool = True,
-        linked: bool = True,
+        within: WithinOperators = BOTH,
     ) -> None:
         self.folded, self.axis, self.k, self.done, self.fixed, self.rates = folded, axis, k, done, fixed, rates
-        self.opened, self.linked = opened, linked
+        self.opened, self.linked = opened, within.linked
         self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
         self.free = self._free()
         self.led = self._led()
         self.far = far_from_borders(folded)
-        self.regions = regions_of(folded) if routed else Regions(folded)
+        self.regions = regions_of(folded) if within.routed else Regions(folded)
         self.outers: dict[int, list[int]] = {}
         self.states = self._all_states()
         self.moves = {step.number: self._moves(step) for step in folded.steps}

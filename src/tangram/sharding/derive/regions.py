@@ -45,6 +45,19 @@ _SIZED = ("size", "product")
 
 
 @dataclass(frozen=True)
+class WithinOperators:
+    """What ranks may do with each other within an operator."""
+
+    routed: bool = True
+    """Sort rows of their own, and send them."""
+    linked: bool = True
+    """Read of each other."""
+
+
+BOTH = WithinOperators()
+
+
+@dataclass(frozen=True)
 class SortedRegion:
     """One sort and what follows from it."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import ascii_lowercase
 
-from tangram.layout.rule import Slot
+from tangram.layout.syntax import Slot
 from tangram.sharding.discover.cuts import DimsTogether
 from tangram.sharding.discover.operand_patterns import (
     Context,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tangram.layout.rule import Slot
+from tangram.layout.syntax import Slot
 from tangram.sharding.ops.bind import ALL, KEPT
 from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, schema_of
 

@@ -15,7 +15,6 @@ import torch
 
 from tangram.errors import UserError
 from tangram.hardware import workers
-from tangram.layout.grammar import parse_rule
 from tangram.layout.rule import Rule
 from tangram.sharding.discover.cuts import (
     OF_VALUES,
@@ -89,7 +88,7 @@ def propose(calls: Sequence[OpCall]) -> Proposal:
         left = (*left, "only of calls with tensors of these numbers of dims: " + _ndims(cases[0]))
     if not any(one.score for one in drafts):
         return Proposal(name, why="no way of cutting its inputs was right in every call", remarks=left[:-1])
-    rules = [parse_rule(one.text) for one in drafts]
+    rules = [Rule.parse(one.text) for one in drafts]
     settled = _settled(rules, [case.call for case in cases])
     if isinstance(settled, str):
         return Proposal(name, why=f"{'; '.join(map(str, rules))}: refuted: {settled}", remarks=left)
@@ -220,7 +219,7 @@ def _settled(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | st
 
 
 def _settled_of(one: Any) -> ProvedDraft:
-    return ProvedDraft(tuple(parse_rule(text) for text in one[0]), one[1], tuple(one[2]))
+    return ProvedDraft(tuple(Rule.parse(text) for text in one[0]), one[1], tuple(one[2]))
 
 
 def _filled(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | str:

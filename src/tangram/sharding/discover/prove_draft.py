@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tangram.errors import UserError
-from tangram.layout.rule import Note, Operand, Piece, Rule, Slot
-from tangram.layout.syntax import VOID, Dim
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import VOID, Dim, Note, Operand, Piece, Slot
 from tangram.sharding.discover.draft import operand_of
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleLine, RuleTable

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from tangram.layout import Mesh
-from tangram.layout.rule import Operand, Rule
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import Operand
 from tangram.sharding.dtensor.choose import DTensorChoice, Specs, axis_name, choose, placed
 from tangram.sharding.local_ops import local_call
 from tangram.sharding.local_ops.local_variants import RUNNERS

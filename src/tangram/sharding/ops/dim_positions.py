@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tangram.errors import UserError
-from tangram.layout.rule import Operand, Piece, Rule, Slot
-from tangram.layout.syntax import VOID, Dim
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import VOID, Dim, Operand, Piece, Slot
 from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.windows import KINDS
 

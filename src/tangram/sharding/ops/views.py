@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tangram.layout.rule import Note, Operand, Rule
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import Note, Operand
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall, is_view, name_of
 

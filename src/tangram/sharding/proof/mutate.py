@@ -17,8 +17,8 @@ import torch
 
 from tangram.errors import UserError
 from tangram.hardware import workers
-from tangram.layout.rule import Operand, Piece, Rule
-from tangram.layout.syntax import VOID, Dim
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import VOID, Dim, Operand, Piece
 from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, RuleTable, builtin
 from tangram.sharding.ops.windows import KINDS
 from tangram.sharding.proof.prove import EACH, LIMIT, prove_operator

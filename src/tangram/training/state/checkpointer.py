@@ -22,7 +22,7 @@ import tangram.checkpoint.saving.save as engine
 from tangram.checkpoint.saving import async_saver
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.file_writer import Ring
-from tangram.checkpoint.saving.save import About, SaveError
+from tangram.checkpoint.saving.rank_parts import About, SaveError
 from tangram.checkpoint.state.entries import Described, StateEntry
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import newest

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
+from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement, TensorPattern
-from tangram.layout.grammar import parse_mapping
 from tangram.models.conversions import Part
 from tangram.relayout import Piece, TensorSpec
 
@@ -46,7 +46,7 @@ class NewRows:
     def statement(self, stored: Sequence[str], options: Any) -> Statement:
         """The stored rows, under any of some names that mean the same, with the new ones behind."""
         rest = " h" if len(self.spec.shape) > 1 else ""
-        shape = parse_mapping(f"old: v{rest}, new: n{rest} -> all: (v + n){rest}").statements[0]
+        shape = MappingText.parse(f"old: v{rest}, new: n{rest} -> all: (v + n){rest}").statements[0]
         (old,), (new,), (made,) = *shape.source, *shape.target
         alike = tuple(replace(old, parts=(name,)) for name in stored)
         return Statement((alike, (replace(new, parts=(self.name,)),)), ((_named(made, self.target),),), options)

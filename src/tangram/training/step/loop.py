@@ -83,10 +83,7 @@ def train_steps(
     hooks: Hooks,
     costs: StepCosts = StepCosts(),
 ) -> Trained:
-    """Train from where `state` stands until the plan's steps or its time are used up, or somebody asks to stop.
-
-    `state`: of the model's module.
-    """
+    """Train from where the module's `state` is until the plan's steps or time are used up, or somebody asks to stop."""
     plan, world, optimiser = model.plan, model.world, state.optimiser
     if optimiser is None or state.model is not model.module:
         raise ValueError("a state without an optimiser, or of another model, cannot be trained")

@@ -17,7 +17,8 @@ from functools import cached_property
 import torch
 
 from tangram.errors import UserError
-from tangram.layout.rule import Operand, Rule
+from tangram.layout.rule import Rule
+from tangram.layout.syntax import Operand
 from tangram.models.fold import pairs
 from tangram.models.graph import Graph, Node, Value, filled
 from tangram.sharding.ops import find_rule
