@@ -1,0 +1,155 @@
+"""Fine-tuning from a job: one process and two beside transformers and peft, and what is left behind."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tangram.checkpoint.store.commits import read_manifest
+from tangram.cli import main
+from tangram.errors import UserError
+from tangram.models.adapters import add_adapters
+from tangram.models.build import build_on_meta
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.schema.files import load
+from tangram.schema.plan import Plan
+from tangram.training.data import prepare, tokens_of
+from tangram.training.run.launch import run_ranks
+from tangram.training.state.build_model import source_of
+from tests.house.doc_blocks import ROOT, blocks_of, commands_of
+from tests.training.tuning_tasks import STEPS, Traced, oracle, run_plans, write_folder
+
+ONE = Strategy("one process", "dp=1", ("dp",), shard="dp")
+WAYS: Mapping[str, Strategy] = {
+    "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
+    "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
+    "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
+}
+COMMON = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+JOBS: Mapping[str, Mapping[str, str]] = {
+    "lora": {"lora.alpha": "16.0"},
+    "rslora, the head whole": {"lora.rslora": "true", "lora.modules_to_save": '["lm_head"]', "run.steps": "5"},
+    "embeddings and a head": {"lora.targets": '["q_proj", "embed_tokens", "lm_head", "down_proj"]', "run.steps": "5"},
+    "dora": {"lora.dora": "true", "run.steps": "5"},
+}
+SHORT = 5
+
+
+def plan_for(folder: Path, job: str, way: Strategy, micro: int) -> Plan:
+    asked = load(folder / "sft.toml", {**COMMON, "data.cache": str(folder / "cache"), **JOBS[job]})
+    return plan_of(way, asked, Counted(asked, source_of(asked, tokens_of(asked)).config), micro)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("tuning"))
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> dict[str, list[Traced]]:
+    """What all ranks have measured of each job and way."""
+    plans = {f"{job}: one": plan_for(folder, job, ONE, 4) for job in JOBS}
+    prepare(next(iter(plans.values())).data, tokens_of(next(iter(plans.values()))), lambda event: None)
+    two = {f"{job}: {way}": plan_for(folder, job, one, 2) for job in JOBS for way, one in WAYS.items()}
+    found: dict[str, list[Traced]] = {}
+    for ranks, some in ((1, plans), (2, two)):
+        done: list[dict[str, Traced]] = run_ranks(
+            run_plans, (some, folder / "runs"), world=ranks, on_event=print, device="cpu"
+        )
+        found |= {name: [rank[name] for rank in done] for name in some}
+    return found
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_losses_and_gradients_are_those_of_transformers_and_peft(
+    folder: Path, ran: dict[str, list[Traced]], job: str
+) -> None:
+    expected = oracle(plan_for(folder, job, ONE, 4))
+    assert len(expected.losses) == (STEPS if job == "lora" else SHORT)
+    if job == "lora":
+        assert expected.losses[-1] < expected.losses[0] - 0.1
+    for way in ("one", *WAYS):
+        ranks = ran[f"{job}: {way}"]
+        for rank in ranks:
+            assert rank.losses == pytest.approx(expected.losses, rel=1e-6 if way == "one" else 1e-5), way
+        found = {name: value for rank in ranks for name, value in rank.gradients.items()}
+        assert found.keys() == expected.gradients.keys(), way
+        for name, value in expected.gradients.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, w=way, n=name: f"{w} {n}: {m}"
+            )
+
+
+def test_a_scale_that_is_dropped_is_seen(folder: Path, ran: dict[str, list[Traced]]) -> None:
+    plan = plan_for(folder, "lora", ONE, 4)
+    assert plan.lora is not None
+    wrong = oracle(plan, alpha=float(plan.lora.rank))  # a scale of 1
+    assert ran["lora: one"][0].losses != pytest.approx(wrong.losses, rel=1e-4)
+
+
+REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
+    "none": ({"targets": ["q_prj"]}, 'names "q_prj", which fits no module of the model: did you mean "q_proj"?'),
+    "no pattern": ({"targets": ["model.layer.*.q_proj"]}, "which fits no module"),
+    "a norm": ({"targets": ["input_layernorm"]}, "a Qwen3RMSNorm: adapters stand beside linear layers"),
+    "both": ({"targets": ["lm_head"], "modules_to_save": ["lm_head"]}, "in lora.targets and in lora.modules_to_save"),
+    "whole": ({"modules_to_save": ["lmhead"]}, 'lora.modules_to_save names "lmhead"'),
+}  # fmt: skip
+
+
+def test_targets_that_are_refused(folder: Path, tmp_path: Path) -> None:
+    asked = load(folder / "sft.toml")
+    config = source_of(asked, tokens_of(asked)).config
+    for name, (options, why) in REFUSED.items():
+        with pytest.raises(UserError) as refused:
+            add_adapters(build_on_meta(config), rank=2, alpha=2.0, **options)
+        assert why in str(refused.value), name
+    config.tie_word_embeddings = True
+    with pytest.raises(UserError, match="has its weights together with"):
+        add_adapters(build_on_meta(config), rank=2, alpha=2.0, modules_to_save=["lm_head"])
+
+
+PAGE = ROOT / "docs" / "fine-tuning.md"
+
+
+def test_the_page_is_what_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job, its commands and its lines of Python, on the conversations of the example; and going on elsewhere."""
+    job, commands, code, *others = blocks_of(PAGE)
+    example = ROOT / "examples" / "fine-tune"
+    assert job.text == (example / "sft.toml").read_text()
+    assert not others
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path)
+    (tmp_path / "conversations").symlink_to(example / "conversations")
+    (tmp_path / "sft.toml").write_text(job.text)
+    show, train = (list(command.arguments) for command in commands_of(commands))
+    data = ["--set", "data.sequence=160", "--set", f"data.cache={tmp_path / 'cache'}"]
+    assert main([*show, *data]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("<|im_start|>assistant\n[[") == shown.count("<|im_start|>assistant") > 2
+    same = [*data, "--set", "optimiser.schedule=constant", "--set", "checkpoint.every_steps=2"]
+    assert main([*train, *same, "--steps", "4", "-n", "2"]) == 0
+    scope: dict[str, Any] = {}
+    exec(compile(code.text, str(code), "exec"), scope)  # noqa: S102  of this repository
+    out = tmp_path / "runs" / "sft"
+    merged = AutoModelForCausalLM.from_pretrained(out / "export")
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(scope["model"].eval()(ids).logits, merged.eval()(ids).logits)
+    assert not torch.equal(merged(ids).logits, AutoModelForCausalLM.from_pretrained("chat-model").eval()(ids).logits)
+    assert main(["checkpoint", "convert", "chat-model", "merged", "--to", "hf", "--adapter", str(out / "adapter")]) == 0
+    other = AutoModelForCausalLM.from_pretrained("merged")
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    for name in ("chat_template.jinja", "LICENSE", "generation_config.json"):
+        assert (out / "export" / name).read_bytes() == Path("chat-model", name).read_bytes()
+    newest = max((out / "checkpoint").iterdir())
+    states = {name for name in read_manifest(newest).tensors if name.startswith("optim.")}
+    assert states
+    assert all(".lora_" in name for name in states)
+    assert main(["train", "sft.toml", *same, "--steps", "6", "-n", "1", "--resume", "--out", str(out)]) == 0
+    assert max((out / "checkpoint").iterdir()).name == "step-00000006"
