@@ -23,8 +23,8 @@ from tangram.training.state.build_model import source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.tuning_tasks import STEPS, Traced, oracle, run_plans, write_folder
 
-ONE = Strategy("one process", "dp=1", ("dp",), shard="dp")
 WAYS: Mapping[str, Strategy] = {
+    "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),
     "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
     "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
     "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
@@ -32,16 +32,11 @@ WAYS: Mapping[str, Strategy] = {
 COMMON = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
 JOBS: Mapping[str, Mapping[str, str]] = {
     "lora": {"lora.alpha": "16.0"},
-    "rslora, the head whole": {"lora.rslora": "true", "lora.modules_to_save": '["lm_head"]', "run.steps": "5"},
-    "embeddings and a head": {"lora.targets": '["q_proj", "embed_tokens", "lm_head", "down_proj"]', "run.steps": "5"},
-    "dora": {"lora.dora": "true", "run.steps": "5"},
+    "rslora, the head whole": {"lora.rslora": "true", "lora.modules_to_save": '["lm_head"]', "run.steps": "3"},
+    "embeddings and a head": {"lora.targets": '["q_proj", "embed_tokens", "lm_head", "down_proj"]', "run.steps": "3"},
+    "dora": {"lora.dora": "true", "run.steps": "3"},
 }
-SHORT = 5
-
-
-def plan_for(folder: Path, job: str, way: Strategy, micro: int) -> Plan:
-    asked = load(folder / "sft.toml", {**COMMON, "data.cache": str(folder / "cache"), **JOBS[job]})
-    return plan_of(way, asked, Counted(asked, source_of(asked, tokens_of(asked)).config), micro)
+SHORT = 3
 
 
 @pytest.fixture(scope="module")
@@ -50,45 +45,57 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> dict[str, list[Traced]]:
+def plans(folder: Path) -> dict[tuple[str, str], Plan]:
+    """By job and way, with the tokens made."""
+    found: dict[tuple[str, str], Plan] = {}
+    for job, keys in JOBS.items():
+        asked = load(folder / "sft.toml", {**COMMON, "data.cache": str(folder / "cache"), **keys})
+        counted = Counted(asked, source_of(asked, tokens_of(asked)).config)
+        found |= {(job, way): plan_of(one, asked, counted, 2) for way, one in WAYS.items()}
+        prepare(asked.data, tokens_of(asked), lambda event: None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path, plans: dict[tuple[str, str], Plan]) -> dict[tuple[str, str], list[Traced]]:
     """What all ranks have measured of each job and way."""
-    plans = {f"{job}: one": plan_for(folder, job, ONE, 4) for job in JOBS}
-    prepare(next(iter(plans.values())).data, tokens_of(next(iter(plans.values()))), lambda event: None)
-    two = {f"{job}: {way}": plan_for(folder, job, one, 2) for job in JOBS for way, one in WAYS.items()}
-    found: dict[str, list[Traced]] = {}
-    for ranks, some in ((1, plans), (2, two)):
-        done: list[dict[str, Traced]] = run_ranks(
-            run_plans, (some, folder / "runs"), world=ranks, on_event=print, device="cpu"
+    found: dict[tuple[str, str], list[Traced]] = {}
+    for ranks in (1, 2):
+        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
+        done: list[dict[tuple[str, str], Traced]] = run_ranks(
+            run_plans, (work, folder / "runs"), world=ranks, on_event=print, device="cpu"
         )
-        found |= {name: [rank[name] for rank in done] for name in some}
+        found |= {key: [rank[key] for rank in done] for key in work}
     return found
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_losses_and_gradients_are_those_of_transformers_and_peft(
-    folder: Path, ran: dict[str, list[Traced]], job: str
+    plans: dict[tuple[str, str], Plan], ran: dict[tuple[str, str], list[Traced]], job: str
 ) -> None:
-    expected = oracle(plan_for(folder, job, ONE, 4))
+    expected = oracle(plans[job, "one"])
     assert len(expected.losses) == (STEPS if job == "lora" else SHORT)
     if job == "lora":
         assert expected.losses[-1] < expected.losses[0] - 0.1
-    for way in ("one", *WAYS):
-        ranks = ran[f"{job}: {way}"]
+    for way in WAYS:
+        ranks = ran[job, way]
         for rank in ranks:
+            print(job, way, max(abs(a - b) for a, b in zip(rank.losses, expected.losses, strict=True)))
             assert rank.losses == pytest.approx(expected.losses, rel=1e-6 if way == "one" else 1e-5), way
-        found = {name: value for rank in ranks for name, value in rank.gradients.items()}
-        assert found.keys() == expected.gradients.keys(), way
+        gradients = {name: value for rank in ranks for name, value in rank.gradients.items()}
+        assert gradients.keys() == expected.gradients.keys(), way
         for name, value in expected.gradients.items():
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, w=way, n=name: f"{w} {n}: {m}"
-            )
+            furthest = float((gradients[name] - value).abs().max())
+            assert furthest <= 1e-6 + 1e-5 * float(value.abs().max()), (way, name, furthest)
 
 
-def test_a_scale_that_is_dropped_is_seen(folder: Path, ran: dict[str, list[Traced]]) -> None:
-    plan = plan_for(folder, "lora", ONE, 4)
+def test_a_scale_that_is_dropped_is_seen(
+    plans: dict[tuple[str, str], Plan], ran: dict[tuple[str, str], list[Traced]]
+) -> None:
+    plan = plans["lora", "one"]
     assert plan.lora is not None
     wrong = oracle(plan, alpha=float(plan.lora.rank))  # a scale of 1
-    assert ran["lora: one"][0].losses != pytest.approx(wrong.losses, rel=1e-4)
+    assert ran["lora", "one"][0].losses != pytest.approx(wrong.losses, rel=1e-4)
 
 
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {

@@ -56,9 +56,13 @@ def write_folder(folder: Path, *, tied: bool = False) -> Path:
     return folder
 
 
-def run_plans(rank: Rank, work: tuple[Mapping[str, Plan], Path]) -> dict[str, Traced]:
+def run_plans(rank: Rank, work: tuple[Mapping[tuple[str, str], Plan], Path]) -> dict[tuple[str, str], Traced]:
     """The task of the ranks."""
-    return {name: run_plan(rank, plan, work[1] / name) for name, plan in work[0].items()}
+    found: dict[tuple[str, str], Traced] = {}
+    for key, plan in work[0].items():
+        rank.emit(key)
+        found[key] = run_plan(rank, plan, work[1] / "-".join(key))
+    return found
 
 
 def run_plan(rank: Rank, plan: Plan, folder: Path) -> Traced:

@@ -62,7 +62,8 @@ def tokens_at(folder: Path, template: str | None = CHATML, **data: Any) -> ChatT
     tokenizer_of(folder / "chat-model", template)
     lines = "".join(f"data.{key} = {json.dumps(value)}\n" for key, value in data.items())
     (folder / "sft.toml").write_text(
-        f'version = 3\ntask = "sft"\nmodel.path = "chat-model"\ndata.sources = [{{ path = "rows" }}]\nrun.steps = 1\n{lines}'
+        'version = 3\ntask = "sft"\nmodel.path = "chat-model"\ndata.sources = [{ path = "rows" }]\nrun.steps = 1\n'
+        + lines
     )
     found = tokens_of(load(folder / "sft.toml"))
     assert isinstance(found, ChatTokens)
@@ -147,7 +148,7 @@ LONG = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "co
 REFUSED: Mapping[str, tuple[str, list[object], str]] = {
     "no answer": (CHATML, [{"messages": TURNS[:2]}], 'has no turn of the role "assistant"'),
     "an answer first": (CHATML, [{"messages": TURNS[2:]}], "begins with an answer"),
-    "a template that fails": (STRICT, [{"messages": TURNS}], "by the chat template of the tokenizer chat-model: no system"),
+    "a template that fails": (STRICT, [{"messages": TURNS}], "chat template of the tokenizer chat-model: no system"),
     "mixed": (CHATML, [{"messages": TURNS}, {"text": "x"}], "has text, and rows before it messages"),
     "preferences": (CHATML, [{"chosen": "a", "rejected": "b"}], "has chosen and rejected answers"),
     "a misspelt column": (CHATML, [{"mesages": TURNS}], 'did you mean "messages"?'),
