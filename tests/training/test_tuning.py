@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.adapters import add_adapters
+from tangram.models.adapters import add_adapters, merge_adapters, save_adapters
 from tangram.models.build import build_on_meta
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
@@ -19,7 +19,7 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.run.launch import run_ranks
-from tangram.training.state.build_model import source_of
+from tangram.training.state.build_model import build_unsharded, source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.tuning_tasks import STEPS, Traced, oracle, run_plans, write_folder
 
@@ -96,6 +96,30 @@ def test_a_scale_that_is_dropped_is_seen(
     assert plan.lora is not None
     wrong = oracle(plan, alpha=float(plan.lora.rank))  # a scale of 1
     assert ran["lora", "one"][0].losses != pytest.approx(wrong.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_is_saved_is_what_peft_reads_and_merges(
+    plans: dict[tuple[str, str], Plan], tmp_path: Path, job: str
+) -> None:
+    from peft import PeftModel
+
+    plan = plans[job, "one"]
+    model = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+        ids, base = torch.arange(32)[None], str(plan.model.path)
+        logits = model(ids).logits
+        save_adapters(model, tmp_path / "adapter", base)
+        plain = AutoModelForCausalLM.from_pretrained(base).eval()
+        assert (plain(ids).logits - logits).abs().max() > 0.01
+        read: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+        torch.testing.assert_close(read.eval()(ids).logits, logits)
+        merge_adapters(model)
+        torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
 
 
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tangram.errors import UserError
 from tangram.schema.files import load
-from tangram.training.data import IGNORE, open_corpus, prepare, step_batches, tokens_of
+from tangram.training.data import IGNORE, Corpus, Split, open_corpus, prepare, step_batches, tokens_of
 from tangram.training.data.chat import ChatTokens, Rendered, answers_of
 from tangram.training.data.tokens import BadDocument
+from tangram.training.state.checkpointer import Progress
 from tangram.training.state.export_hf import END_TEXT, byte_tokenizer
+from tangram.training.step import loop
+from tests.training.small import small_plan
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -251,3 +255,18 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "sample 0 of" in shown
     assert "<|im_start|>assistant\n[[4<|im_end|>\n]]<|im_start|>user" in shown
     assert "[[Yes: 4. é<|im_end|>\n]]" in shown
+
+
+def test_a_step_without_an_answer_stops_the_run(tmp_path: Path) -> None:
+    """No sample is made without one; whatever brings such a step about, nothing is trained on it."""
+    plan: Any = small_plan(tmp_path)
+    ends = np.array([400])
+
+    def answers(number: int) -> Any:
+        split = Split(400, ends, lambda start, stop: np.full(stop - start, number), context=256)
+        here: Any = SimpleNamespace(data_index=0, data_size=1, device=torch.device("cpu"))
+        return loop._batches(Corpus((split,), (split,), "", 0), Progress(), plan, here)  # pyright: ignore[reportPrivateUsage]
+
+    assert answers(255).counted > 0
+    with pytest.raises(UserError, match="step 1 has no token in its loss"):
+        answers(256)
