@@ -93,13 +93,11 @@ def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]
 
 def merge_adapters(model: PreTrainedModel) -> None:
     """Add the adapters of a model that is whole in this process to its weights, in place; it is without them then."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
+    peft = _peft()
     for name, module in list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules())):
-        if isinstance(module, ModulesToSaveWrapper):
+        if isinstance(module, peft.utils.other.ModulesToSaveWrapper):
             model.set_submodule(name, cast(nn.Module, module.modules_to_save["default"]))
-        elif isinstance(module, BaseTunerLayer):
+        elif isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
             cast(Any, module).merge(safe_merge=True)
             model.set_submodule(name, cast(nn.Module, module.get_base_layer()))
     del cast(Any, model).peft_config

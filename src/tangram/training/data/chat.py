@@ -222,19 +222,20 @@ def _messages(value: Any, key: str) -> list[Message]:
             raise BadRow(f'has a "{key}" that is no JSON') from None
     if not isinstance(value, list) or not value:
         raise BadRow(f'has a "{key}" that is no list of messages')
-    found: list[Message] = []
+    messages: list[Message] = []
     for one in cast("list[Any]", value):
         if not isinstance(one, dict):
             raise BadRow(f'has a "{key}" with {json.dumps(one)[:40]} in it, which is no message: give role and content')
-        fields = {name: x for name, x in cast(Message, one).items() if x is not None}
-        if "from" in fields and "value" in fields:
-            fields = {"role": fields.pop("from"), "content": fields.pop("value"), **fields}
-        role = fields.get("role")
-        fields["role"] = _ROLES.get(str(role), role)
-        if not isinstance(role, str) or not isinstance(fields.get("content", "" if "tool_calls" in fields else 0), str):
+        message = {name: x for name, x in cast(Message, one).items() if x is not None}
+        if "from" in message and "value" in message:
+            message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+        role = message.get("role")
+        message["role"] = _ROLES.get(str(role), role)
+        content = message.get("content", "" if "tool_calls" in message else None)
+        if not (isinstance(role, str) and isinstance(content, str)):
             raise BadRow(f'has a message without a role or without text as its content ("{key}")')
-        found.append(fields)
-    return found
+        messages.append(message)
+    return messages
 
 
 def answers_of(render: Render, messages: Sequence[Message]) -> Rendered:

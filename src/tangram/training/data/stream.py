@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -176,9 +176,10 @@ def shown_samples(job: Job, tokens: Tokens, corpus: Corpus, first: int, count: i
         split = corpus.training[source]
         batch = collate([(split, window)], data.sequence, corpus.fill, torch.device("cpu"), single=single)
         start, stop = split.span(window, data.sequence, single=single)
-        labels: list[int] = batch.labels_BS[0, : stop - start].tolist()
+        labels = cast("list[int]", batch.labels_BS[0, : stop - start].tolist())
         last = int(split.read(stop, stop + 1)[0])
-        ids: list[int] = [*batch.inputs_BS[0, : stop - start].tolist(), last % (split.context or last + 1)]
+        inputs = cast("list[int]", batch.inputs_BS[0, : stop - start].tolist())
+        ids = [*inputs, last % (split.context or last + 1)]
         marked = zip([False, *(label != IGNORE for label in labels)], ids, strict=True)
         runs = [(counts, tokens.spelled([i for _, i in some])) for counts, some in groupby(marked, lambda one: one[0])]
         yield ShownSample(data.sources[source].path, runs, len(ids), sum(label != IGNORE for label in labels))
