@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tangram.models.adapters import initial_adapters
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
+from tangram.training.observe.events import StepDone
 from tangram.training.run.launch import Rank
 from tangram.training.run.rank import RankJob, begin
 from tangram.training.state.checkpointer import Checkpointer
@@ -24,7 +27,8 @@ from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, TURNS, tokenizer_of
 
 STEPS = 30
-Named = dict[str, Tensor]
+Named = dict[str, npt.NDArray[np.float32]]
+"""No tensors: those that a rank sends are gone with it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Traced:
     """Losses of all steps, and the gradients of the first, as far as the rank has them."""
 
     losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    """Of the whole gradient, before it is clipped; on the first rank."""
     gradients: Named
 
 
@@ -78,14 +84,21 @@ def run_plan(rank: Rank, plan: Plan, folder: Path) -> Traced:
     model.sum_gradients()
     gradients = {name: whole(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
     model.module.zero_grad()
-    hooks = loop.Hooks(lambda event: None, lambda: False)
+    norms: list[float] = []
+
+    def hear(event: object) -> None:
+        if isinstance(event, StepDone):
+            norms.append(event.gradient_norm)
+
+    hooks = loop.Hooks(hear, lambda: False)
     checkpointer = Checkpointer(folder, plan, world)
     trained = loop.train_steps(model, begun.state, begun.corpus, checkpointer, hooks)
-    return Traced(trained.losses, gradients)
+    return Traced(trained.losses, tuple(norms), gradients)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+def whole(tensor: Tensor) -> npt.NDArray[np.float32]:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().numpy().copy()
 
 
 def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
@@ -110,6 +123,7 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
     optimiser = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0)
     rows = conversations(plan, folder)
     losses: list[float] = []
+    norms: list[float] = []
     gradients: Named = {}
     order = sample_ids(open_corpus(plan.data, tokens_of(plan)), plan.data, plan.seed, 0, STEPS * plan.data.global_batch)
     peft.train()
@@ -120,14 +134,14 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
         loss.backward()
         if not step:
             gradients = {
-                name.removeprefix("base_model.model."): p.grad.clone()
+                name.removeprefix("base_model.model."): whole(p.grad)
                 for name, p in peft.named_parameters()
                 if p.grad is not None
             }
-        torch.nn.utils.clip_grad_norm_(parameters, o.clip_norm)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, o.clip_norm)))
         optimiser.step()
         losses.append(float(loss.detach()))
-    return Traced(tuple(losses), gradients)
+    return Traced(tuple(losses), tuple(norms), gradients)
 
 
 def begin_as(peft: nn.Module, plan: Plan) -> None:
