@@ -80,6 +80,7 @@ def run_plan(rank: Rank, plan: Plan, folder: Path) -> Traced:
         micro_steps=plan.micro_steps, device=rank.device,
     )  # fmt: skip
     model.module.train()
+    model.module.zero_grad()  # what was asked of the model has left some
     loop.backward(model, batches)
     model.sum_gradients()
     gradients = {name: whole(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
