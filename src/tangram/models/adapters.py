@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -94,11 +94,11 @@ def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]
 def merge_adapters(model: PreTrainedModel) -> None:
     """Add the adapters of a model that is whole in this process to its weights, in place; it is without them then."""
     peft = _peft()
-    for name, module in list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules())):
+    for name, module in list(cast("Iterator[tuple[str, Any]]", model.named_modules())):
         if isinstance(module, peft.utils.other.ModulesToSaveWrapper):
             model.set_submodule(name, cast(nn.Module, module.modules_to_save["default"]))
         elif isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
-            cast(Any, module).merge(safe_merge=True)
+            module.merge(safe_merge=True)
             model.set_submodule(name, cast(nn.Module, module.get_base_layer()))
     del cast(Any, model).peft_config
     model.requires_grad_(True)

@@ -111,8 +111,8 @@ def begin_adapters(model: nn.Module, seed: int) -> None:
         elif ".lora_magnitude_vector." in name:
             layer: Any = model.get_submodule(name.partition(".lora_")[0])
             weight = cast(Tensor, layer.get_base_layer().weight)
-            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            put(parameter, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1))
+            full = cast(Any, weight).full_tensor() if isinstance(weight, DTensor) else weight
+            put(parameter, cast(Tensor, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1)))
 
 
 def local_part(tensor: Tensor) -> Tensor:
