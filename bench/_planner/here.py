@@ -25,7 +25,7 @@ from tangram.planner.local.rerank import by_history
 from tangram.planner.local.trials import Trial, tried
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
-from tangram.training.data import load_tokens, prepare
+from tangram.training.data import prepare, tokens_of
 from tangram.training.observe.events import Record
 from tangram.training.trials.auto import words_of
 from tangram.training.trials.history_rows import entry_of
@@ -66,7 +66,7 @@ def rows(quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
         job = load(QUICKSTART, {"data.cache": folder, "run.steps": str(STEPS), "optimiser.warmup_steps": "0"})
         assert not isinstance(job, Plan)
-        prepare(job.data, load_tokens(job.data, job.model.path), Record())
+        prepare(job.data, tokens_of(job), Record())
         for processes in (2,) if quick else (1, 2, 4, 8):
             ranked = _unlearned(planned(job, processes, stages=0))
             found = _measured(_some(ranked.ranking.fitting), 1 if quick else ROUNDS)

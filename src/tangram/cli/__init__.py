@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "train": "Train a model as a plan says, or as the planner says of a job.",
         "plan": "Rank the strategies for a job on this machine or a model on a cluster; explain or export one.",
         "shard": "Derive the layouts of a model from a few marks; prove op rules by numbers.",
+        "data": "Show what a job trains on, token by token.",
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
         "experts": "Say how evenly tokens went to experts, and place these anew.",
         "doctor": "Say what this machine has and what will work on it.",

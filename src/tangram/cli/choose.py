@@ -199,10 +199,10 @@ def _plan_text(
     from tangram.models.build import build_on_meta
     from tangram.planner.local.plan_from_sharding import plan_of_choice
     from tangram.schema.files import dumps
-    from tangram.training.data import load_tokens
+    from tangram.training.data import tokens_of
     from tangram.training.state.build_model import source_of
 
-    model = build_on_meta(source_of(job, load_tokens(job.data, job.model.path)).config)
+    model = build_on_meta(source_of(job, tokens_of(job)).config)
     plan = plan_of_choice(
         job, found.chosen.plan, samples, captured, cluster, model, memory_limit=found.limit, training=training
     )

@@ -21,8 +21,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tangram.errors import UserError
-from tangram.schema.job import VERSION, DataPlan, Job, Mistake
+from tangram.schema.job import VERSION, DataPlan, Job
 from tangram.schema.plan import Plan
+from tangram.schema.tables import Mistake
+from tangram.schema.tuning import with_defaults
 
 Tables = dict[str, Any]
 STRATEGY = ("mesh", "axes", "layouts")
@@ -56,6 +58,7 @@ def load(path: Path | str, changes: Mapping[str, str] = _NO_CHANGES) -> Job | Pl
         raise UserError(f"{path}, line {line_of(text, ['version'])}: {error}") from None
     for key, value in changes.items():
         _set(tables, key, value)
+    tables = with_defaults(tables)
     kind = Plan if any(key in tables for key in STRATEGY) else Job
     try:
         found = absolute(kind.model_validate(tables), path.parent)

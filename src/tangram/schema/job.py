@@ -3,44 +3,16 @@
 All tables are frozen and refuse unknown keys. Loads neither torch nor transformers, so that a mistake shows at once.
 """
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
+from tangram.schema.tables import Beta, Count, Mistake, PathText, Positive, Share, TomlTable
+from tangram.schema.tuning import LoraPlan, TaskName
 
 VERSION = 3
-
-
-class Mistake(ValueError):
-    """What is wrong between several keys, and the dotted key that is best changed (its line is shown)."""
-
-    def __init__(self, key: str, why: str) -> None:
-        super().__init__(why)
-        self.key = key
-
-
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-PathText = Annotated[str, Field(min_length=1)]
-
-
-class TomlTable(BaseModel):
-    """A table of the plan: exact types, no unknown keys, no change after reading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _arrays(cls, tables: Any) -> Any:
-        """Arrays of the file are tuples here: what is frozen has no list."""
-        if not isinstance(tables, dict):
-            return tables
-        items = cast(dict[Any, Any], tables).items()
-        return {key: tuple(cast(list[Any], value)) if isinstance(value, list) else value for key, value in items}
 
 
 class ModelPlan(TomlTable):
@@ -52,7 +24,7 @@ class ModelPlan(TomlTable):
     preset: str | None = None
     path: PathText | None = None
     """A Hugging Face directory (its safetensors weights are read when there) or a config.json, relative to the file."""
-    change: dict[str, bool | int | float | str] = {}
+    change: dict[str, bool | int | float | str] = Field(default_factory=dict[str, bool | int | float | str])
     """Fields of the model's configuration to change."""
     freeze: tuple[str, ...] = ()
     """Name patterns of parameters that are not trained."""
@@ -106,6 +78,8 @@ class DataPlan(TomlTable):
     packing: Literal["auto", "packed", "single"] = "auto"
     """Which documents a sample holds: "packed" as many as fit, which the model has to keep apart; "single" one, and the
     rest of the window counts nothing; "auto" asks the model before training and takes "packed" where it can."""
+    too_long: Literal["cut", "drop", "refuse"] = "cut"
+    """Of conversations of more than `sequence` tokens: what is over is left out, or all of it; or it is refused."""
     cache: PathText | None = None
     """Where tokens are kept between runs; the default is the user's cache folder."""
 
@@ -312,8 +286,11 @@ class Job(TomlTable):
     """What to train, without a strategy."""
 
     version: Literal[3] = VERSION
+    task: TaskName = "pretrain"
     seed: Count = 0
     model: ModelPlan = ModelPlan()
+    lora: LoraPlan | None = None
+    """None: the model's own parameters are trained."""
     data: DataPlan
     optimiser: OptimiserPlan
     precision: PrecisionPlan = PrecisionPlan()
@@ -352,6 +329,12 @@ class Job(TomlTable):
             )
         if mistake := self.precision.mistake():
             raise mistake
+        if self.task == "sft" and self.data.packing == "packed":
+            raise Mistake(
+                "data.packing", 'windows of packed text cut conversations: of the task "sft" each is a sample, "single"'
+            )
+        if self.lora is not None and self.model.path is None:
+            raise Mistake("lora", "adapters stand beside weights that were trained: give their directory as model.path")
         if self.run.evaluate_every and not self.data.held_out:
             raise Mistake("run.evaluate_every", "data.held_out = 0 leaves nothing to measure the held-out loss on")
         return self

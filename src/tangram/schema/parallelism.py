@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import AfterValidator, Field, model_validator
 
 from tangram.layout import Layout, Mesh
-from tangram.schema.job import PathText, Positive, TomlTable
 from tangram.schema.schedules import MAKERS
+from tangram.schema.tables import PathText, Positive, TomlTable
 
 
 def _check_mesh(text: str) -> str:

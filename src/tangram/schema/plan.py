@@ -16,10 +16,12 @@ from pydantic import model_validator
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.schema.job import Job, Mistake, Type
+from tangram.schema.job import Job, Type
 from tangram.schema.parallelism import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, marked
 from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
+from tangram.schema.tables import Mistake
+from tangram.schema.tuning import base_of, layout_beside
 
 
 class Plan(Job):
@@ -264,13 +266,15 @@ class Plan(Job):
         return -(-self.data.global_batch // (self.data.micro_batch * self.data_ranks))
 
     def layout_of(self, name: str) -> str:
-        """The layout text of a parameter, by the first rule that matches its name."""
-        return first_match(
+        """The layout text of a parameter, by the first rule that matches its name; an adapter follows its weight."""
+        base, part = base_of(name) if self.lora is not None else (name, "")
+        text = first_match(
             self.layouts.parameters,
-            name,
+            base,
             "layouts.parameters",
             f'"*" = "_/{self.axes.data[0]} ..."' if self.axes.data else '"*" = "..."',
         )
+        return layout_beside(text, part, self.axes.data) if part else text
 
 
 def matches(patterns: tuple[str, ...], name: str) -> bool:

@@ -25,7 +25,7 @@ from tangram.planner.local.ranking_table import Ranking
 from tangram.schema.files import dumps, load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.data import load_tokens
+from tangram.training.data import tokens_of
 from tangram.training.objective import expert_capacity, router_loss
 from tangram.training.observe.events import Doing, Note, TableEvent
 from tangram.training.observe.text_tables import count
@@ -143,7 +143,7 @@ def choose(request: TrainRequest, meeting: Meeting | None, on_event: OnEvent) ->
     _refuse_trials(job, request, meeting)
     on_event(Doing("reading the model, measuring the machine, planning"))
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
-    config = source_of(job, load_tokens(job.data, job.model.path)).config
+    config = source_of(job, tokens_of(job)).config
     model = build_on_meta(config)
     freeze(model, job)
     router_loss.refuse(model, job)

@@ -19,7 +19,7 @@ from tangram.planner.search.strategy import Choice
 from tangram.schema.files import dumps, load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.data import load_tokens
+from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 
 __all__ = ["Given", "job_in", "not_run"]
@@ -83,7 +83,7 @@ def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[
     job = load(path, changes)
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")
-    config = source_of(job, load_tokens(job.data, job.model.path)).config
+    config = source_of(job, tokens_of(job)).config
     return Given(job, outline_of(config, path.stem), Counted(job, config))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
+from tangram.models.adapters import add_adapters
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.graph import Graph
@@ -26,7 +27,9 @@ from tangram.schema.plan import Plan, matches
 
 
 def frozen(model: nn.Module, job: Job) -> nn.Module:
-    """The model with the parameters frozen that the job freezes."""
+    """The model with the job's adapters, and with the parameters frozen that the job freezes."""
+    if job.lora is not None:
+        add_adapters(model, **job.lora.model_dump())
     for name, parameter in model.named_parameters():
         if matches(job.model.freeze, name):
             parameter.requires_grad_(False)
@@ -39,10 +42,11 @@ class Counted:
     def __init__(self, job: Job, config: PreTrainedConfig) -> None:
         self.job, self.config = job, config
         self.model = frozen(build_on_meta(config), job)
+        self._plain = self.model if job.lora is None else build_on_meta(config)  # of whose names layouts speak
         self._pair = cache(lambda: self._count(self.model))
         self._narrow = cache(self._narrowed)
         dtype = getattr(torch, job.precision.compute)
-        self._graph = cache(lambda: sample_graph(self.model, job.data.sequence, dtype, rules=rules_of(job)))
+        self._graph = cache(lambda: sample_graph(self._plain, job.data.sequence, dtype, rules=rules_of(job)))
 
     def moves(self, plan: Plan) -> tuple[Moves, ...]:
         """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""
@@ -79,7 +83,7 @@ class Counted:
             graph = self._graph()
         except UserError as error:
             return " ".join(str(error).split())
-        return tensor_layouts(self.config, self.model, graph, axis, shard)
+        return tensor_layouts(self.config, self._plain, graph, axis, shard)
 
     def stages(self, count: int) -> Stages:
         """The modules of each of so many stages of a pipeline. Raises UserError where it cannot be cut so."""

@@ -132,7 +132,7 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig, counted: Counted
     `counted` saves counting the same model twice.
     """
     counted = counted or Counted(plan, config)
-    legal(plan, counted.model)
+    legal(plan, counted.model, counted.graph if plan.pipeline is not None else None)
     axes = Mesh.parse(plan.mesh).axes
     tensor = prod(axes[axis][0] for axis in plan.axes.tensor)
     found = counted.tensor((plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None

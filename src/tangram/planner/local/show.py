@@ -25,6 +25,11 @@ def _model(plan: Job) -> list[Row]:
     found = [("model", f"{name}, with {changes}" if changes else name)]
     if model.freeze:
         found.append(("not trained", ", ".join(model.freeze)))
+    if (lora := plan.lora) is not None:
+        beside = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+        found.append(("adapters", f"of rank {lora.rank} beside {beside}; all else is frozen"))
+    if plan.task != "pretrain":
+        found.append(("task", f"{plan.task}: answers are in the loss"))
     total = sum(source.weight for source in plan.data.sources)
     for source in plan.data.sources:
         where = f"{source.path} ({source.pattern})" if source.pattern else source.path

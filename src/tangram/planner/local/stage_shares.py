@@ -21,6 +21,7 @@ from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Part
 from tangram.models.graph import Graph
 from tangram.schema.plan import Plan, matches
 from tangram.schema.schedule_table import Action, kept, simulate
+from tangram.schema.tuning import base_of
 
 Stages = tuple[tuple[str, ...], ...]
 """For each stage the modules whose parameters it has."""
@@ -117,7 +118,8 @@ def cut_into_stages(graph: Graph, costs: ModelCosts, count: int) -> Stages:
     if len(blocks) < count:
         raise UserError(f"the model has {len(blocks)} layers, too few for {count} stages")
     first = {run.module: run.first for run in reversed(graph.runs)}
-    outside = sorted({p.name.rpartition(".")[0] for p in costs.parameters if p.block == OUTSIDE}, key=first.__getitem__)
+    names = {base_of(p.name)[0] for p in costs.parameters if p.block == OUTSIDE}  # adapters go with their weights
+    outside = sorted({name.rpartition(".")[0] for name in names}, key=first.__getitem__)
     before = [name for name in outside if first[name] < first[blocks[0]]]
     after = [name for name in outside if first[name] >= first[blocks[0]]]
     work = {part.name: part.forward_flops for part in costs.parts}

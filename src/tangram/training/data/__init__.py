@@ -4,9 +4,10 @@ files    what a source consists of  opened   what a file is          sources  do
 tokens   text <-> numbers           cache    tokens on disk, made once
 samples  windows over documents    shuffle  an order as a function  mix     sources by weight
 corpus   what a job trains on      stream   what each rank gets of it
+chat     conversations -> numbers  tasks    what a job's task takes of these
 """
 
-from tangram.training.data.corpus import Corpus, open_corpus, prepare, times_seen
+from tangram.training.data.corpus import Corpus, open_corpus, prepare, repeats, times_seen
 from tangram.training.data.files import list_files
 from tangram.training.data.samples import IGNORE, Batch, Split
 from tangram.training.data.stream import (
@@ -16,9 +17,11 @@ from tangram.training.data.stream import (
     held_out_samples,
     padding,
     sample_ids,
+    shown_samples,
     step_batches,
     unigram_entropy,
 )
+from tangram.training.data.tasks import tokens_of
 from tangram.training.data.tokens import BYTES, END, VOCABULARY, Tokens, load_tokens
 
 __all__ = [
@@ -39,8 +42,11 @@ __all__ = [
     "open_corpus",
     "padding",
     "prepare",
+    "repeats",
     "sample_ids",
+    "shown_samples",
     "step_batches",
     "times_seen",
+    "tokens_of",
     "unigram_entropy",
 ]

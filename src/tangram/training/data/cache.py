@@ -24,7 +24,7 @@ from tangram.schema.job import DataPlan, SourcePlan
 from tangram.training.data.files import LEFT_OUT, Files, list_files
 from tangram.training.data.sources import EMPTY, READING, Document, documents
 from tangram.training.data.store import FORMAT, TokenStore, TokenWriter, open_store
-from tangram.training.data.tokens import NotText, SpecialToken, Tokens
+from tangram.training.data.tokens import BadDocument, NotText, Tokens
 from tangram.training.observe.events import Note, Working
 
 PART_BYTES = 4 << 20  # of text in a part, unless one document has more; what a kill loses at most
@@ -52,7 +52,9 @@ def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, 
         with _locked(folder, on_event):
             if _is_complete(folder):
                 return
-            writer = TokenWriter(folder, np.uint16 if tokens.vocabulary <= 1 << 16 else np.uint32)
+            writer = TokenWriter(
+                folder, np.uint16 if tokens.vocabulary + (tokens.context or 0) <= 1 << 16 else np.uint32
+            )
             tally = _write(writer, files, source, data, tokens, on_event, part_bytes)
             if _identity(list_files(source), source, data, tokens) != identity:
                 raise UserError(f'files of the source "{source.path}" changed while they were read: run again')
@@ -132,7 +134,7 @@ def _write(
     part: list[Document] = []
     size = 0
     last = Document(-1, -1, b"", -1)
-    for document in chain(documents(files, source.field, writer.last.cursor, tally), [last]):
+    for document in chain(documents(files, tokens.column(source.field), writer.last.cursor, tally), [last]):
         if document is not last:
             part.append(document)
             size += len(document.text)
@@ -150,7 +152,7 @@ def _encoded(
     """The tokens of the documents that are trained on, and of those that are held out."""
     try:
         encoded = tokens.encode([document.text for document in part], tally)
-    except SpecialToken as error:
+    except BadDocument as error:
         wrong = part[error.document]
         raise UserError(f'document {wrong.number + 1} of "{files.path(wrong.file)}" {error}') from None
     except NotText as error:
@@ -163,7 +165,7 @@ def _encoded(
     for document, row in zip(part, encoded, strict=True):
         if len(opened := tokens.document(row)):
             rows[is_held_out(document.text, data.held_out)].append(opened)
-        else:
+        elif tokens.context is None:  # else it was said why
             tally[EMPTY] += 1
     return rows
 

@@ -3,11 +3,14 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
 from tangram.training.data.cache import PART_BYTES, fill, open_source
+from tangram.training.data.chat import CUT, KINDS
 from tangram.training.data.files import LEFT_OUT, TAKEN, in_words
 from tangram.training.data.samples import Split
 from tangram.training.data.store import TokenStore
@@ -59,7 +62,9 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
     content = hashlib.blake2b(f"{tokens.digest} {data.held_out}".encode(), digest_size=16)
     for store in stores:
         content.update(store.digest.encode())
-    training, held_out = (tuple(store.splits[split] for store in stores) for split in (0, 1))
+    training, held_out = (
+        tuple(replace(store.splits[split], context=tokens.context) for store in stores) for split in (0, 1)
+    )
     for source, split, kept in zip(data.sources, training, held_out, strict=True):
         if not split.windows(data.sequence, single=is_single(data)):
             raise UserError(
@@ -85,15 +90,27 @@ def times_seen(corpus: Corpus, data: DataPlan, steps: int) -> tuple[float, ...]:
     )
 
 
+def repeats(split: Split) -> int:
+    """How many documents of conversations are there before, word for word; 0 of text, which is not read for that."""
+    if split.context is None:
+        return 0
+    begins = [0, *split.end_D[:-1].astype(np.int64).tolist()]
+    spans = zip(begins, split.end_D.astype(np.int64).tolist(), strict=False)
+    return len(split.end_D) - len({hashlib.blake2b(split.read(*span).tobytes()).digest() for span in spans})
+
+
 def _read(store: TokenStore, data: DataPlan) -> str:
     """What was counted while the tokens of a source were made, as one line."""
-    counts: dict[str, Counter[str]] = {TAKEN: Counter(), LEFT_OUT: Counter(), SPECIAL: Counter()}
+    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT)}
     for key, number in store.tally.items():
         what, _, which = key.partition(": ")
         counts[what][which] = number
-    taken, left_out, special = counts.values()
+    taken, left_out, special, kinds, cut = counts.values()
     documents = sum(len(split.end_D) for split in store.splits)
     words = [f"{taken.total():,} taken ({in_words(taken)}), {documents:,} documents"]
+    words += [f"each of {kind}" for kind in kinds]
+    if cut:
+        words.append(f"cut: {in_words(cut)} (data.too_long)")
     if left_out:
         words.append(f"left out: {in_words(left_out)}")
     if special:

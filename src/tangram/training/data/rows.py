@@ -1,11 +1,20 @@
 """What all readers of files share: a row, its text, and what is said of a row or file that is wrong."""
 
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from tangram.errors import UserError
+
+ROW = "*"
+"""Stands for a column where a whole row is meant, as JSON."""
+
+
+def row_text(columns: Mapping[str, object]) -> bytes:
+    """A whole row as JSON; what JSON has no word for, as a date, is text."""
+    return json.dumps(columns, default=str).encode()
 
 
 class TextRow(NamedTuple):

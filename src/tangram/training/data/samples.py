@@ -41,6 +41,8 @@ class Split:
     """Where each document ends: the place after its last token."""
     read: Callable[[int, int], Ints]
     """The tokens from a place up to another."""
+    context: int | None = None
+    """Numbers from here on are tokens that are so much less and no labels: what an answer answers. None: all are."""
 
     _before: dict[int, Ints] = field(default_factory=dict[int, Ints], compare=False, repr=False)
     """Single documents, by `sequence`: the windows before every `_STRIDE`th document, and those of all."""
@@ -69,6 +71,9 @@ class Split:
     def labels(self, windows: npt.ArrayLike, sequence: int, *, single: bool = False) -> Ints:
         """How many labels each of these windows counts; no token has to be read for that."""
         start, stop = self.spans(windows, sequence, single=single)
+        if (context := self.context) is not None:
+            spans = zip(start.tolist(), stop.tolist(), strict=True)
+            return np.array([int((self.read(a + 1, b + 1) < context).sum()) for a, b in spans], np.int64)
         ends = np.searchsorted(self.end_D, stop.astype(self.end_D.dtype), "right") - np.searchsorted(
             self.end_D, start.astype(self.end_D.dtype), "right"
         )
@@ -136,6 +141,9 @@ def _lay(
     count = stop - start
     inputs_S[:count] = tokens_T[:-1]
     labels_S[:count] = tokens_T[1:]
+    if split.context is not None:
+        labels_S[labels_S >= split.context] = IGNORE
+        inputs_S[:count] %= split.context
     if single:
         return
     kind = split.end_D.dtype.type

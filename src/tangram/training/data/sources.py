@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 from tangram.errors import UserError
 from tangram.training.data.files import JSON_LINES, LEFT_OUT, TAKEN, Files
 from tangram.training.data.opened import OpenedDataset, opened
-from tangram.training.data.rows import NoField, TextRow, no_field, text_of, unreadable
+from tangram.training.data.rows import ROW, NoField, TextRow, no_field, row_text, text_of, unreadable
 from tangram.training.data.tables import cell_rows, dataset_rows, parquet_rows
 
 READING = 2
@@ -75,6 +75,11 @@ def _file_rows(path: Path, choice: str, field: str, first: int, tally: Counter[s
                 if choice != "pattern":
                     raise UserError(f'the file "{path}" is no text, it has zero bytes: leave it out by a pattern')
                 tally[f"{LEFT_OUT}: binary"] += 1
+                return
+            if field == ROW and file.kind == "text":
+                if choice != "folder":
+                    raise UserError(f'the file "{path}" has no rows: give JSON lines, JSON, cells or parquet')
+                tally[f"{LEFT_OUT}: text without rows"] += 1
                 return
             # A folder is given for what it has: tables of something else may lie beside the text.
             soft = choice == "folder" and not first and not file.name.endswith(JSON_LINES) and file.kind != "parquet"
@@ -157,6 +162,8 @@ def _column(row: object, field: str, where: str) -> bytes:
     if not isinstance(row, dict):
         raise NoField(f"{where} is no JSON object: each has to be one, with its text under a name")
     columns = cast("dict[str, object]", row)
+    if field == ROW:
+        return row_text(columns)
     if field not in columns:
         raise no_field(field, columns, where)
     return text_of(columns[field], field, where)

@@ -11,17 +11,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tangram.errors import UserError
-from tangram.schema.job import DataPlan
+from tangram.schema.job import DataPlan, Job
 from tangram.training.data.corpus import Corpus, is_single
 from tangram.training.data.mix import Mix, make_mix
 from tangram.training.data.samples import IGNORE, Batch, Split, collate
 from tangram.training.data.shuffle import permuted
+from tangram.training.data.tokens import Tokens
 
 Ints = npt.NDArray[np.int64]
 
@@ -154,6 +157,32 @@ def padding(corpus: Corpus, data: DataPlan) -> float:
         filled += source.weight * inputs / (split.windows(data.sequence, single=single) * data.sequence)
         weights += source.weight
     return 1 - filled / weights
+
+
+class ShownSample(NamedTuple):
+    """A sample of the stream."""
+
+    source: str
+    runs: list[tuple[bool, str]]
+    """Its text in order, in pieces that are in the loss or are not."""
+    tokens: int
+    counted: int
+
+
+def shown_samples(job: Job, tokens: Tokens, corpus: Corpus, first: int, count: int) -> Iterator[ShownSample]:
+    """Samples of the stream from number `first` on, as batches are made of them: a label says what is in the loss."""
+    data, single = job.data, is_single(job.data)
+    for source, window in sample_ids(corpus, data, job.seed, first, count):
+        split = corpus.training[source]
+        batch = collate([(split, window)], data.sequence, corpus.fill, torch.device("cpu"), single=single)
+        start, stop = split.span(window, data.sequence, single=single)
+        labels = cast("list[int]", batch.labels_BS[0, : stop - start].tolist())
+        last = int(split.read(stop, stop + 1)[0])
+        inputs = cast("list[int]", batch.inputs_BS[0, : stop - start].tolist())
+        ids = [*inputs, last % (split.context or last + 1)]
+        marked = zip([False, *(label != IGNORE for label in labels)], ids, strict=True)
+        runs = [(counts, tokens.spelled([i for _, i in some])) for counts, some in groupby(marked, lambda one: one[0])]
+        yield ShownSample(data.sources[source].path, runs, len(ids), sum(label != IGNORE for label in labels))
 
 
 class Stream:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tangram.errors import UserError
-from tangram.training.data.rows import TextRow, no_field, text_of, unreadable
+from tangram.training.data.rows import ROW, TextRow, no_field, row_text, text_of, unreadable
 
 _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
 _ROWS = 1000  # of a table that are in memory at once
@@ -29,15 +29,18 @@ def cell_rows(path: Path, stream: BinaryIO, ending: str, field: str, first: int)
         header = lines.readline()
         cut = {by: next(csv.reader([header], delimiter=by), list[str]()) for by in _DELIMITERS[ending]}
         delimiter, names = next(((by, names) for by, names in cut.items() if field in names), ("", list[str]()))
+        if field == ROW:
+            delimiter, names = max(cut.items(), key=lambda one: len(one[1]))
         if not names:
             raise no_field(field, cut[_DELIMITERS[ending][0]], f'"{path}"')
-        column = names.index(field)
+        column = -1 if field == ROW else names.index(field)
         for number, cells in enumerate(csv.reader(lines, delimiter=delimiter, strict=True)):
             where = f'row {number + 1} of "{path}"'
             if cells and len(cells) != len(names):
                 raise UserError(f"{where} has {len(cells)} cells under {len(names)} names: mend it, quotes above all")
             if cells and number >= first:
-                yield number, text_of(cells[column], field, where)
+                whole = row_text(dict(zip(names, cells, strict=True))) if column < 0 else None
+                yield number, whole or text_of(cells[column], field, where)
     except csv.Error as error:
         raise UserError(f'row {number + 2} of "{path}" cannot be read: {error}. Mend it, quotes above all') from None
     except UnicodeDecodeError as error:
@@ -58,16 +61,17 @@ def parquet_rows(path: Path, field: str, first: int) -> Generator[TextRow]:
     try:
         with parquet.ParquetFile(path) as file:
             names = cast("list[str]", file.schema_arrow.names)
-            if field not in names:
+            if field not in (*names, ROW):
                 raise no_field(field, names, f'"{path}"')
+            columns = None if field == ROW else [field]
             rows, number = max(1, int(file.metadata.num_rows)), 0
             for group in range(int(file.num_row_groups)):
                 size = int(file.metadata.row_group(group).num_rows)
                 if number + size <= first:
                     number += size
                     continue
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
-                    values = cast("list[object]", batch.column(0).to_pylist())
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+                    values = _texts(batch.to_pylist(), field)
                     for row, value in enumerate(values, number):
                         if row >= first:
                             yield TextRow(row, text_of(value, field, f'row {row + 1} of "{path}"'), (row + 1) / rows)
@@ -101,13 +105,18 @@ def dataset_rows(root: Path, field: str, first: int) -> Generator[TextRow]:
             )
         found = splits["train"]
     names = cast("list[str]", found.column_names)
-    if field not in names:
+    if field not in (*names, ROW):
         raise no_field(field, names, f'"{root}"')
-    column, rows = found.select_columns([field]), len(found)
+    columns, rows = found if field == ROW else found.select_columns([field]), len(found)
     for start in range(first, rows, _ROWS):
-        values = cast("list[object]", column[start : start + _ROWS][field])
+        values = _texts(columns.select(range(start, min(rows, start + _ROWS))).to_list(), field)
         for row, value in enumerate(values, start):
             yield TextRow(row, text_of(value, field, f'row {row + 1} of "{root}"'), (row + 1) / rows)
+
+
+def _texts(rows: list[dict[str, object]], field: str) -> list[object]:
+    """The column of some rows, or each as a whole."""
+    return [row_text(row) if field == ROW else row[field] for row in rows]
 
 
 def needs_extra(what: str, package: str) -> UserError:

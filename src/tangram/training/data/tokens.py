@@ -42,12 +42,16 @@ class NotText(ValueError):
         self.document = document
 
 
-class SpecialToken(ValueError):
-    """A document holds a special token, and that was not allowed: its place among those that were given."""
+class BadDocument(ValueError):
+    """A document cannot be trained on: its place among those that were given, and why as the end of a sentence."""
 
     def __init__(self, document: int, why: str) -> None:
         super().__init__(why)
         self.document = document
+
+
+class SpecialToken(BadDocument):
+    """A document holds a special token, and that was not allowed."""
 
 
 class _Tokenizer(Protocol):
@@ -80,6 +84,15 @@ class Tokens:
     special: Special = "refuse"
     """What becomes of the text of a special token in a document."""
     _tokenizer: _Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def context(self) -> int | None:
+        """The number from which tokens are written that are in no loss (`Split.context`); None: all are in it."""
+        return None
+
+    def column(self, field: str) -> str:
+        """Which column of a source is read, where its plan names `field`."""
+        return field
 
     def encode(self, documents: Sequence[bytes], tally: Counter[str] | None = None) -> list[TokenArray]:
         """The tokens of each document, without begin and end.
@@ -144,6 +157,12 @@ class Tokens:
                 'data.special_tokens = "parse", or leave the document out',
             )
         return plain
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        """The text of some tokens, special ones by their own names."""
+        if self._tokenizer is not None:
+            return self._tokenizer.decode(list(ids))
+        return "".join("<end>" if token == END else bytes([token]).decode(errors="replace") for token in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; begin and end are left out, and bytes that are no text show as such."""

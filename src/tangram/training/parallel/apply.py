@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tangram.errors import UserError
+from tangram.models.adapters import add_adapters
 from tangram.models.costs import block_names
 from tangram.models.stages import Through, keep_stages
 from tangram.schema.job import Job
@@ -91,7 +92,12 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
 
 
 def freeze(model: nn.Module, plan: Job) -> None:
-    """Switch off the gradients of the parameters that the plan freezes. Raises UserError for a pattern without any."""
+    """Put the plan's adapters in, and switch off the gradients of what it freezes. UserError for a pattern without any.
+
+    What is already there stays. Beside adapters all else is frozen.
+    """
+    if plan.lora is not None:
+        add_adapters(model, **plan.lora.model_dump())
     names = [name for name, _ in model.named_parameters()]
     for pattern in plan.model.freeze:
         if not any(matches((pattern,), name) for name in names):

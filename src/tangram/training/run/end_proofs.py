@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tangram.hardware.machine import pick_device
+from tangram.models.adapters import merge_adapters, save_adapters
 from tangram.models.attention import exactly
 from tangram.models.source import Source
 from tangram.schema.plan import Plan
@@ -48,6 +49,10 @@ from tangram.training.step.evaluate import evaluate_unsharded
 # sums are the same but for their order.
 SAME_LOSS = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 3e-4}
 SAME_LOGITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}  # of the largest logit
+
+
+ADAPTER = "adapter"
+"""The folder of a run that has its adapters."""
 
 
 class ProofError(Exception):
@@ -96,6 +101,11 @@ def prove(
         words = f"loss {loss:.6f} in one process; relative difference {relative:.1e}, at most {limit:.0e}"
     difference = same_logits(computed, plan, corpus, measured.probe)
     on_event(Note(f"reloaded   {words}; logits of a fixed batch differ by {difference:.1e}"))
+    if plan.lora is not None:
+        save_adapters(model, out / ADAPTER, str(source.weights))
+        merge_adapters(model)
+        merged = same_logits(as_computed(model, plan), plan, corpus, measured.probe)
+        on_event(Note(f"adapters   {near(out / ADAPTER)}, as peft reads them; merged, logits differ by {merged:.1e}"))
     on_event(Doing("exporting, and loading the export with transformers"))
     folder = out / "export"
     with exactly(model):  # transformers has no casts of attention

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedConfig
-
 from tangram.hardware.machine import describe, versions
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs as model_costs
@@ -23,11 +21,12 @@ from tangram.schema.plan import Plan
 from tangram.training.data import (
     Corpus,
     Tokens,
-    load_tokens,
     open_corpus,
     padding,
     prepare,
+    repeats,
     times_seen,
+    tokens_of,
     unigram_entropy,
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
@@ -36,6 +35,7 @@ from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, Ta
 from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.tensorboard import TensorBoard
 from tangram.training.observe.text_tables import count
+from tangram.training.parallel.apply import freeze
 from tangram.training.run.end_proofs import ProofError, prove
 from tangram.training.run.launch import RankError, computing_as_a_rank, refuse_too_many, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, train_rank, with_packing
@@ -72,6 +72,8 @@ class PreparedJob:
     corpus: Corpus
     costs: loop.StepCosts
     parameters: int
+    trained: int
+    """How many of them are not frozen."""
     begun: float
     """When the job began, by the monotonic clock."""
 
@@ -120,26 +122,29 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
 def prepare_text(plan: Plan, on_event: OnEvent) -> None:
     """Make the tokens that the ranks of this machine will read, unless they are there."""
     on_event(Doing("reading the text"))
-    prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)
+    prepare(plan.data, tokens_of(plan), on_event)
 
 
 def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
     """Read model and text, and refuse here what would else be refused on every rank."""
     begun, plan = time.monotonic(), chosen.plan
     on_event(Doing("building the model without values"))
-    tokens = load_tokens(plan.data, plan.model.path)
+    tokens = tokens_of(plan)
     source = source_of(plan, tokens)
     model = build_on_meta(source.config)
+    freeze(model, plan)
     cuts_of(model, plan)
     corpus = open_corpus(plan.data, tokens)
     counted = model_costs(model, plan.data.sequence, plan.data.micro_batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return PreparedJob(
         source=source,
         tokens=tokens,
         corpus=corpus,
         costs=loop.StepCosts(counted.flops_per_sample, chosen.peak_flops),
         parameters=parameters,
+        trained=trained,
         begun=begun,
     )
 
@@ -157,7 +162,7 @@ def show(chosen: ChosenPlan, ready: PreparedJob, resume: Path | None, on_event: 
             (
                 ("machine", ", ".join(machine[key] for key in ("processor", "cores", "memory"))),
                 ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
-                ("model", _model_words(ready.source.config, ready.source, ready.parameters)),
+                ("model", _model_words(ready)),
                 ("text", ready.corpus.summary()),
                 *reading(plan, ready.corpus).items(),
                 ("mesh", f"{plan.mesh} ({count(plan.ranks, 'process', 'es')})"),
@@ -175,18 +180,20 @@ def show(chosen: ChosenPlan, ready: PreparedJob, resume: Path | None, on_event: 
 def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
     """What was taken of each source and what was left out, and how often the run takes its text."""
     words: dict[str, str] = {}
-    for source, line, times in zip(
-        plan.data.sources, corpus.read, times_seen(corpus, plan.data, plan.run.steps), strict=True
-    ):
+    seen = times_seen(corpus, plan.data, plan.run.steps)
+    for source, line, split, times in zip(plan.data.sources, corpus.read, corpus.training, seen, strict=True):
         of = f" of {source.path}" if len(plan.data.sources) > 1 else ""
         words[f"files{of}"] = line
+        if again := repeats(split):
+            words[f"repeated{of}"] = f"{again:,} of {len(split.end_D):,} conversations are there before"
         words[f"text{of} is seen"] = f"{figures.three(times)} times in {plan.run.steps:,} steps"
     return words
 
 
-def _model_words(config: PreTrainedConfig, source: Source, parameters: int) -> str:
+def _model_words(ready: PreparedJob) -> str:
+    source, some = ready.source, "" if ready.trained == ready.parameters else f" ({ready.trained:,} trained)"
     begin = f"weights of {source.weights}" if source.weights else "from scratch"
-    return f"{source.name} ({config.model_type}), {parameters:,} parameters, {begin}"
+    return f"{source.name} ({source.config.model_type}), {ready.parameters:,} parameters{some}, {begin}"
 
 
 def finish(

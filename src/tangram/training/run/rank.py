@@ -21,7 +21,7 @@ from tangram.planner.local.estimate import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
-from tangram.training.data import Batch, Corpus, Stream, held_out_batches, load_tokens, open_corpus, padding
+from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, tokens_of
 from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.packing import SettledPacking, settle
@@ -95,7 +95,7 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     tell = rank.emit if rank.index == 0 else _nowhere
     tell(Doing("making the groups of the mesh, opening the text"))
     world = make_world(plan, rank.index, rank.device, group)
-    tokens = load_tokens(plan.data, plan.model.path)
+    tokens = tokens_of(plan)
     corpus = open_corpus(plan.data, tokens)
     if corpus.digest != job.digest:
         raise UserError("this rank reads another text than the others: let the files rest, or train on a copy")

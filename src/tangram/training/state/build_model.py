@@ -25,7 +25,7 @@ from tangram.training.objective.model_inputs import token_order
 from tangram.training.parallel.apply import apply, fill, freeze, give_storage, materialise
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import keep_parameters
-from tangram.training.state.load_weights import load_pretrained
+from tangram.training.state.load_weights import begin_adapters, load_pretrained
 
 
 def source_of(plan: Job, tokens: Tokens) -> Source:
@@ -42,6 +42,8 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
         if isinstance(asked, int) and asked < tokens.vocabulary:  # before transformers warns of what follows from it
             _refuse_vocabulary(asked, tokens, weights=False)
     source = read_source(plan.model.preset, plan.model.path, changes)
+    if plan.lora is not None and source.weights is None:
+        raise UserError(f'"{plan.model.path}" has no weights for adapters to stand beside: give a directory that has')
     if plan.run.by_tokens:
         source = replace(source, config=by_tokens(source.config, plan.run.attention))
     elif plan.run.attention == "sdpa":
@@ -126,3 +128,5 @@ def _fill(
     fill(model, initial_tensors(source.config, plan.seed, only=lambda name: name in own and name not in lasting))
     if values:
         load_pretrained(Path(source.weights or ""), model, plan, world)
+        if plan.lora is not None:
+            begin_adapters(model, plan.seed)

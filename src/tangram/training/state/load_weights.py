@@ -14,20 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tangram.checkpoint.formats import huggingface
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Statement
+from tangram.models.adapters import initial_adapters
 from tangram.models.build import build_on_meta
 from tangram.models.conversions import Conversion, Part, read_conversion
 from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.schema.plan import Plan
+from tangram.schema.tuning import base_of, of_adapters
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
+from tangram.training.parallel.apply import fill, put
 from tangram.training.state import new_embedding_rows
 from tangram.training.state.state import JobState, StateEntry, TensorPlaces, entries
 
@@ -45,7 +50,7 @@ def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | N
     copies, memory, sources = _planned(folder, model, plan, world)
     read = huggingface.mapped_reader(folder)
     execute(copies, new_embedding_rows.reading(read), memory)
-    trained = {name for name, _ in model.named_parameters()}
+    trained = {base_of(name)[0] for name, _ in model.named_parameters()}
     for (_, name), local in memory.items():
         if name in trained and not is_finite(local):
             raise UserError(_not_finite(folder, name, sources[name], read))
@@ -66,11 +71,14 @@ def _planned(
     if (codes := next(matched(index.specs), None)) is not None:
         raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
     targets = {
-        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), TensorPlaces(plan, world))
+        base_of(name)[0]: entry
+        for entry in entries(JobState(model, None), TensorPlaces(plan, world))
+        if not of_adapters(name := entry.name.removeprefix("model."))
     }
-    # The directory is of the whole model; of a stage only what it has is read.
-    whole = model if plan.pipeline is None else build_on_meta(cast(Any, model).config)
-    everything = targets if plan.pipeline is None else whole.state_dict()
+    # The directory is of the whole model, without adapters; of a stage only what it has is read.
+    plain = plan.pipeline is None and plan.lora is None
+    whole = model if plain else build_on_meta(cast(Any, model).config)
+    everything = targets if plain else whole.state_dict()
     conversion = read_conversion(whole, {name: spec.shape for name, spec in index.specs.items()})
     parts = _tied(folder, conversion.parts, _first_names(whole, everything))
     _refuse_others(folder, whole, conversion, parts, everything)
@@ -90,6 +98,26 @@ def _planned(
     makers = {name: set(part.sources) for some in parts for part in some for name in part.shapes}
     made = {name: [piece for piece in stored if piece.tensor in own] for name, own in makers.items()}
     return copies, {(HERE, name): entry.local for name, entry in targets.items() if entry.region}, made
+
+
+@torch.no_grad()
+def begin_adapters(model: nn.Module, seed: int) -> None:
+    """Give the adapters of a model whose weights are there the values that they begin with. Collective for DoRA."""
+    fill(model, initial_adapters(model, seed))
+    for name, parameter in model.named_parameters():
+        if ".modules_to_save." in name:
+            copied = model.get_parameter(name.replace(".modules_to_save.default.", ".original_module."))
+            local_part(parameter).copy_(local_part(copied))
+        elif ".lora_magnitude_vector." in name:
+            layer: Any = model.get_submodule(name.partition(".lora_")[0])
+            weight = cast(Tensor, layer.get_base_layer().weight)
+            full = cast(Any, weight).full_tensor() if isinstance(weight, DTensor) else weight
+            put(parameter, cast(Tensor, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1)))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callable[[Hashable, str], Tensor]) -> str:

@@ -136,8 +136,8 @@ def train_steps(
 
 
 def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
-    """This rank's micro-batches of the next step."""
-    return step_batches(
+    """This rank's micro-batches of the next step. Raises UserError where no token of all of them is in the loss."""
+    batches = step_batches(
         corpus,
         plan.data,
         seed=plan.seed,
@@ -147,6 +147,12 @@ def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> Ra
         micro_steps=plan.micro_steps,
         device=world.device,
     )
+    if not batches.counted:
+        raise UserError(
+            f"step {progress.step + 1} has no token in its loss, so it would train nothing: look at its samples with "
+            "`tangram data show`"
+        )
+    return batches
 
 
 def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, seconds: float) -> Progress:

@@ -20,7 +20,7 @@ from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.schema.job import Job, OptimiserPlan
 from tangram.schema.plan import matches
-from tangram.training.data import load_tokens
+from tangram.training.data import tokens_of
 from tangram.training.parallel.apply import freeze
 from tangram.training.state.build_model import source_of
 
@@ -95,7 +95,7 @@ def groups(model: nn.Module, plan: OptimiserPlan) -> list[DecayGroup]:
 def rows(plan: Job) -> list[tuple[str, str]]:
     """What `tangram plan show` says of them; of a model that cannot be built here, why."""
     try:
-        model = build_on_meta(source_of(plan, load_tokens(plan.data, plan.model.path)).config)
+        model = build_on_meta(source_of(plan, tokens_of(plan)).config)
         freeze(model, plan)
     except UserError as error:
         return [("weight decay", f"of which parameters is not known here: {error}")]

@@ -9,7 +9,7 @@ from tangram.planner.cost.history import Entry, History
 from tangram.planner.cost.history_correction import Here
 from tangram.planner.local.rank import Ranked
 from tangram.planner.local.trials import Trial, Tried, tried
-from tangram.training.data import load_tokens, prepare
+from tangram.training.data import prepare, tokens_of
 from tangram.training.observe.events import Doing, Note
 from tangram.training.trials.history_rows import entry_of, remember
 from tangram.training.trials.local_plans import Planned
@@ -28,7 +28,7 @@ def try_plans(planned: Planned, most: int, name: str, on_event: OnEvent, *, limi
     if planned.ranking.fitting:
         plan = planned.ranking.fitting[0].taken
         on_event(Doing("reading the text"))
-        prepare(plan.data, load_tokens(plan.data, plan.model.path), on_event)
+        prepare(plan.data, tokens_of(plan), on_event)
 
     def tell(ranked: Ranked, number: int) -> None:
         on_event(Doing(f"trial {number} of {most}: {words_of(ranked)}"))

@@ -46,7 +46,7 @@ from tangram.planner.legality.check_plan import legal
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
-from tangram.training.data import Batch, RankBatches, list_files, load_tokens
+from tangram.training.data import Batch, RankBatches, list_files, tokens_of
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, freeze, give_storage
 from tangram.training.parallel.model import ParallelModel
@@ -122,7 +122,7 @@ def dry_run(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> tupl
     tell("reading model and text")
     for one in plan.data.sources:
         list_files(one)
-    source = source_of(plan, load_tokens(plan.data, plan.model.path))
+    source = source_of(plan, tokens_of(plan))
     model = build_on_meta(source.config)
     freeze(model, plan)
     legal(plan, model)

@@ -20,7 +20,7 @@ from tangram.planner.local.ranking_table import Ranking
 from tangram.planner.local.rerank import by_history
 from tangram.planner.local.strategies import PIPELINE
 from tangram.schema.job import Job
-from tangram.training.data import load_tokens
+from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 
 
@@ -61,7 +61,7 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"--processes {processes}: plans are made for 1 to {MOST_PROCESSES}")
     history, lost = _known()
-    config = source_of(job, load_tokens(job.data, job.model.path)).config
+    config = source_of(job, tokens_of(job)).config
     device = pick_device(job.run.device, 0, 1).type
     found, one = rates(device, processes, anew=anew), rates(device, 1, anew=anew)
     counted = Counted(job, config)

@@ -23,7 +23,7 @@ from tangram.hardware.workers import run
 from tangram.planner.local.trials import Trial
 from tangram.schema.files import dumps, load
 from tangram.schema.plan import Plan
-from tangram.training.data import load_tokens, open_corpus, prepare
+from tangram.training.data import open_corpus, prepare, tokens_of
 from tangram.training.observe import throughput
 from tangram.training.observe.events import Record
 from tangram.training.run.launch import Rank, RankError, run_ranks
@@ -84,7 +84,7 @@ def helped(plan: str) -> dict[str, Any]:
 
 def _run(plan: Plan, folder: Path) -> Trial:
     record = Record()
-    tokens = load_tokens(plan.data, plan.model.path)
+    tokens = tokens_of(plan)
     prepare(plan.data, tokens, record)
     job = RankJob(plan, folder, open_corpus(plan.data, tokens).digest, loop.StepCosts(0.0, 0.0))
     used = run_ranks(rank_of_trial, job, world=plan.ranks, on_event=record, device=plan.run.device)

@@ -1,0 +1,56 @@
+"""`tangram data show`: samples of a job as it trains on them, what is in the loss in colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tangram.cli.output import print_json
+from tangram.errors import UserError
+from tangram.schema.files import changes_of, load
+
+__all__ = ["data"]
+
+data = typer.Typer(no_args_is_help=True, help="Show what a job trains on, token by token.")
+
+
+@data.callback()
+def _data() -> None:
+    """Show what a job trains on, token by token."""
+
+
+@data.command("show")
+def show(
+    job: Annotated[Path, typer.Argument(help="A job or a plan.")],
+    count: Annotated[int, typer.Option("--samples", "-k", min=1, help="How many samples.")] = 3,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first, in the order of training.")] = 0,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in data.sequence=512.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+) -> int:
+    """Print decoded samples; what is in the loss is green, and without colours stands in [[ ]]."""
+    plan = load(job, changes_of(change or []))
+    from tangram.training.data import open_corpus, prepare, shown_samples, tokens_of
+
+    if plan.data.packing == "auto":
+        raise UserError('which documents share a sample is asked of the model: add --set data.packing="single"')
+    tokens = tokens_of(plan)
+    prepare(plan.data, tokens, lambda event: None)
+    corpus = open_corpus(plan.data, tokens)
+    samples = list(shown_samples(plan, tokens, corpus, first, count))
+    if json:
+        print_json({"read": corpus.read, "samples": [one._asdict() for one in samples]})
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for line in corpus.read:
+        console.print(Text(line))
+    for number, one in enumerate(samples, first):
+        console.print(Text(f"\nsample {number} of {one.source}: {one.counted} of {one.tokens} tokens are in the loss"))
+        text = Text()
+        for counts, run in one.runs:
+            text.append(run if console.color_system or not counts else f"[[{run}]]", "bold green" if counts else "dim")
+        console.print(text)
+    return 0

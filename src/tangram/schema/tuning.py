@@ -1,0 +1,98 @@
+"""Fine-tuning in a job: adapters beside frozen weights, and what a task takes for what its user leaves out.
+
+Adapters are peft's, so tensors have the names that peft gives them: `X.base_layer.weight` is the frozen `X.weight`,
+`X.lora_A.default.weight` (rank x in) and `X.lora_B.default.weight` (out x rank) lie beside it. A plan's layouts speak
+of the model's own names, and those of adapters follow from them.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field
+
+from tangram.layout import Layout
+from tangram.layout.syntax import REST, VOID, Dim
+from tangram.schema.tables import Positive, TomlTable
+
+TaskName = Literal["pretrain", "sft"]
+"""What is trained on: documents from end to end; or conversations, of which only the answers are in the loss."""
+
+DEFAULTS: Mapping[TaskName, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "pretrain": {},
+        "sft": {
+            "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
+            "optimiser": {"lr": 2e-4, "betas": [0.9, 0.999]},
+        },
+    }
+)
+"""By task, what stands in a job for keys that its file does not have."""
+
+
+def with_defaults(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a file with what its task takes for keys that are not there."""
+    own = DEFAULTS.get(cast(TaskName, str(tables.get("task"))), {})
+    there = {name: tables.get(name, {}) for name in own}
+    full = {name: {**own[name], **cast("dict[str, Any]", t)} for name, t in there.items() if isinstance(t, dict)}
+    return {**tables, **full}
+
+
+class LoraPlan(TomlTable):
+    """Low-rank adapters (Hu et al. 2021) beside frozen weights; defaults are peft's."""
+
+    rank: Positive = 8
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 8.0
+    """What A and B give is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the inputs of A."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Ends of names of linear layers and embeddings, as "q_proj", or patterns of whole names; "all-linear": all linear
+    layers but the head."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Train the length of each output's weights, too (Liu et al. 2024)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Ends of names of modules that are trained whole, and saved with the adapters."""
+
+
+_OWN = re.compile(
+    r"(?P<module>.+?)\.(?:base_layer\.|original_module\.|modules_to_save\.default\.)(?P<rest>.+)"
+    r"|(?P<beside>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)\.default(?:\.weight)?"
+)
+
+
+def base_of(name: str) -> tuple[str, str]:
+    """The tensor of the model without adapters that one is, or is beside; and which part it is: "" for the tensor
+    itself or a copy that is trained, else "A", "B", "embedding_A", "embedding_B" or "magnitude_vector"."""
+    found = _OWN.fullmatch(name)
+    if found is None:
+        return name, ""
+    return (f"{found['beside']}.weight", found["part"]) if found["part"] else (f"{found['module']}.{found['rest']}", "")
+
+
+def of_adapters(name: str) -> bool:
+    """Whether a tensor is one that the model without adapters has not: a part of one, or a copy that is trained."""
+    return bool(base_of(name)[1]) or ".modules_to_save." in name
+
+
+def layout_beside(text: str, part: str, data: Collection[str]) -> str:
+    """The layout of a part of an adapter beside a weight of two dims that lies as `text` says.
+
+    Each dim that it has in common with the weight is cut like that; `data` axes, by which FSDP cuts, cut its first dim.
+    """
+    dims = [dim for dim in Layout.parse(text).dims if dim.name != REST]
+    dims += [Dim(VOID)] * (2 - len(dims))
+    first = [cut for dim in dims for cut in dim.cuts if cut.axis in data]
+    outputs, inputs = (replace(dim, cuts=tuple(cut for cut in dim.cuts if cut.axis not in data)) for dim in dims[:2])
+    own = {
+        "A": (Dim(VOID), inputs),
+        "B": (outputs, Dim(VOID)),
+        "embedding_A": (Dim(VOID), outputs),  # of an embedding the first dim is what comes in
+        "embedding_B": (inputs, Dim(VOID)),
+        "magnitude_vector": (outputs,),
+    }[part]
+    return str(Layout((replace(own[0], cuts=(*own[0].cuts, *first)), *own[1:])))

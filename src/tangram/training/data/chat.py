@@ -1,0 +1,279 @@
+"""Conversations as tokens of which only the answers are in the loss: what `Tokens` is for text.
+
+A row of a source is a conversation by what it holds: `messages` (or `conversations`), `prompt` and `completion`, or
+`text`. Conversations are rendered by the tokenizer's own template. Which of it is an answer is the difference of two
+renderings, with an answer and without it: stock templates have no marks of their own. What the model is given at that
+turn, the generation prompt included, is no answer; all that follows of the turn is, its end included.
+
+A token that is no answer is written as `vocabulary` more than it is (`Split.context`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from tangram.errors import UserError
+from tangram.schema.job import DataPlan
+from tangram.training.data.files import LEFT_OUT
+from tangram.training.data.rows import ROW
+from tangram.training.data.sources import EMPTY
+from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
+
+KINDS = "conversations"
+CUT = "cut"
+VERSION = 1
+"""To be raised when the same rows come to give other tokens."""
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], bool], str]
+"""The text of some messages; whether what asks for an answer follows them."""
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "text")
+
+
+class Rendered(NamedTuple):
+    """The text of a sample, and from where to where it is answers."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    lost: int = 0
+    """Answers that the template writes otherwise in the middle of a conversation, so that they are in no loss."""
+    bare: bool = False
+    """Without begin and end, which are added: no template wrote it."""
+
+
+@dataclass(frozen=True)
+class ChatTokens(Tokens):
+    """Tokens of conversations, by a tokenizer with a template."""
+
+    sequence: int = 0
+    """The most tokens of a sample."""
+    too_long: Literal["cut", "drop", "refuse"] = "cut"
+
+    @property
+    def context(self) -> int | None:
+        return self.vocabulary
+
+    def column(self, field: str) -> str:
+        return ROW
+
+    def document(self, row: TokenArray) -> TokenArray:
+        return row
+
+    def encode(self, documents: Sequence[bytes], tally: Counter[str] | None = None) -> list[TokenArray]:
+        """The tokens of each conversation, none where no answer is left. Raises BadDocument."""
+        tally = Counter() if tally is None else tally
+        rendered: list[Rendered] = []
+        for number, document in enumerate(documents):
+            try:
+                rendered.append(self._rendered(json.loads(document), tally))
+            except BadRow as error:
+                raise BadDocument(number, str(error)) from None
+        rows: list[TokenArray] = []
+        for number, one in enumerate(rendered):
+            try:
+                rows.append(self._row(one, tally))
+            except BadRow as error:
+                raise BadDocument(number, str(error)) from None
+        return rows
+
+    def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> Rendered:
+        kind, parts = sample_of(row)
+        others = [key for key in tally if key.startswith(f"{KINDS}: ") and key != f"{KINDS}: {kind}"]
+        if others:
+            before = others[0].partition(": ")[2]
+            raise BadRow(f"has {kind}, and rows before it {before}: give each kind a source of its own")
+        tally[f"{KINDS}: {kind}"] += 1
+        self._refuse_special(parts)
+        if kind == "text":
+            return Rendered(parts[0], [(0, len(parts[0]))], bare=True)
+        if kind == "prompt and completion":
+            return Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True)
+        found = answers_of(self._template(row.get("tools")), parts)
+        if found.lost:
+            tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
+        return found
+
+    def _template(self, tools: Any) -> Render:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+        tokenizer = cast(Any, self._tokenizer)
+        if not tokenizer.chat_template:
+            raise BadRow(
+                f"has messages, and the tokenizer {self.name} has no chat template: take the one of a model that was "
+                "made for chat (data.tokenizer), or give rows of prompt and completion"
+            )
+
+        def render(messages: Sequence[Message], asks: bool) -> str:
+            try:
+                return tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+                )
+            except Exception as error:  # a template is a program of somebody's
+                why = " ".join(str(error).split()) or type(error).__name__
+                raise BadRow(f"is refused by the chat template of the tokenizer {self.name}: {why}") from error
+
+        return render
+
+    def _refuse_special(self, parts: list[Any]) -> None:
+        """Text that would become a special token of its own, as the end of a turn in the middle of one."""
+        if self.special == "parse":
+            return
+        if self.special == "text":
+            raise UserError(
+                'data.special_tokens = "text" is for documents: of conversations take "refuse", or "parse" where what '
+                "they hold of special tokens is meant as such"
+            )
+        names = cast("list[str]", cast(Any, self._tokenizer).all_special_tokens)
+        for part in parts:
+            text = part if isinstance(part, str) else str(part.get("content") or "")
+            if named := next((name for name in names if name in text), None):
+                raise BadRow(
+                    f"holds {named!r}, a special token of the tokenizer: leave the row out, or set "
+                    'data.special_tokens = "parse" if it is meant as that token'
+                )
+
+    def _row(self, one: Rendered, tally: Counter[str]) -> TokenArray:
+        """The tokens of a sample; of those that are no answer, so much more."""
+        if not one.text:
+            tally[EMPTY] += 1
+            return np.zeros(0, np.uint32)
+        found = cast(Any, self._tokenizer)(one.text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = np.array(found["input_ids"], np.int64)
+        spans = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
+        counted = np.zeros(len(ids), bool)
+        for start, stop in one.answers:
+            counted |= (spans[:, 1] > start) & (spans[:, 0] < stop)
+        if one.bare:  # of the two what the text has by itself is not written twice
+            begin = [] if self.begin is None or ids[0] == self.begin else [self.begin]
+            end = [] if ids[-1] == self.end else [self.end]
+            ids = np.concatenate([np.array(begin, np.int64), ids, np.array(end, np.int64)])
+            counted = np.concatenate([np.zeros(len(begin), bool), counted, np.ones(len(end), bool)])
+        if len(ids) > self.sequence:
+            if self.too_long == "refuse":
+                raise BadRow(
+                    f"has {len(ids):,} tokens, more than data.sequence = {self.sequence:,}: raise it, or set "
+                    'data.too_long to "cut" or "drop"'
+                )
+            if self.too_long == "drop":
+                tally[f"{LEFT_OUT}: conversations of more than {self.sequence:,} tokens"] += 1
+                return np.zeros(0, np.uint32)
+            tally[f"{CUT}: after {self.sequence:,} tokens"] += 1
+            ids, counted = ids[: self.sequence], counted[: self.sequence]
+        if not counted[1:].any():
+            tally[f"{LEFT_OUT}: conversations without an answer within {self.sequence:,} tokens"] += 1
+            return np.zeros(0, np.uint32)
+        return np.where(counted, ids, ids + self.vocabulary).astype(np.uint32)
+
+
+class BadRow(ValueError):
+    """What a row is or holds, as the end of a sentence about it."""
+
+
+def chat_tokens(tokens: Tokens, data: DataPlan) -> ChatTokens:
+    """The tokens of conversations. Raises UserError for a tokenizer that does not say where its tokens stand."""
+    tokenizer = cast(Any, tokens)._tokenizer
+    if tokenizer is None or not tokenizer.is_fast:
+        raise UserError(
+            f'the task "sft" needs a tokenizer that says which characters a token stands for (tokenizer.json), and '
+            f"{tokens.name} is none: set data.tokenizer to a directory of one"
+        )
+    settings = [tokens.digest, str(tokenizer.chat_template), data.sequence, data.too_long, VERSION]
+    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
+    own = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return replace(ChatTokens(**own), digest=digest, sequence=data.sequence, too_long=data.too_long)
+
+
+def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
+    """What kind of sample a row is, and its messages, or its texts. Raises BadRow."""
+    if "chosen" in row and "rejected" in row:
+        raise BadRow('has chosen and rejected answers, which the task "sft" cannot take: give conversations')
+    for key in ("messages", "conversations"):
+        if key in row:
+            return "messages", _messages(row[key], key)
+    if "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if not completion:
+                raise BadRow('has nothing as its "completion": every row needs an answer')
+            return "prompt and completion", [prompt, completion]
+        turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt]
+        turns += [[{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion]
+        return "messages", [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in _messages(part, key)]
+    if isinstance(row.get("text"), str):
+        return "text", [row["text"]]
+    near = [name for key in row for name in difflib.get_close_matches(key, _COLUMNS, n=1)]
+    hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(row) or 'nothing'}"
+    raise BadRow(f'has no "messages", no "prompt" with "completion" and no "text": {hint}')
+
+
+def _messages(value: Any, key: str) -> list[Message]:
+    if isinstance(value, str):  # of a table of cells
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRow(f'has a "{key}" that is no JSON') from None
+    if not isinstance(value, list) or not value:
+        raise BadRow(f'has a "{key}" that is no list of messages')
+    messages: list[Message] = []
+    for one in cast("list[Any]", value):
+        if not isinstance(one, dict):
+            raise BadRow(f'has a "{key}" with {json.dumps(one)[:40]} in it, which is no message: give role and content')
+        message = {name: x for name, x in cast(Message, one).items() if x is not None}
+        if "from" in message and "value" in message:
+            message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+        role = message.get("role")
+        message["role"] = _ROLES.get(str(role), role)
+        content = message.get("content", "" if "tool_calls" in message else None)
+        if not (isinstance(role, str) and isinstance(content, str)):
+            raise BadRow(f'has a message without a role or without text as its content ("{key}")')
+        messages.append(message)
+    return messages
+
+
+def answers_of(render: Render, messages: Sequence[Message]) -> Rendered:
+    """A conversation as the template writes it, and where its answers are. Raises BadRow."""
+    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    if not turns:
+        raise BadRow('has no turn of the role "assistant", so there is nothing to train on: leave it out')
+    if turns[0] == 0:
+        raise BadRow("begins with an answer: give what it answers before it")
+    text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
+    for turn in turns:
+        before, prompt = render(messages[:turn], False), render(messages[:turn], True)
+        until = text if turn == len(messages) - 1 else render(messages[: turn + 1], False)
+        start = _alike(prompt, until)
+        if start < len(before):
+            raise BadRow(
+                f"is written by the chat template so that turn {turn + 1} changes what stands before it: its answers "
+                "cannot be told from what they answer"
+            )
+        if text.startswith(until):
+            answers.append((start, len(until)))
+        elif (stop := _in_the_middle(text, until, start, str(messages[turn].get("content", "")))) is not None:
+            answers.append((start, stop))
+        else:
+            lost += 1
+    return Rendered(text, answers, lost)
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    if other.startswith(one):
+        return len(one)
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _in_the_middle(text: str, until: str, start: int, content: str) -> int | None:
+    """Where an answer ends that is written otherwise as the last turn, with its thoughts, say; else None."""
+    content = content.strip()
+    ending = until[start:].rpartition(content)[2] if content else ""
+    same = content and text[:start] == until[:start] and text.startswith(content + ending, start)
+    return start + len(content + ending) if same else None

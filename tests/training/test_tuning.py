@@ -1,0 +1,201 @@
+"""Fine-tuning from a job: one process and two beside transformers and peft, and what is left behind."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tangram.checkpoint.store.commits import read_manifest
+from tangram.cli import main
+from tangram.errors import UserError
+from tangram.models.adapters import add_adapters, merge_adapters, save_adapters
+from tangram.models.build import build_on_meta
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.schema.files import load
+from tangram.schema.plan import Plan
+from tangram.schema.tuning import LoraPlan
+from tangram.training.data import prepare, tokens_of
+from tangram.training.run.launch import run_ranks
+from tangram.training.state.build_model import build_unsharded, source_of
+from tests.house.doc_blocks import ROOT, blocks_of, commands_of
+from tests.training.tuning_tasks import STEPS, Traced, oracle, run_plans, write_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
+
+WAYS: Mapping[str, Strategy] = {
+    "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),
+    "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
+    "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
+    "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
+}
+COMMON = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+JOBS: Mapping[str, LoraPlan] = {
+    "lora": LoraPlan(rank=4, alpha=16.0),
+    "rslora, the head whole": LoraPlan(rank=4, rslora=True, modules_to_save=("lm_head",)),
+    "embeddings and a head": LoraPlan(rank=4, targets=("q_proj", "embed_tokens", "lm_head", "down_proj")),
+    "dora": LoraPlan(rank=4, dora=True),
+}
+SHORT = 3
+"""Steps of all but the first job on one process."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("tuning"))
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path) -> dict[tuple[str, str], Plan]:
+    """By job and way, with the tokens made."""
+    asked = load(folder / "sft.toml", {**COMMON, "data.cache": str(folder / "cache")})
+    counted = Counted(asked, source_of(asked, tokens_of(asked)).config)
+    prepare(asked.data, tokens_of(asked), lambda event: None)
+    ways = {way: plan_of(one, asked, counted, 2) for way, one in WAYS.items()}
+    found: dict[tuple[str, str], Plan] = {}
+    for job, lora in JOBS.items():
+        for way, plan in ways.items():
+            run = asked.run.model_copy(update={"steps": STEPS if (job, way) == ("lora", "one") else SHORT})
+            found[job, way] = plan.model_copy(update={"lora": lora, "run": run})
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path, plans: dict[tuple[str, str], Plan]) -> Callable[[str], dict[str, list[Traced]]]:
+    """What all ranks have measured of a job, by way; each is run once."""
+
+    @cache
+    def run(job: str) -> dict[str, list[Traced]]:
+        found: dict[str, list[Traced]] = {}
+        for ranks in (1, 2):
+            work = {key: plan for key, plan in plans.items() if key[0] == job and plan.ranks == ranks}
+            done: list[dict[tuple[str, str], Traced]] = run_ranks(
+                run_plans, (work, folder / "runs"), world=ranks, on_event=print, device="cpu"
+            )
+            found |= {way: [rank[job, way] for rank in done] for _, way in work}
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_losses_and_gradients_are_those_of_transformers_and_peft(
+    plans: dict[tuple[str, str], Plan], ran: Callable[[str], dict[str, list[Traced]]], job: str
+) -> None:
+    expected = oracle(plans[job, "one"])
+    if job == "lora":
+        assert expected.losses[-1] < expected.losses[0] - 0.1
+    for way in WAYS:
+        ranks = ran(job)[way]
+        steps = plans[job, way].run.steps
+        for rank in ranks:
+            assert len(rank.losses) == steps
+            assert rank.losses == pytest.approx(expected.losses[:steps], rel=1e-6 if way == "one" else 1e-5), way
+        assert ranks[0].norms == pytest.approx(expected.norms[:steps], rel=1e-4), way
+        gradients = {name: value for rank in ranks for name, value in rank.gradients.items()}
+        assert gradients.keys() == expected.gradients.keys(), way
+        for name, value in expected.gradients.items():
+            furthest = float(np.abs(gradients[name] - value).max())
+            assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
+
+
+def test_a_scale_that_is_dropped_is_seen(
+    plans: dict[tuple[str, str], Plan], ran: Callable[[str], dict[str, list[Traced]]]
+) -> None:
+    plan = plans["lora", "one"]
+    assert plan.lora is not None
+    wrong = oracle(plan, alpha=float(plan.lora.rank))  # a scale of 1
+    assert ran("lora")["one"][0].losses != pytest.approx(wrong.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_is_saved_is_what_peft_reads_and_merges(
+    plans: dict[tuple[str, str], Plan], tmp_path: Path, job: str
+) -> None:
+    from peft import PeftModel
+
+    plan = plans[job, "one"]
+    model = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+        ids, base = torch.arange(32)[None], str(plan.model.path)
+        logits = model(ids).logits
+        save_adapters(model, tmp_path / "adapter", base)
+        plain = AutoModelForCausalLM.from_pretrained(base).eval()
+        assert (plain(ids).logits - logits).abs().max() > 0.01
+        read: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+        torch.testing.assert_close(read.eval()(ids).logits, logits)
+        merge_adapters(model)
+        torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
+    "none": ({"targets": ["q_prj"]}, 'names "q_prj", which fits no module of the model: did you mean "q_proj"?'),
+    "no pattern": ({"targets": ["model.layer.*.q_proj"]}, "which fits no module"),
+    "a norm": ({"targets": ["input_layernorm"]}, "a Qwen3RMSNorm: adapters stand beside linear layers"),
+    "both": ({"targets": ["lm_head"], "modules_to_save": ["lm_head"]}, "in lora.targets and in lora.modules_to_save"),
+    "whole": ({"modules_to_save": ["lmhead"]}, 'lora.modules_to_save names "lmhead"'),
+}  # fmt: skip
+
+
+def test_targets_that_are_refused(folder: Path, tmp_path: Path) -> None:
+    asked = load(folder / "sft.toml")
+    config = source_of(asked, tokens_of(asked)).config
+    for name, (options, why) in REFUSED.items():
+        with pytest.raises(UserError) as refused:
+            add_adapters(build_on_meta(config), rank=2, alpha=2.0, **options)
+        assert why in str(refused.value), name
+    config.tie_word_embeddings = True
+    with pytest.raises(UserError, match="has its weights together with"):
+        add_adapters(build_on_meta(config), rank=2, alpha=2.0, modules_to_save=["lm_head"])
+
+
+PAGE = ROOT / "docs" / "fine-tuning.md"
+
+
+def test_the_page_is_what_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job, its commands and its lines of Python, on the conversations of the example; and going on elsewhere."""
+    job, commands, code, *others = blocks_of(PAGE)
+    example = ROOT / "examples" / "fine-tune"
+    assert job.text == (example / "sft.toml").read_text()
+    assert not others
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path)
+    (tmp_path / "conversations").symlink_to(example / "conversations")
+    (tmp_path / "sft.toml").write_text(job.text)
+    show, train = (list(command.arguments) for command in commands_of(commands))
+    data = ["--set", "data.sequence=160", "--set", f"data.cache={tmp_path / 'cache'}"]
+    assert main([*show, *data]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("<|im_start|>assistant\n[[") == shown.count("<|im_start|>assistant") > 2
+    same = [*data, "--set", "optimiser.schedule=constant", "--set", "checkpoint.every_steps=2"]
+    assert main([*train, *same, "--steps", "4", "-n", "2"]) == 0
+    scope: dict[str, Any] = {}
+    exec(compile(code.text, str(code), "exec"), scope)  # noqa: S102  of this repository
+    out = tmp_path / "runs" / "sft"
+    merged = AutoModelForCausalLM.from_pretrained(out / "export")
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(scope["model"].eval()(ids).logits, merged.eval()(ids).logits)
+    assert not torch.equal(merged(ids).logits, AutoModelForCausalLM.from_pretrained("chat-model").eval()(ids).logits)
+    assert main(["checkpoint", "convert", "chat-model", "merged", "--to", "hf", "--adapter", str(out / "adapter")]) == 0
+    other = AutoModelForCausalLM.from_pretrained("merged")
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    for name in ("chat_template.jinja", "LICENSE", "generation_config.json"):
+        assert (out / "export" / name).read_bytes() == Path("chat-model", name).read_bytes()
+    newest = max((out / "checkpoint").iterdir())
+    states = {name for name in read_manifest(newest).tensors if name.startswith("optim.")}
+    assert states
+    assert all(".lora_" in name for name in states)
+    assert main(["train", "sft.toml", *same, "--steps", "6", "-n", "1", "--resume", "--out", str(out)]) == 0
+    assert max((out / "checkpoint").iterdir()).name == "step-00000006"
