@@ -26,6 +26,7 @@ from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.schema.plan import Plan
+from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.state import new_embedding_rows
@@ -36,13 +37,15 @@ DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a 
 ROUNDED = ("float16", "bfloat16", "float32", "float64")  # the types that mean the same number, more or less exactly
 
 
-def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | None) -> None:
+def load_pretrained(
+    folder: Path, model: nn.Module, plan: Plan, world: World | None, plain: PlainParts = NO_PARTS
+) -> None:
     """Fill the parameters and persistent buffers of `model`, cut as `plan` says, from the directory `folder`.
 
     The model has memory already; buffers that are not part of its state keep their values. Without a world the model is
     whole in this process. Not collective. Raises UserError for a directory that is not whole or has other tensors.
     """
-    copies, memory, sources = _planned(folder, model, plan, world)
+    copies, memory, sources = _planned(folder, model, plan, world, plain)
     read = huggingface.mapped_reader(folder)
     execute(copies, new_embedding_rows.reading(read), memory)
     trained = {name for name, _ in model.named_parameters()}
@@ -55,18 +58,19 @@ def plan_pretrained(
     folder: Path, model: nn.Module, plan: Plan, world: World | None
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor]]:
     """What `load_pretrained` will copy, and the memory that it goes to, by place and name. No values are read."""
-    return _planned(folder, model, plan, world)[:2]
+    return _planned(folder, model, plan, world, NO_PARTS)[:2]
 
 
 def _planned(
-    folder: Path, model: nn.Module, plan: Plan, world: World | None
+    folder: Path, model: nn.Module, plan: Plan, world: World | None, plain: PlainParts
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
     """The same, and the pieces that each tensor of the model is made of."""
     index = huggingface.read_index(folder)
     if (codes := next(matched(index.specs), None)) is not None:
         raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
     targets = {
-        entry.name.removeprefix("model."): entry for entry in entries(JobState(model, None), TensorPlaces(plan, world))
+        entry.name.removeprefix("model."): entry
+        for entry in entries(JobState(model, None, plain=plain), TensorPlaces(plan, world))
     }
     # The directory is of the whole model; of a stage only what it has is read.
     whole = model if plan.pipeline is None else build_on_meta(cast(Any, model).config)

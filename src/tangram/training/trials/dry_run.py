@@ -228,7 +228,7 @@ def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> 
     batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
     part = loop.backward(model, batches)
     model.sum_gradients()
-    gradients = local_gradients(model.module)
+    gradients = local_gradients(model.module, model.plain)
     sums = torch.stack([part, square_sum(gradients, world.size // world.stages)])
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
