@@ -91,8 +91,8 @@ def laid(plan: Plan, model: nn.Module) -> Laid:
     }
     heads, kv_heads = heads_of(getattr(model, "config", None)) if over_heads else ((), ())
     tensor = prod(sizes[axis] for axis in own["tensor"])
-    if heads and not own["ulysses"] and (heads[0] % tensor or kv_heads[0] % tensor):
-        heads, kv_heads = ((), ()) if _whole_heads(plan, model, heads[0], kv_heads[0]) else (heads, kv_heads)
+    if not own["ulysses"] and any(n % tensor and _whole_heads(plan, model) for n in (*heads, *kv_heads)):
+        heads, kv_heads = (), ()
     one = grid(
         batch=plan.data.global_batch, sequence=plan.data.sequence, micro=plan.data.micro_batch,
         recompute=int(Group.BLOCK if plan.run.recompute else Group.NONE), **_staged(plan),
@@ -119,11 +119,11 @@ def _over_heads(plan: Plan, model: nn.Module) -> list[str]:
     return [axis for axis in plan.model_axes if axis in axes]
 
 
-def _whole_heads(plan: Plan, model: nn.Module, heads: int, kv_heads: int) -> bool:
+def _whole_heads(plan: Plan, model: nn.Module) -> bool:
     """Whether ranks have whole heads by the plan's layouts, some more than others: those of queries beside the keys and
     values that they attend to, or all keys and values."""
-    mesh, group = Mesh.parse(plan.mesh), heads // max(1, kv_heads)
-    axes = plan.axes.tensor
+    mesh, axes = Mesh.parse(plan.mesh), plan.axes.tensor
+    (heads,), (kv_heads,) = heads_of(getattr(model, "config", None))
 
     def units(name: str, size: int) -> tuple[IntSet | None, ...]:
         """By rank, which of so many equal parts of its rows it has; None: no whole ones."""
@@ -141,7 +141,7 @@ def _whole_heads(plan: Plan, model: nn.Module, heads: int, kv_heads: int) -> boo
         keys = [units(name, kv_heads) for name in others]
         whole = all(set(own) == {span(0, kv_heads)} for own in keys)
         queries = units(f"{path}q_proj.weight", heads if whole else kv_heads)
-        if None in queries or not others or heads != group * kv_heads or not (whole or all(o == queries for o in keys)):
+        if None in queries or not others or heads % kv_heads or not (whole or all(o == queries for o in keys)):
             return False
     return bool(paths)
 
