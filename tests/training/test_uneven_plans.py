@@ -5,14 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tangram.checkpoint.inspect.verify import verify
+from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
+from tangram.planner.local.derived_layouts import TensorLayouts
+from tangram.planner.local.estimate import numbers_held
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.schema.files import dumps
+from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, prepare
 from tangram.training.run.launch import run_ranks
+from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import source_of
+from tangram.training.trials.dry_run import dry_run
 from tests.training.oracle.cases import Case
 from tests.training.oracle.compare import findings
 from tests.training.oracle.plain import plain_run
@@ -126,3 +136,59 @@ def test_parts_of_heads_are_refused(tmp_path: Path, layouts: dict[str, str], sai
     plan = case(text, "llama", "tp=2", {**layouts, **llama()}).plan
     with pytest.raises(UserError, match=said.replace("(", r"\(").replace(")", r"\)")):
         legal(plan, build_on_meta(source_of(plan, BYTES).config))
+
+
+# ------------------------------------------------------------ what the planner makes of such a model
+
+
+def _job(folder: Path) -> Plan:
+    text = write_text(folder / "text")
+    write_models(folder)
+    plan = case(text, "llama", "tp=2", llama()).plan
+    return plan.model_copy(update={"data": plan.data.model_copy(update={"tokenizer": "bytes"})})
+
+
+def test_plans_are_laid_out_and_counted_by_the_rank_that_has_most(tmp_path: Path) -> None:
+    plan = _job(tmp_path)
+    counted = Counted(plan, source_of(plan, BYTES).config)
+    found = counted.tensor(("tp", 2), "dp")
+    assert isinstance(found, TensorLayouts)
+    assert found.vocabulary
+    lies = {name.rsplit(".", 2)[-2]: text for name, text in found.parameters.items() if name.endswith("weight")}
+    assert lies["q_proj"] == "(_=3/tp _=16)/dp _"
+    assert lies["k_proj"] == lies["v_proj"] == "(_=3/tp _=8)/dp _"
+    assert lies["o_proj"] == "_/dp (_=3/tp _=16)"
+    assert lies["up_proj"] == lies["embed_tokens"] == lies["lm_head"] == "_/tp/dp _"
+    own = plan_of(Strategy("tensor", "tp=2", (), (TENSOR,)), plan, counted)
+    # Of 257 tokens 129, of 45 numbers inside 23, of three heads of keys two, with two of queries each.
+    attention = (32 * 24 + 32) + 2 * (16 * 24 + 16) + (24 * 32 + 24)
+    numbers = 2 * 129 * 24 + 3 * (attention + 3 * 23 * 24 + 2 * 24) + 24
+    assert sum(numbers_held(own, counted.costs(1).parameters).values()) == numbers
+    assert dry_run(own)[0].memory["parameters"] == 4 * numbers
+    local, whole = counted.local_costs(counted.tensor(("tp", 2), None), ("tp", 2), 1), counted.costs(1)
+    assert 0.58 < local.forward.flops / whole.forward.flops < 2 / 3  # two of three heads, and half of all else
+
+
+def test_listed_sizes_are_counted_where_they_are_largest(tmp_path: Path) -> None:
+    plan = _job(tmp_path)
+    lies = {**llama(), "model.embed_tokens.weight": "v/tp:[100 157] h"}
+    plan = plan.model_copy(update={"layouts": plan.layouts.model_copy(update={"parameters": lies})})
+    held = numbers_held(plan, Counted(plan, source_of(plan, BYTES).config).costs(1).parameters)
+    assert held["model.embed_tokens.weight"] == 157 * 24
+    assert dry_run(plan)[0].rank == 1
+
+
+@pytest.mark.slow
+def test_a_whole_run_of_the_command_is_trained_and_exported(tmp_path: Path) -> None:
+    """As a user does: plan by the planner, trained on two ranks, saved, exported, the export proved; then resumed."""
+    job = _job(tmp_path)
+    counted = Counted(job, source_of(job, BYTES).config)
+    plan = plan_of(Strategy("tensor", "tp=2", (), (TENSOR,)), job, counted)
+    plan = plan.model_copy(update={"run": plan.run.model_copy(update={"steps": 3, "evaluate_every": 2})})
+    file, folder = tmp_path / "plan.toml", tmp_path / "run"
+    file.write_text(dumps(plan))
+    assert main(["train", str(file), "--out", str(folder)]) == 0
+    saved = folder / CHECKPOINTS / "step-00000003"
+    assert not verify(saved).findings
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "export")
+    assert loaded.get_input_embeddings().weight.shape == (257, 24)
