@@ -9,7 +9,7 @@ checked its stages and micro-batches already.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any, cast
@@ -34,6 +34,9 @@ from tangram.sharding.derive.problem.states import scaled
 __all__ = ["heads_of", "laid", "marks_on", "refused", "refused_heads"]
 
 
+WHOLE = "cut whole heads, and those of queries beside the keys that they attend to, as `tangram plan` does"
+
+
 @dataclass(frozen=True)
 class Laid:
     """What rules ask of a plan and its model."""
@@ -47,7 +50,8 @@ class Laid:
 def refused(plan: Plan, model: nn.Module) -> tuple[Refusal, ...]:
     """Why the numbers of a plan cannot be trained with; empty where they can."""
     one = laid(plan, model)
-    return refusals(one.facts, one.grid, (*RULES, *SAID), one.names)
+    found = refusals(one.facts, one.grid, (*RULES, *SAID), one.names)
+    return tuple(replace(why, mend=WHOLE) if why.rule == "key-value heads" else why for why in found)
 
 
 def refused_heads(config: PreTrainedConfig, **over: Sequence[tuple[str, int]]) -> tuple[Refusal, ...]:
