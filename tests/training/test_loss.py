@@ -85,9 +85,9 @@ def test_a_mark_keeps_them_whole() -> None:
     assert states == {"cp": "same", "tp": "same"}
 
 
-def test_an_uneven_vocabulary_is_refused() -> None:
-    plan = plan_of("vocabulary over two", 257)
-    with pytest.raises(UserError, match=r"the 257 places of dim 0 of model.embed_tokens.weight do not divide by tp=2"):
+def test_an_uneven_vocabulary_over_two_axes_is_refused() -> None:
+    plan = plan_of("vocabulary over two axes", 257)
+    with pytest.raises(UserError, match=r"the 257 places of dim 0 of lm_head.weight do not divide by tq x tp=4"):
         legal(plan, build_on_meta(source_of(plan, BYTES).config))
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tangram.errors import UserError
+from tangram.training.mesh.local_parts import NO_PARTS
 from tangram.training.step.optimiser_step import local_gradients
 
 
@@ -23,14 +24,14 @@ def test_it_is_named_and_what_to_do_is_said() -> None:
     with pytest.raises(
         UserError, match=r'"second.weight" got no gradient: name it in model.freeze if the loss does not'
     ):
-        local_gradients(model)
+        local_gradients(model, NO_PARTS)
 
 
 def test_what_is_frozen_needs_none() -> None:
     model = Half()
     model.second.requires_grad_(False)
     model.first(torch.ones(1, 2)).sum().backward()
-    assert len(local_gradients(model)) == 2
+    assert len(local_gradients(model, NO_PARTS)) == 2
 
 
 def test_experts_without_tokens_have_zeros() -> None:
@@ -46,7 +47,7 @@ def test_experts_without_tokens_have_zeros() -> None:
 
     model.model.layers[0].mlp.gate.register_forward_hook(first_expert)
     model(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
-    assert len(local_gradients(model)) == len([*model.parameters()])
+    assert len(local_gradients(model, NO_PARTS)) == len([*model.parameters()])
     grad = experts.down_proj.grad
     assert grad[0].any()
     assert not grad[1:].any()

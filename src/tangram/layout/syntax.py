@@ -10,7 +10,7 @@ corners.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -80,6 +80,11 @@ class Dim:
     def inner_axes(self) -> tuple[str, ...]:
         """Every mesh axis that cuts something inside the bracket, sorted."""
         return tuple(sorted({cut.axis for node in self.nodes[1:] for cut in node.cuts}))
+
+    def over(self, axes: Collection[str]) -> Dim:
+        """The same dim with the cuts over these axes alone."""
+        terms = tuple(tuple(x.over(axes) for x in term) for term in self.terms)
+        return replace(self, terms=terms, cuts=tuple(cut for cut in self.cuts if cut.axis in axes))
 
     def uncut(self) -> Dim:
         """The same dim without any cut."""

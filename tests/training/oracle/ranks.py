@@ -3,18 +3,21 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tangram.layout import Layout, Mesh, region
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch, RankBatches, Stream
 from tangram.training.data.samples import collate
-from tangram.training.mesh.world import World, axes_of, make_world
+from tangram.training.mesh.world import World, axes_of, dim_of, make_world
 from tangram.training.observe.events import SaveFailed, StepDone
 from tangram.training.parallel import apply
 from tangram.training.parallel.model import ParallelModel
@@ -58,6 +61,8 @@ class Keeper:
     """Fills a trace step by step."""
 
     model: nn.Module = field(default_factory=nn.Module)
+    plain: Callable[[str, Any], Any] = lambda _, part: part
+    """What a rank has of a parameter, as all of it, where no DTensor says how."""
     step: int = 0
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
@@ -72,6 +77,7 @@ class Keeper:
     def watch(self, parallel: ParallelModel) -> None:
         """Keep what goes into this model."""
         self.model = model = parallel.module
+        self.plain = partial(put_together, parallel)
         locals_of = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
         self.empty = tuple(name for name, local in locals_of.items() if not local.numel())
         for part in parallel.parts:
@@ -94,8 +100,8 @@ class Keeper:
         self._now = []
         if self.step in CAPTURED:
             trained = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
-            self.gradients[self.step] = {name: whole(p.grad) for name, p in trained.items()}
-            self.values[self.step] = {name: whole(p) for name, p in self.model.named_parameters()}
+            self.gradients[self.step] = {name: self.plain(name, whole(p.grad)) for name, p in trained.items()}
+            self.values[self.step] = {name: self.plain(name, whole(p)) for name, p in self.model.named_parameters()}
 
     def trace(self) -> Trace:
         return Trace(
@@ -115,6 +121,24 @@ def whole(tensor: Tensor | None) -> Any:
     assert tensor is not None
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().float().clone().numpy()  # numpy knows no bfloat16
+
+
+def put_together(parallel: ParallelModel, name: str, part: Any) -> Any:
+    """All of a parameter of which the ranks of a tensor axis have plain parts, by the plan's layout alone."""
+    if name not in parallel.plain:
+        return part
+    ((axis, group),) = ((a, parallel.world.devices.get_group(dim_of(a))) for a in parallel.plan.axes.tensor)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, part, group=group)
+    text = parallel.plan.layout_of(name).replace("/dp", "")
+    shape = parallel.plain[name].shape
+    full = np.full(shape, np.nan, dtype=part.dtype)
+    for rank, own in enumerate(parts):
+        (box,) = region(Layout.parse(text).bind(shape), Mesh(((("tp", len(parts)),),)), rank).boxes
+        at = [np.concatenate([np.arange(*run) for run in runs]) for runs in box]
+        full[np.ix_(*at)] = own
+    assert axis == "tp"
+    return full
 
 
 _worlds: dict[tuple[str, Any], World] = {}
@@ -188,7 +212,8 @@ def built(case: Case, setting: Setting, seed: int) -> tuple[ParallelModel, JobSt
     else:
         model = build_model.build(plan, build_model.source_of(plan, BYTES), setting.world, values=True)
     module, plan = model.module, setting.plan
-    state = JobState(module, optimiser_step.make_adamw(module, plan.optimiser, plan.precision.masters))
+    optimiser = optimiser_step.make_adamw(module, plan.optimiser, plan.precision.masters, model.plain)
+    state = JobState(module, optimiser, plain=model.plain)
     for tell in setting.built:
         tell(module)
     return replace(model, plan=plan), state

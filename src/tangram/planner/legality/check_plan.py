@@ -3,8 +3,8 @@
 The search and the trainer's own plans, a plan's file before its ranks start, a dry run, the sharding choice that is
 written as a plan, a plan for other ranks: all are asked here. First the tables of legality, of the plan's own numbers
 (`planner.legality.plan_as_grid`); then what no number says: the ranks have to have all of each parameter, once, and
-model axes to divide what they cut. Time is that of the different layouts and of the ranks along the axes that each
-names, not of the mesh: thousands of ranks are checked in a second.
+model axes to divide samples, tokens and experts. Time is that of the different layouts and of the ranks along the axes
+that each names, not of the mesh: thousands of ranks are checked in a second.
 """
 
 import math
@@ -84,8 +84,8 @@ def _flowing(plan: Plan, model: nn.Module) -> Iterator[Divided]:
     yield Divided("tokens of a sample (data.sequence)", plan.data.sequence, _of(plan, axes[1]))
 
 
-def _parts(plan: Plan, model: nn.Module) -> Iterator[Divided]:
-    """Dims of parameters: experts by their own name, since that is what the user knows."""
+def _experts(plan: Plan, model: nn.Module) -> Iterator[Divided]:
+    """Experts that are stacked, and dims that several axes cut: of which of them parts are unlike, no state says."""
     known: set[tuple[str, tuple[int, ...]]] = set()
     for name, parameter in model.named_parameters():
         shape, text = tuple(parameter.shape), plan.layout_of(name)
@@ -93,12 +93,15 @@ def _parts(plan: Plan, model: nn.Module) -> Iterator[Divided]:
             continue
         known.add((text, shape))
         for i, dim in enumerate(bound_layout(plan, name, shape).dims):
-            stacked = i == 0 and len(shape) > 1 and ".experts." in name and dim.axes & set(plan.axes.expert)
-            yield Divided("experts" if stacked else f"places of dim {i} of {name}", shape[i], _of(plan, dim.axes))
+            axes = _of(plan, dim.axes)
+            if i == 0 and len(shape) > 1 and ".experts." in name and dim.axes & set(plan.axes.expert):
+                yield Divided("experts", shape[i], axes)
+            elif len(axes) > 1:
+                yield Divided(f"places of dim {i} of {name}", shape[i], axes)
 
 
-EVEN: tuple[Callable[[Plan, nn.Module], Iterator[Divided]], ...] = (_flowing, _parts)
-"""What model axes have to divide, where they cut it."""
+EVEN: tuple[Callable[[Plan, nn.Module], Iterator[Divided]], ...] = (_flowing, _experts)
+"""What model axes have to divide, where they cut it. Of other dims of parameters ranks may have more and less."""
 
 
 def _of(plan: Plan, axes: Iterable[str]) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ checked its stages and micro-batches already.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from tangram.layout import Layout, Mesh
+from tangram.layout.intervals import IntSet, span
+from tangram.layout.locate import held
 from tangram.models.outline import Group
 from tangram.planner.legality.constraints import HEADS, RULES
 from tangram.planner.legality.engine import Facts, Refusal, refusals
@@ -26,8 +29,12 @@ from tangram.planner.space.schedule_formulas import code
 from tangram.schema.parallelism import marked
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.marking.marks import alternatives, matching
+from tangram.sharding.derive.problem.states import scaled
 
 __all__ = ["heads_of", "laid", "marks_on", "refused", "refused_heads"]
+
+
+WHOLE = "cut whole heads, and those of queries beside the keys that they attend to, as `tangram plan` does"
 
 
 @dataclass(frozen=True)
@@ -43,17 +50,22 @@ class Laid:
 def refused(plan: Plan, model: nn.Module) -> tuple[Refusal, ...]:
     """Why the numbers of a plan cannot be trained with; empty where they can."""
     one = laid(plan, model)
-    return refusals(one.facts, one.grid, (*RULES, *SAID), one.names)
+    found = refusals(one.facts, one.grid, (*RULES, *SAID), one.names)
+    return tuple(replace(why, mend=WHOLE) if why.rule == "key-value heads" else why for why in found)
 
 
 def refused_heads(config: PreTrainedConfig, **over: Sequence[tuple[str, int]]) -> tuple[Refusal, ...]:
-    """Why ranks cannot have whole heads of attention each; empty where they can.
+    """Why ranks cannot have whole heads of attention each, some perhaps more than others; empty where they can.
 
     `over`: the axes (names and sizes) of the columns `tensor` and `ulysses`.
     """
     heads, kv_heads = heads_of(config)
     if not heads:
         return (Refusal("heads", f"a {config.model_type} model has no num_attention_heads"),)
+    if len(over.get("tensor", ())) == 1 and not over.get("ulysses"):
+        ((_, size),) = over["tensor"]
+        if kv_heads[0] > (size - 1) * -(-kv_heads[0] // size) and heads[0] % kv_heads[0] == 0:
+            return ()  # the last has one, too
     names = {column: " x ".join(name for name, _ in axes) for column, axes in over.items()}
     ranks = {column: prod(size for _, size in axes) for column, axes in over.items()}
     one = grid(batch=1, sequence=1, **ranks)
@@ -82,6 +94,9 @@ def laid(plan: Plan, model: nn.Module) -> Laid:
         "data": [*plan.axes.data],
     }
     heads, kv_heads = heads_of(getattr(model, "config", None)) if over_heads else ((), ())
+    tensor = prod(sizes[axis] for axis in own["tensor"])
+    if not own["ulysses"] and any(n % tensor and _whole_heads(plan, model) for n in (*heads, *kv_heads)):
+        heads, kv_heads = (), ()
     one = grid(
         batch=plan.data.global_batch, sequence=plan.data.sequence, micro=plan.data.micro_batch,
         recompute=int(Group.BLOCK if plan.run.recompute else Group.NONE), **_staged(plan),
@@ -106,6 +121,33 @@ def _over_heads(plan: Plan, model: nn.Module) -> list[str]:
     for names, layout in marks_on(plan, model):
         axes |= layout.axes if any(f"{name}.weight" in weights for name in names) else frozenset()
     return [axis for axis in plan.model_axes if axis in axes]
+
+
+def _whole_heads(plan: Plan, model: nn.Module) -> bool:
+    """Whether ranks have whole heads by the plan's layouts, some more than others: those of queries beside the keys and
+    values that they attend to, or all keys and values."""
+    mesh, axes = Mesh.parse(plan.mesh), plan.axes.tensor
+    (heads,), (kv_heads,) = heads_of(getattr(model, "config", None))
+
+    def units(name: str, size: int) -> tuple[IntSet | None, ...]:
+        """By rank, which of so many equal parts of its rows it has; None: no whole ones."""
+        rows = parameters[name].shape[0]
+        dim = Layout.parse(plan.layout_of(name)).bind(tuple(parameters[name].shape), **plan.layouts.sizes).dims[0]
+        every = product(*(range(mesh.axes[axis][0]) for axis in axes))
+        sets = [held(dim.over(axes), mesh, dict(zip(axes, at, strict=True))) for at in every]
+        cut = [scaled((own,), 1, rows // size) if rows % size == 0 else None for own in sets]
+        return tuple(None if one is None else one[0] for one in cut)
+
+    parameters = dict(model.named_parameters())
+    paths = {name.removesuffix("q_proj.weight") for name in parameters if name.endswith(".q_proj.weight")}
+    for path in paths:
+        others = [name for name in (f"{path}k_proj.weight", f"{path}v_proj.weight") if name in parameters]
+        keys = [units(name, kv_heads) for name in others]
+        whole = all(set(own) == {span(0, kv_heads)} for own in keys)
+        queries = units(f"{path}q_proj.weight", heads if whole else kv_heads)
+        if None in queries or not others or heads % kv_heads or not (whole or all(o == queries for o in keys)):
+            return False
+    return bool(paths)
 
 
 def _over_experts(plan: Plan, model: nn.Module) -> tuple[int, list[str]]:

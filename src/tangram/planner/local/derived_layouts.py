@@ -3,8 +3,8 @@
 Tensor axes: marks come with Tangram for some types of model, else from the model's own `tp_plan` and `ep_plan`
 (transformers), of which only what they say of weights is taken; what they would do with activations follows. A model
 with neither gets Llama's marks, as far as its modules are called so. Context and expert axes: the marks of a table, by
-the way in which they cut. Names that are not in the model at hand, or that an axis would cut unevenly, are left out, so
-a vocabulary of odd size stays whole.
+the way in which they cut. Names that are not in the model at hand are left out, and what flows where an axis would cut
+it unevenly. Over a single tensor axis parameters are cut all the same, heads whole ones (`by_heads`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,23 @@ from tangram.layout import Layout, Mesh
 from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.planner.legality.check_plan import bound_layout
+from tangram.planner.legality.plan_as_grid import heads_of
 from tangram.planner.local.tensor_share import TensorShare, tensor_share
 from tangram.relayout.collectives.one_collective import ALL_REDUCE
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
-from tangram.sharding.derive.marking.marks import Mark, marks_of, matched, states
+from tangram.sharding.derive.marking.marks import Mark, alternatives, marks_of, matched, names_any, states
 from tangram.sharding.derive.marking.published import published
-from tangram.sharding.derive.of_model import States, derive_model, fitting, graph_of, parameter_states
-from tangram.sharding.derive.problem.states import SAME, State, cut, received
+from tangram.sharding.derive.of_model import (
+    States,
+    derive_model,
+    fitting,
+    graph_of,
+    on_parameters,
+    parameter_states,
+)
+from tangram.sharding.derive.problem.states import SAME, State, chunked, received
 
 SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/AXIS h"
 WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -114,9 +122,10 @@ def axes_layouts(
     marks: list[Mark] = []
     for axis in axes:
         found = _marks_over(config, model, axis)
-        own = fitting(graph, found, mesh)
+        parts = len(axes) == 1 and axis.role == "tensor"
+        own = fitting(graph, by_heads(config, graph, found, mesh) if parts else found, mesh, parts=parts)
         if axis.way == "weights":
-            own = [mark for mark in own if _on_parameters(graph, mark)]
+            own = [mark for mark in own if on_parameters(graph, mark)]
         if not found:
             return None
         between = WAYS.get((axis.role, axis.way), ())[:1]
@@ -125,7 +134,7 @@ def axes_layouts(
         marks += own
     tensor = {axis.name for axis in axes if axis.role == "tensor"}
     if _unevenly_together(graph, marks, mesh):
-        marks = [mark for mark in marks if not mark.layout.axes & tensor or _on_parameters(graph, mark)]
+        marks = [mark for mark in marks if not mark.layout.axes & tensor or on_parameters(graph, mark)]
     try:
         lies = _lying(graph, marks, mesh, [axis.name for axis in axes if axis.role == "tensor"])
         whole = derive_model(graph, [*marks, *_settled(graph, lies)], mesh, left=True)
@@ -134,10 +143,8 @@ def axes_layouts(
     for axis in axes:
         if axis.role != "context" and not any(own[axis.name].kind == "cut" for own in lies.values()):
             return _nothing(config, mesh, axis.name)
-    if split := next((name for name, own in lies.items() if any(s.outer > 1 for s in own.values())), None):
-        return f"{split} would be cut in several layers, which this version cannot train"
     shapes = {value.name: value.shape for _, value in graph.of_kind("parameter")}
-    parameters = dict(by_pattern({name: _text(len(shapes[name]), own, shard) for name, own in lies.items()}))
+    parameters = dict(by_pattern({name: _text(shapes[name], own, shard) for name, own in lies.items()}))
     ends = [name for name, own in lies.items() if "embed" in name and any(s.kind == "cut" for s in own.values())]
     return TensorLayouts(
         parameters, _together(marks, mesh), bool(ends), tuple(_moves(whole)), tensor_share(whole, tensor)
@@ -156,8 +163,8 @@ def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
 
 
 def _cut_as(layout: Layout, mesh: Mesh) -> States:
-    where = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
-    return {axis: cut(where[axis]) if axis in where else SAME for axis in mesh.axes}
+    own = replace(layout, dims=tuple(dim.over(mesh.axes) for dim in layout.dims), at=())
+    return {**dict.fromkeys(mesh.axes, SAME), **states(own, layout.shape, mesh)}
 
 
 def _unevenly_together(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> bool:
@@ -167,7 +174,11 @@ def _unevenly_together(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> bool:
         for v in matched(graph, mark).values():
             for d, dim in enumerate(mark.layout.dims):
                 cuts[v, d] |= dim.axes
-    return any(graph.values[v].shape[d] % prod(mesh.axes[axis][0] for axis in own) for (v, d), own in cuts.items())
+    return any(
+        graph.values[v].shape[d] % prod(mesh.axes[axis][0] for axis in own)
+        for (v, d), own in cuts.items()
+        if len(own) > 1 or graph.values[v].kind != "parameter"
+    )
 
 
 def _nothing(config: PreTrainedConfig, mesh: Mesh, axis: str) -> str:
@@ -210,10 +221,6 @@ def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> 
     return [] if axis.role == "expert" and not whole else [*whole, *others]
 
 
-def _on_parameters(graph: Graph, mark: Mark) -> bool:
-    return all(graph.values[v].kind == "parameter" for v in matched(graph, mark).values())
-
-
 def _of_text(text: str, axis: ModelAxis) -> Mark:
     return Mark.parse(text.replace("AXIS", axis.name))
 
@@ -249,21 +256,43 @@ def _over(mark: Mark, axis: str) -> Mark:
     return Mark.parse(f"{mark.pattern}: {text}")
 
 
-def _text(ndim: int, states: States, shard: str | None) -> str | None:
+def by_heads(config: PreTrainedConfig, graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:
+    """The marks, and where they cut queries in parts that are no whole heads, with what attends to the same keys and
+    values together."""
+    _, kv_heads = heads_of(config)
+    found: list[Mark] = []
+    for mark in marks:
+        for name in alternatives(mark.pattern):
+            one = replace(mark, pattern=name)
+            own = [graph.values[v] for v in matched(graph, one).values()] if names_any(graph, one) else []
+            size = prod(mesh.axes[axis][0] for axis in mark.layout.axes if axis in mesh.axes)
+            rows = own[0].shape[0] if own and name.endswith("q_proj.weight") else 0
+            if rows and kv_heads and kv_heads[0] % size and rows % kv_heads[0] == 0 and mark.layout.dims[0].cuts:
+                groups = f"(groups/{'/'.join(mark.layout.dims[0].axes)} {rows // kv_heads[0]})"
+                one = replace(one, layout=Layout.parse(" ".join([groups, *map(str, mark.layout.dims[1:])])))
+            found.append(one)
+    return found
+
+
+def _text(shape: Sequence[int], states: States, shard: str | None) -> str | None:
     """A layout as a plan has it; None for a parameter that no model axis cuts."""
-    dims = dims_of(ndim, states)
-    if dims == ["_"] * ndim:
+    dims = dims_of(shape, states)
+    if dims == ["_"] * len(shape):
         return None
     dims[0] += f"/{shard}" if shard else ""
     return " ".join(dims)
 
 
-def dims_of(ndim: int, states: States) -> list[str]:
-    """The dims of a parameter as a layout has them, each with the axes that cut it, as in `_/tp`."""
-    dims = ["_"] * ndim
-    for axis, state in states.items():
-        if state.kind == "cut":
-            dims[state.dim] += f"/{axis}"
+def dims_of(shape: Sequence[int], states: States) -> list[str]:
+    """The dims of a parameter as a layout has them, each with the axes that cut it, as in `_/tp`; those in other parts
+    than chunks with their sizes, as in `(3/tp 64)` or `(2 512/tp)`."""
+    dims: list[str] = []
+    for d, n in enumerate(shape):
+        own = {axis: state for axis, state in states.items() if state.kind == "cut" and state.dim == d}
+        if any(s.outer > 1 or (s.parts and s != chunked(d, n, len(s.parts))) for s in own.values()):
+            dims.append(str(layout_of(shape, own).dims[d]))
+        else:
+            dims.append("/".join(["_", *own]))
     return dims
 
 
@@ -300,5 +329,5 @@ def _moves_of_loss(found: Derived) -> Iterator[Moves]:
     states = used(found, found.folded.classes[v])
     rows = prod(local_shape(found, graph.values[v].shape, states)[:-1])
     for over in found.axes:
-        if states[over.axis] == cut(len(graph.values[v].shape) - 1):
+        if (state := states[over.axis]).kind == "cut" and state.dim == len(graph.values[v].shape) - 1:
             yield from (Moves(received(ALL_REDUCE, 4.0 * n * rows, over.k), 1) for n in (1, 2))

@@ -30,7 +30,7 @@ activations and matmuls are counted on the model that one TP rank has. Nothing o
 else. Recomputation inside a block is not seen, only that of layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -150,9 +150,16 @@ def numbers_held(plan: Plan, parameters: tuple[Parameter, ...]) -> Mapping[str, 
         key = (text, parameter.shape)
         if key not in known:
             layout = Layout.parse(text).bind(parameter.shape, **plan.layouts.sizes)
-            known[key] = region(layout, mesh, 0).size  # as torch.chunk cuts, nobody has more than the first
+            known[key] = region(layout, mesh, mesh.rank(fullest([layout]))).size
         held[parameter.name] = known[key]
     return held
+
+
+def fullest(layouts: Iterable[Layout]) -> dict[str, int]:
+    """Where on axes of listed sizes the rank stands that has most; on other axes that is the first, as maps cut."""
+    cuts = [cut for layout in layouts for dim in layout.dims for node in dim.nodes for cut in node.cuts]
+    listed = {cut.axis: cut.args for cut in cuts if cut.map == "sizes" and not isinstance(cut.args, str)}
+    return {axis: sizes.index(max(sizes)) for axis, sizes in listed.items()}
 
 
 def shard_size(plan: Plan) -> int:

@@ -67,7 +67,7 @@ class Counted:
         narrow = self._narrow(axis[1], lies.vocabulary)
         if narrow is not None and narrow.shapes == self._parts(lies, axis):
             return at_micro_batch(*narrow.costs, micro_batch)
-        logits = 1 / axis[1] if lies.vocabulary else 1.0
+        logits = 1 / axis[1] if lies.vocabulary else 1.0  # but for a row
         return scaled(self.costs(micro_batch), lies.share, logits=logits)
 
     def _parts(self, lies: TensorLayouts, axis: tuple[str, int]) -> Mapping[str, tuple[int, ...]]:
@@ -137,11 +137,13 @@ def _one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTrain
     if not (sizes["heads"] and sizes["hidden"] and sizes["ffn"]):
         return None
     (heads, n), (_, hidden), (ffn, width) = sizes["heads"], sizes["hidden"], sizes["ffn"]
-    changes = {heads: n // tensor, ffn: width // tensor}
+    kv_heads = sizes["kv_heads"][1] if sizes["kv_heads"] else n
+    own = -(-kv_heads // tensor)  # of the rank that has most
+    changes = {heads: own * n // kv_heads, ffn: -(-width // tensor)}
     changes["head_dim"] = sizes["head_dim"][1] if sizes["head_dim"] else hidden // n
-    changes["num_key_value_heads"] = (sizes["kv_heads"][1] if sizes["kv_heads"] else n) // tensor
+    changes["num_key_value_heads"] = own
     if vocabulary and sizes["vocab"]:
-        changes[sizes["vocab"][0]] = sizes["vocab"][1] // tensor
+        changes[sizes["vocab"][0]] = -(-sizes["vocab"][1] // tensor)
         changes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:
         for name, value in changes.items():

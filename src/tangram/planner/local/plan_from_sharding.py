@@ -176,20 +176,25 @@ def _layouts(chosen: Derived, found: Derived, roles: Roles, shard: str | None) -
     texts: dict[str, str | None] = {}
     for v, value in graph.of_kind("parameter"):
         lies, kept = input_states(found, chosen.folded.classes[v]), input_states(chosen, chosen.folded.classes[v])
-        texts[value.name] = _text(value.name, len(value.shape), {a: lies[a] for a in roles.model}, kept, roles, shard)
+        texts[value.name] = _text(value.name, value.shape, {a: lies[a] for a in roles.model}, kept, roles, shard)
     return dict(by_pattern(texts))
 
 
 def _text(
-    name: str, ndim: int, lies: Mapping[str, State], kept: Mapping[str, State], roles: Roles, shard: str | None
+    name: str,
+    shape: Sequence[int],
+    lies: Mapping[str, State],
+    kept: Mapping[str, State],
+    roles: Roles,
+    shard: str | None,
 ) -> str | None:
     """A layout as a plan has it; None for one that only FSDP cuts, in the first dim."""
     wanted = [kept[axis] for axis in roles.shards if kept[axis] != SAME]
-    if any(state.kind == "cut" and state.outer > 1 for state in (*lies.values(), *wanted)):
+    if any(state.kind == "cut" and state.outer > 1 for state in wanted):
         raise UserError(f"{name} would be cut in several layers, which this version cannot train: mark how it lies")
-    dims = dims_of(ndim, lies)
+    dims = dims_of(shape, lies)
     at = next((state.dim for state in wanted), 0)
-    if shard is not None and ndim:
+    if shard is not None and shape:
         dims[at] += f"/{shard}"
     plain = all(dim == "_" for dim in itertools.chain(dims[:at], dims[at + 1 :])) and at == 0
     return None if plain and dims[:1] in (["_"], [f"_/{shard}"]) else " ".join(dims)

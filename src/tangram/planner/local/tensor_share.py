@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tangram.layout import Layout, Mesh, region
 from tangram.models.costs import Made, ModelCosts, Part, Work
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.problem.rates import effort
@@ -78,10 +79,13 @@ def _times(sizes: Sequence[float], share: float) -> tuple[float, ...]:
 def local_shapes(
     shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, str], axis: tuple[str, int]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of a rank's parts over an axis (name and size), by each parameter's layout (as in `_/tp _`)."""
-    name, size = axis
-    found = dict(shapes)
-    for parameter, layout in dims.items():
-        cut = [name in dim.split("/")[1:] for dim in layout.split()]
-        found[parameter] = tuple(n // size if own else n for n, own in zip(shapes[parameter], cut, strict=True))
+    """The shapes of the first rank's parts over an axis (name and size), by each parameter's layout (as in `_/tp _`).
+
+    No rank has more, as parts are made here: in chunks, of single places or of whole heads.
+    """
+    mesh, found = Mesh((((axis[0], axis[1]),),)), dict(shapes)
+    for parameter, text in dims.items():
+        layout = Layout.parse(text).bind(shapes[parameter])
+        own = replace(layout, dims=tuple(dim.over(mesh.axes) for dim in layout.dims))
+        found[parameter] = region(own, mesh, 0).local_shape or ()
     return found

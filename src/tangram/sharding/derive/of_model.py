@@ -71,11 +71,14 @@ def parameter_states(found: Derived) -> dict[str, States]:
     }
 
 
-def fitting(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:
-    """The marks without the names that are not in a model, or that they would cut unevenly; without those of none."""
+def fitting(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, parts: bool = False) -> list[Mark]:
+    """The marks without the names that are not in a model, or that they would cut unevenly; without those of none.
+
+    `parts`: parameters may be cut unevenly, as long as every rank has something.
+    """
     found: list[Mark] = []
     for mark in marks:
-        names = [name for name in alternatives(mark.pattern) if _fits(graph, replace(mark, pattern=name), mesh)]
+        names = [name for name in alternatives(mark.pattern) if _fits(graph, replace(mark, pattern=name), mesh, parts)]
         if names:
             found.append(replace(mark, pattern=names[0] if len(names) == 1 else "{" + ",".join(names) + "}"))
     return found
@@ -100,8 +103,13 @@ def leaves_nothing(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
     )
 
 
-def _fits(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
+def on_parameters(graph: Graph, mark: Mark) -> bool:
+    """Whether a mark is on nothing else. Raises UserError."""
+    return all(graph.values[v].kind == "parameter" for v in matched(graph, mark).values())
+
+
+def _fits(graph: Graph, mark: Mark, mesh: Mesh, parts: bool) -> bool:
     try:
-        return not uneven(graph, mark, mesh)
+        return not (leaves_nothing if parts and on_parameters(graph, mark) else uneven)(graph, mark, mesh)
     except UserError:
         return False

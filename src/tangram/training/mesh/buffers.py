@@ -10,7 +10,7 @@ Without this each rank would save its own as if it were that of all. DDP, too, l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
+from tangram.training.mesh.local_parts import PlainParts
 from tangram.training.mesh.world import World, dim_of, of_stage
 
 MEAN, LEAST, LARGEST = "mean", "least", "largest"
@@ -177,21 +178,21 @@ def _digest(x: Tensor) -> Tensor:
 UNLIKE = 1e-3  # relative: replicated arithmetic gives the same gradient but for the order of sums
 
 
-def refuse_unlike_gradients(model: nn.Module, world: World) -> None:
+def refuse_unlike_gradients(model: nn.Module, world: World, plain: PlainParts) -> None:
     """Raise UserError where ranks of a model axis have other gradients of a weight that they all hold whole.
 
-    Collective over all ranks; call it after a backward.
+    Collective over all ranks; call it after a backward. `plain`: as of the `ParallelModel`.
     """
     for axis in world.axes.model:
-        _refuse_unlike(model, axis, world)
+        _refuse_unlike(model, axis, world, {name for name, part in plain.items() if axis in part.axes})
 
 
-def _refuse_unlike(model: nn.Module, axis: str, world: World) -> None:
+def _refuse_unlike(model: nn.Module, axis: str, world: World, cut: Set[str]) -> None:
     group = world.devices.get_group(dim_of(axis))
     names: list[str] = []
     marks: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        if parameter.grad is None or _cut_over(parameter, axis):
+        if parameter.grad is None or name in cut or _cut_over(parameter, axis):
             continue
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         names.append(name)

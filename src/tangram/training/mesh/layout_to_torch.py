@@ -1,25 +1,30 @@
 """From layouts to what torch can run: the dim that FSDP2 cuts and the dims that model axes cut.
 
-A layout is taken only by comparison: for every rank, the region that it says must be the region of the chunk that
-torch will give that rank (first the model axes cut, in the order of the mesh, then FSDP what is left). Of the notation
-nothing is read here but which dim an axis stands in, and a layout that means something else is refused, never
-approximated.
+A layout is taken only by comparison: for every rank, the region that it says must be that of the part which the rank
+will have (first the model axes cut, in the order of the mesh, then FSDP chunks what is left). A layout that means
+something else is refused, never approximated. Where torch has no placement for a part over the model axes, as of three
+heads over two ranks, it stands in the model as a plain tensor (`ParameterCuts.plain`).
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import gcd
 from typing import cast
 
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.layout import Layout, Mesh, Region, region
+from tangram.layout import Layout, Mesh, Region, intervals, region
+from tangram.layout.locate import held
+from tangram.layout.maps import MAPS
 from tangram.layout.placements import to_placements
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.schema.plan import Plan
+from tangram.sharding.derive.layouts import sharded_dim
+from tangram.sharding.derive.marking.marks import states
+from tangram.sharding.derive.problem.states import State, chunked
 from tangram.training.mesh.world import Axes, axes_of
 
 MOST_COMPARED = 64  # ranks whose regions are compared one by one; of a larger mesh the first and last of every axis
@@ -34,8 +39,10 @@ class ParameterCuts:
 
     shard: int | None
     """By FSDP; None: by none."""
-    model: tuple[tuple[str, int], ...] = ()
-    """The model axes that cut it, in the order of the mesh, and the dim that each cuts."""
+    model: tuple[tuple[str, State], ...] = ()
+    """The model axes that cut it, in the order of the mesh, and how it lies over each."""
+    plain: bool = False
+    """Whether what a rank has by these is a plain tensor."""
 
 
 def cuts_of(model: nn.Module, plan: Plan) -> dict[nn.Parameter, ParameterCuts]:
@@ -58,8 +65,8 @@ def _cuts(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axes: Axes) -> Par
     sizes = dict(mesh.views[0])
     ranks = _compared(mesh)
     wanted = [region(layout, mesh, rank) for rank in ranks]
-    for cuts in _candidates(layout, axes):
-        if all(_chunk(shape, cuts, mesh, rank, axes) == box for rank, box in zip(ranks, wanted, strict=True)):
+    for cuts in _candidates(layout, shape, mesh, axes):
+        if all(_part(shape, cuts, mesh, rank, axes) == box for rank, box in zip(ranks, wanted, strict=True)):
             break
     else:
         shards = sizes[axes.shard[0]] if axes.shard else 1
@@ -68,20 +75,20 @@ def _cuts(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axes: Axes) -> Par
     if len(cuts.model) > MOST_MODEL_AXES:
         names = ", ".join(axis for axis, _ in cuts.model)
         return f"is cut over {names}: FSDP2 takes parameters that at most {MOST_MODEL_AXES} such axes cut"
-    before = math.prod(sizes[axis] for axis, dim in cuts.model if dim == cuts.shard)
-    if cuts.shard and (shape[cuts.shard] // before) % sizes[axes.shard[0]]:
+    if cuts.shard and _left(shape, cuts, mesh, ranks) % sizes[axes.shard[0]]:
         return f"cuts dim {cuts.shard} unevenly: FSDP2 takes an uneven cut of the first dim only"
     named = Mesh((tuple((axis, n) for axis, n in mesh.views[0] if axis in layout.axes) or (("one", 1),),))
     try:
         to_placements(layout, named)  # as torch has it in its checkpoints; of some uneven cuts it has no true word
     except UserError as error:
-        return f"cannot be said in torch's placements: {error}"
+        return replace(cuts, plain=True) if cuts.model else f"cannot be said in torch's placements: {error}"
     return cuts
 
 
-def _candidates(layout: Layout, axes: Axes) -> Iterator[ParameterCuts]:
-    """Of each axis one dim that names it; the data axis that may cut and names none, any."""
-    dims = range(len(layout.dims))
+def _candidates(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axes: Axes) -> Iterator[ParameterCuts]:
+    """Of each axis one dim that names it, in chunks or else as the layout says; the data axis that may cut and names
+    none, any."""
+    dims, sizes = range(len(layout.dims)), dict(mesh.views[0])
 
     def naming(axis: str) -> list[int]:
         return [d for d in dims if axis in layout.dims[d].axes]
@@ -89,7 +96,15 @@ def _candidates(layout: Layout, axes: Axes) -> Iterator[ParameterCuts]:
     cutting = [axis for axis in axes.model if naming(axis)]
     shards = (naming(axes.shard[0]) or dims) if axes.shard else (None,)
     for shard, *where in product(shards, *map(naming, cutting)):
-        yield ParameterCuts(shard, tuple(zip(cutting, cast("list[int]", where), strict=True)))
+        some = zip(cutting, cast("list[int]", where), strict=True)
+        yield ParameterCuts(shard, tuple((axis, chunked(d, shape[d], sizes[axis])) for axis, d in some))
+    if cutting:
+        rest = replace(layout, dims=tuple(dim.over(cutting) for dim in layout.dims))
+        try:
+            own = states(rest, shape, Mesh((tuple((axis, n) for axis, n in mesh.views[0] if axis in cutting),)))
+        except UserError:  # as one dim over two axes in parts of unlike sizes
+            return
+        yield from (ParameterCuts(shard, tuple((axis, own[axis]) for axis in cutting)) for shard in shards)
 
 
 def _compared(mesh: Mesh) -> list[int]:
@@ -101,17 +116,30 @@ def _compared(mesh: Mesh) -> list[int]:
     return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*ends)]
 
 
-def _chunk(shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, rank: int, axes: Axes) -> Region:
-    """What torch gives a rank: model axes cut first, FSDP cuts what is left, each as torch.chunk does."""
+def _part(shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, rank: int, axes: Axes) -> Region:
+    """What a rank will have: model axes cut first, FSDP chunks what is left."""
     at = mesh.coords(rank)
-    starts, stops = [0] * len(shape), list(shape)
-    last = () if cuts.shard is None else ((axes.shard[0], cuts.shard),)
-    for axis, dim in (*cuts.model, *last):
-        n = mesh.axes[axis][0]
-        chunk = -(-(stops[dim] - starts[dim]) // n)
-        first = min(starts[dim] + at[axis] * chunk, stops[dim])
-        starts[dim], stops[dim] = first, min(first + chunk, stops[dim])
-    return Region.box(starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
+    sets = [_over_model(shape, cuts, mesh, at, d) for d in range(len(shape))]
+    if cuts.shard is not None:
+        n, axis = intervals.size(sets[cuts.shard]), axes.shard[0]
+        sets[cuts.shard] = intervals.take(sets[cuts.shard], MAPS[""].holds(n, mesh.axes[axis][0], at[axis], ()))
+    return Region.of([tuple(sets)])
+
+
+def _over_model(
+    shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, at: Mapping[str, int], dim: int
+) -> intervals.IntSet:
+    """What a rank has of a dim by the model axes alone."""
+    own = [(axis, state) for axis, state in cuts.model if state.dim == dim]
+    if sum(1 for _, state in own if state.parts) and len(own) > 1:
+        return ()  # chunks of chunks of unlike sizes, which no state says
+    return held(sharded_dim(shape[dim], own), mesh, dict(at)) if own else intervals.span(0, shape[dim])
+
+
+def _left(shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, ranks: Iterable[int]) -> int:
+    """What divides what ranks have of the dim that FSDP cuts, before it does."""
+    assert cuts.shard is not None
+    return gcd(*(intervals.size(_over_model(shape, cuts, mesh, mesh.coords(rank), cuts.shard)) for rank in ranks))
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -7,11 +7,14 @@ says. All others stay DTensors until their module runs, so that whoever gathers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from tangram.layout import LayoutError, Mesh
 from tangram.models.graph import Graph
@@ -26,6 +29,36 @@ from tangram.training.mesh.layout_to_torch import named_modules
 
 Place = tuple[dict[str, Any], str, str]
 """The parameters of a module, the key of one, and its name in the model."""
+
+
+@dataclass(frozen=True)
+class PlainPart:
+    """A parameter of which this rank has a part that no DTensor describes: a plain tensor stands in the model."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    states: States
+    mesh: Mesh
+    coords: Mapping[str, int]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The model axes that cut it."""
+        return tuple(axis for axis, state in self.states.items() if state.kind == "cut")
+
+    @property
+    def count(self) -> int:
+        """Over how many ranks it is cut."""
+        return prod(self.mesh.axes[axis][0] for axis in self.axes)
+
+    def of(self, full: Tensor) -> Tensor:
+        """This rank's part of a tensor of which it has all."""
+        return own_part(full, self.states, self.mesh, self.coords)
+
+
+PlainParts = Mapping[str, PlainPart]
+"""By the name of the parameter."""
+NO_PARTS: PlainParts = MappingProxyType({})
 
 
 class LocalParts:
@@ -107,13 +140,20 @@ def _with_parts(
 
 
 def as_dtensors(
-    model: nn.Module, lies: Mapping[str, States], mesh: Mesh, coords: Mapping[str, int], devices: Devices
-) -> None:
-    """Make DTensors of the parameters that are cut, over the axes that cut each.
+    model: nn.Module,
+    lies: Mapping[str, States],
+    mesh: Mesh,
+    coords: Mapping[str, int],
+    devices: Devices,
+    plain: Collection[str] = (),
+) -> PlainParts:
+    """Make DTensors of the parameters that are cut, over the axes that cut each; those that are plain tensors instead.
 
-    Every rank has all of each, so nothing is sent.
+    Every rank has all of each, so nothing is sent. `plain`: more of these, beside what torch has no word for.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, PlainPart] = {}
     states_of = {parameter: lies[name] for name, parameter in model.named_parameters()}
     for _, module in named_modules(model):
         for key, whole in [*module.named_parameters(recurse=False)]:
@@ -124,9 +164,9 @@ def as_dtensors(
             if whole not in made:
                 cutting = {axis: states[axis] for axis, _ in axes}
                 part = own_part(whole.data, cutting, mesh, coords)
-                try:
-                    placements = placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),)))
-                except LayoutError:  # what torch has no word for
+                placements = _placements(whole, cutting, axes) if names[whole] not in plain else None
+                if placements is None:
+                    found[names[whole]] = PlainPart(tuple(whole.shape), cutting, mesh, coords)
                     made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
                 else:
                     part = DTensor.from_local(
@@ -139,6 +179,15 @@ def as_dtensors(
                     )
                     made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
             module.register_parameter(key, made[whole])
+    return found
+
+
+def _placements(whole: Tensor, cutting: States, axes: Sequence[tuple[str, int]]) -> tuple[Placement, ...] | None:
+    """Those of a parameter over the axes that cut it; None where torch has no word for them."""
+    try:
+        return placements_of(layout_of(whole.shape, cutting), Mesh((tuple(axes),)))
+    except LayoutError:
+        return None
 
 
 def own_part(full: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:

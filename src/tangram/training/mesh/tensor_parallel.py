@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from tangram.sharding.derive.derive import ConflictError, Derived
 from tangram.sharding.derive.layouts import input_states, layout_of, used
 from tangram.sharding.derive.marking.marks import Mark, matched, names_any
 from tangram.sharding.derive.of_model import States, derive_model, graph_of, leaves_nothing, parameter_states
-from tangram.sharding.derive.problem.states import SAME, State, chunked
+from tangram.sharding.derive.problem.states import SAME
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.discover.own_rules import OwnRules
 from tangram.sharding.eager.api import marks_in
@@ -74,17 +74,12 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, ParameterC
     """Cut the parameters over the model axes as the plan's layouts say, and have the model run as its marks say."""
     axes = world.axes.model
     mesh = Mesh((tuple((axis, world.mesh.axes[axis][0]) for axis in axes),))
-    where = {name: dict(cuts[p].model) for name, p in model.named_parameters(remove_duplicate=False)}
-    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-
-    def state(name: str, axis: str) -> State:
-        dim = where[name].get(axis)
-        return SAME if dim is None else chunked(dim, shapes[name][dim], mesh.axes[axis][0])
-
-    lies = {name: {axis: state(name, axis) for axis in axes} for name in where}
+    own = {name: cuts[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    lies = {name: {axis: dict(cut.model).get(axis, SAME) for axis in axes} for name, cut in own.items()}
+    plain = [name for name, cut in own.items() if cut.plain]
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     dtype = getattr(torch, plan.precision.compute)
-    derived = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan))
+    derived = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan), plain)
     derived.gradients_seen = plan.pipeline is None
     derived.rings = plan.axes.context if plan.context.keys == "ring" else ()
     return derived
@@ -160,6 +155,7 @@ class DerivedModel:
         states: Mapping[str, States],
         dtype: torch.dtype,
         rules: str = "",
+        plain: Collection[str] = (),
     ) -> None:
         self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, states, dtype, rules
         shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -182,7 +178,8 @@ class DerivedModel:
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
         self._routes = RankRoutes(self._groups)
-        as_dtensors(model, states, mesh, self._coords, devices)
+        self.plain = as_dtensors(model, states, mesh, self._coords, devices, plain)
+        """Parameters of which a plain tensor is this rank's part."""
         cut = {name for name, own in states.items() if any(state.kind == "cut" for state in own.values())}
         self._local = LocalParts(model, cut, self._gathered)
         self._runtime.wrap(model)

@@ -24,6 +24,7 @@ from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
 from tangram.training.mesh.drawing import Drawer, counts_of_stages
 from tangram.training.mesh.layout_to_torch import cuts_of, is_meta
+from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.tensor_parallel import DerivedModel, install
 from tangram.training.mesh.world import World, of_stage
 from tangram.training.objective import expert_capacity, router_loss
@@ -59,8 +60,10 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
         _refuse_unlike_values(model, world)
     derived: Sequence[DerivedModel | None] = [None for _ in parts]
     if world.model_size > 1:
+        named = {name: cuts[p] for name, p in model.named_parameters()}
         derived = [install(part, plan, cuts, world) for part in parts]
-        cuts = cuts_of(model, plan)  # the parameters that stand in the model now; as DTensors they have whole shapes
+        cuts = {p: named[name] for name, p in model.named_parameters()}  # those that stand in the model now
+    plain = {name: part for one in derived if one is not None for name, part in one.plain.items()}
     # before a function of ours stands for a forward: a copy of the part would run this part
     draws = [own or Drawer(part, plan.run.compile) for part, own in zip(parts, derived, strict=True)]
     for number, part in zip(numbers, parts, strict=True):
@@ -86,9 +89,9 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
         for at, part in enumerate(parts)
     )
     if plan.pipeline is None:
-        return ParallelModel(model, plan, world, own)
+        return ParallelModel(model, plan, world, own, plain=plain)
     pipeline = PipelineRun(model, dict(zip(numbers, own, strict=True)), plan, world, drawn)
-    return ParallelModel(model, plan, world, own, pipeline)
+    return ParallelModel(model, plan, world, own, pipeline, plain)
 
 
 def freeze(model: nn.Module, plan: Job) -> None:
@@ -137,22 +140,27 @@ def _refuse_unlike_values(model: nn.Module, world: World) -> None:
         )
 
 
-def materialise(model: nn.Module, device: torch.device, values: Iterable[tuple[str, Tensor]]) -> None:
-    """Give a model on meta storage and the given whole tensors, of which each rank keeps its shard."""
+def materialise(
+    model: nn.Module, device: torch.device, values: Iterable[tuple[str, Tensor]], plain: PlainParts = NO_PARTS
+) -> None:
+    """Give a model on meta storage and the given whole tensors, of which each rank keeps its shard.
+
+    `plain`: as of the `ParallelModel`.
+    """
     give_storage(model, device)
-    filled = fill(model, values)
+    filled = fill(model, values, plain)
     waiting = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - filled
     if waiting:
         raise RuntimeError(f"these tensors got no value: {', '.join(sorted(waiting))}")
 
 
 @torch.no_grad()
-def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> set[str]:
+def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]], plain: PlainParts = NO_PARTS) -> set[str]:
     """Copy whole tensors into a model that has storage; the names that were given."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     filled: set[str] = set()
     for name, whole in values:
-        put(tensors[name], whole)
+        put(tensors[name], plain[name].of(whole) if name in plain else whole)
         filled.add(name)
     return filled
 

@@ -7,12 +7,13 @@ checkpoint) sees parameters and buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from tangram.schema.plan import Plan
 from tangram.training.mesh.drawing import DrawSource
+from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import PipelineRun
@@ -30,6 +31,8 @@ class ParallelModel:
     """What runs here: the model, or its stages of this rank in order."""
     pipeline: PipelineRun | None = None
     """What runs the stages; None where the model has none."""
+    plain: PlainParts = field(default_factory=dict[str, PlainPart])
+    """Parameters that model axes cut in parts that torch has no placement for."""
 
     @property
     def draw_sources(self) -> Sequence[DrawSource]:

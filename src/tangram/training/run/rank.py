@@ -104,7 +104,8 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     with explained(None, None, job.memory):
         model = build(plan, source, world, values=job.resume is None)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
-    state = JobState(model.module, make_adamw(model.module, plan.optimiser, plan.precision.masters))
+    optimiser = make_adamw(model.module, plan.optimiser, plan.precision.masters, model.plain)
+    state = JobState(model.module, optimiser, plain=model.plain)
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
     tell(Doing("asking whether the model tells documents apart"))

@@ -20,6 +20,7 @@ from tangram.planner.local.own_rules import define_operators
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import Tokens
+from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.objective.model_inputs import token_order
 from tangram.training.parallel.apply import apply, fill, freeze, give_storage, materialise
@@ -87,7 +88,7 @@ def build(plan: Plan, source: Source, world: World, *, values: bool) -> Parallel
     """This rank's part of the model. Without `values` only what no checkpoint holds has any."""
     module = build_on_meta(source.config)
     model = apply(module, plan, world)
-    _fill(module, plan, source, world, world.device, values=values)
+    _fill(module, plan, source, world, world.device, values=values, plain=model.plain)
     return model
 
 
@@ -117,16 +118,23 @@ def shallow(plan: Job, source: Source) -> PreTrainedModel:
 
 
 def _fill(
-    model: PreTrainedModel, plan: Plan, source: Source, world: World | None, device: torch.device, *, values: bool
+    model: PreTrainedModel,
+    plan: Plan,
+    source: Source,
+    world: World | None,
+    device: torch.device,
+    *,
+    values: bool,
+    plain: PlainParts = NO_PARTS,
 ) -> None:
     own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     if values and source.weights is None:
-        materialise(model, device, initial_tensors(source.config, plan.seed, only=own.__contains__))
+        materialise(model, device, initial_tensors(source.config, plan.seed, only=own.__contains__), plain)
         return
     give_storage(model, device)
     lasting = model.state_dict(keep_vars=True).keys()
     fill(model, initial_tensors(source.config, plan.seed, only=lambda name: name in own and name not in lasting))
     if values:
-        load_pretrained(Path(source.weights or ""), model, plan, world)
+        load_pretrained(Path(source.weights or ""), model, plan, world, plain)
         if plan.lora is not None:
             begin_adapters(model, plan.seed)

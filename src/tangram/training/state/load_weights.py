@@ -30,6 +30,7 @@ from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import base_of, of_adapters
+from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.parallel.apply import fill, put
@@ -41,13 +42,15 @@ DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a 
 ROUNDED = ("float16", "bfloat16", "float32", "float64")  # the types that mean the same number, more or less exactly
 
 
-def load_pretrained(folder: Path, model: nn.Module, plan: Plan, world: World | None) -> None:
+def load_pretrained(
+    folder: Path, model: nn.Module, plan: Plan, world: World | None, plain: PlainParts = NO_PARTS
+) -> None:
     """Fill the parameters and persistent buffers of `model`, cut as `plan` says, from the directory `folder`.
 
     The model has memory already; buffers that are not part of its state keep their values. Without a world the model is
     whole in this process. Not collective. Raises UserError for a directory that is not whole or has other tensors.
     """
-    copies, memory, sources = _planned(folder, model, plan, world)
+    copies, memory, sources = _planned(folder, model, plan, world, plain)
     read = huggingface.mapped_reader(folder)
     execute(copies, new_embedding_rows.reading(read), memory)
     trained = {base_of(name)[0] for name, _ in model.named_parameters()}
@@ -60,11 +63,11 @@ def plan_pretrained(
     folder: Path, model: nn.Module, plan: Plan, world: World | None
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor]]:
     """What `load_pretrained` will copy, and the memory that it goes to, by place and name. No values are read."""
-    return _planned(folder, model, plan, world)[:2]
+    return _planned(folder, model, plan, world, NO_PARTS)[:2]
 
 
 def _planned(
-    folder: Path, model: nn.Module, plan: Plan, world: World | None
+    folder: Path, model: nn.Module, plan: Plan, world: World | None, plain: PlainParts
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
     """The same, and the pieces that each tensor of the model is made of."""
     index = huggingface.read_index(folder)
@@ -72,13 +75,13 @@ def _planned(
         raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
     targets = {
         base_of(name)[0]: entry
-        for entry in entries(JobState(model, None), TensorPlaces(plan, world))
+        for entry in entries(JobState(model, None, plain=plain), TensorPlaces(plan, world))
         if not of_adapters(name := entry.name.removeprefix("model."))
     }
     # The directory is of the whole model, without adapters; of a stage only what it has is read.
-    plain = plan.pipeline is None and plan.lora is None
-    whole = model if plain else build_on_meta(cast(Any, model).config)
-    everything = targets if plain else whole.state_dict()
+    all_of_it = plan.pipeline is None and plan.lora is None
+    whole = model if all_of_it else build_on_meta(cast(Any, model).config)
+    everything = targets if all_of_it else whole.state_dict()
     conversion = read_conversion(whole, {name: spec.shape for name, spec in index.specs.items()})
     parts = _tied(folder, conversion.parts, _first_names(whole, everything))
     _refuse_others(folder, whole, conversion, parts, everything)

@@ -22,6 +22,7 @@ from tangram.planner.legality.check_plan import bound_layout
 from tangram.relayout import TensorSpec
 from tangram.relayout.mapping.states import ADAMW, SAME, States
 from tangram.schema.plan import Plan
+from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import reshard
 from tangram.training.parallel.master_weights import MASTER, MasterAdamW
@@ -59,6 +60,8 @@ class JobState:
     """The last of each number that was measured; by them the best checkpoints can be kept."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What made the state, for people and for checks before loading: anything that JSON can say."""
+    plain: PlainParts = field(default_factory=dict[str, PlainPart])
+    """As of the `ParallelModel` that has the module."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
     parameters = dict(state.model.named_parameters())
     kept = state.model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in state.model.named_buffers() if name in kept}
-    found = [_entry(f"model.{name}", tensor, name, places) for name, tensor in parameters.items()]
+    shapes = {name: part.shape for name, part in state.plain.items()}
+    found = [_entry(f"model.{name}", tensor, name, places, shapes.get(name)) for name, tensor in parameters.items()]
     found += [_entry(f"model.{name}", tensor, name, places, alike=False) for name, tensor in buffers.items()]
     if state.optimiser is not None:
         make_missing_states(state.optimiser)
@@ -118,13 +122,24 @@ def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
             if values.keys() != states.keys():
                 raise RuntimeError(f"the optimiser keeps {sorted(values)} for {name}, not {sorted(states)}")
             for key, spec in states.items():
-                found.append(_entry(f"optim.{name}.{key}", values[key], name, places, alike=spec.kind == "same"))
+                alike = spec.kind == "same"
+                whole = shapes.get(name) if alike else None
+                found.append(_entry(f"optim.{name}.{key}", values[key], name, places, whole, alike=alike))
     return found
 
 
-def _entry(name: str, tensor: Tensor, owner: str, places: TensorPlaces, *, alike: bool = True) -> StateEntry:
-    """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`."""
-    shape = tuple(tensor.shape)
+def _entry(
+    name: str,
+    tensor: Tensor,
+    owner: str,
+    places: TensorPlaces,
+    shape: tuple[int, ...] | None = None,
+    *,
+    alike: bool = True,
+) -> StateEntry:
+    """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`; `shape`: of the
+    whole, where the tensor does not say it."""
+    shape = shape or tuple(tensor.shape)
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     place = places.of(owner, shape, alike=alike)
     if local.numel() != place.region.size or (place.region and tuple(local.shape) != place.region.local_shape):

@@ -265,8 +265,8 @@ def train_step(
     model.sum_gradients()
     buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
-        refuse_unlike_gradients(model.module, world)
-    gradients = local_gradients(model.module)
+        refuse_unlike_gradients(model.module, world, model.plain)
+    gradients = local_gradients(model.module, model.plain)
     sums = torch.zeros(4 + len(stop_requests), dtype=torch.float64, device=world.device)
     sums[0] = loss_part / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)

@@ -14,12 +14,13 @@ from torch.optim import AdamW
 
 from tangram.errors import UserError
 from tangram.schema.job import OptimiserPlan
+from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.parallel.master_weights import MasterAdamW
 from tangram.training.parallel.precision import dtype_of
 from tangram.training.step.weight_decay import why_not
 
 
-def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32") -> AdamW:
+def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32", plain: PlainParts = NO_PARTS) -> AdamW:
     """AdamW over the parameters that are trained, with weight decay on those that `decay.why_not` says it is for.
 
     Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh. Where some
@@ -27,7 +28,7 @@ def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32") 
     update takes all parameters of a group at once.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = {}
-    whys = why_not(model, plan)
+    whys = why_not(model, plan, {name: part.shape for name, part in plain.items()})
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = not whys[name]
@@ -66,8 +67,10 @@ def set_lr(optimiser: AdamW, lr: float) -> None:
         group["lr"] = lr
 
 
-def local_gradients(model: nn.Module) -> list[tuple[Tensor, int]]:
+def local_gradients(model: nn.Module, plain: PlainParts) -> list[tuple[Tensor, int]]:
     """This rank's part of every gradient, and over how many ranks it is cut (1 where it is whole here).
+
+    `plain`: as of the `ParallelModel`.
 
     Raises UserError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
     """
@@ -80,12 +83,13 @@ def local_gradients(model: nn.Module) -> list[tuple[Tensor, int]]:
             raise UserError(
                 f'the parameter "{name}" got no gradient: name it in model.freeze if the loss does not depend on it'
             )
+        parts = plain[name].count if name in plain else 1
         if isinstance(grad, DTensor):
             sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
-            parts = math.prod(int(n) for placement, n in sizes if not placement.is_replicate())
+            parts *= math.prod(int(n) for placement, n in sizes if not placement.is_replicate())
             found.append((grad.to_local(), parts))
         else:
-            found.append((grad, 1))
+            found.append((grad, parts))
     return found
 
 

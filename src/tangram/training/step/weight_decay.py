@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -53,18 +54,23 @@ class DecayGroup:
     values: int
 
 
-def why_not(model: nn.Module, plan: OptimiserPlan) -> dict[str, str]:
-    """Of each parameter that is trained why it does not decay; "" where it does."""
+def why_not(
+    model: nn.Module, plan: OptimiserPlan, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> dict[str, str]:
+    """Of each parameter that is trained why it does not decay; "" where it does.
+
+    `shapes`: of all of a parameter, where this rank has a part that does not say it.
+    """
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             path, _, last = name.rpartition(".")
-            why = _why_not(model.get_submodule(path), last, parameter)
+            why = _why_not(model.get_submodule(path), last, parameter, shapes.get(name) or tuple(parameter.shape))
             found[name] = why or ("optimiser.no_decay" if matches(plan.no_decay, name) else "")
     return found
 
 
-def _why_not(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+def _why_not(module: nn.Module, name: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> str:
     if isinstance(module, NORMS) or type(module).__name__.endswith("Norm"):
         return "norm"
     if isinstance(module, MATRICES):
@@ -72,7 +78,7 @@ def _why_not(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
     if parameter.ndim > 1 and any(_is_bias_of(parameter, other) for other in module.parameters(recurse=False)):
         return "bias"
     named = (why for why, patterns in NAMES.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
-    return next(named, "vector" if sum(size > 1 for size in parameter.shape) < 2 else "")
+    return next(named, "vector" if sum(size > 1 for size in shape) < 2 else "")
 
 
 def _is_bias_of(one: nn.Parameter, other: nn.Parameter) -> bool:

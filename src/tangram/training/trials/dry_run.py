@@ -8,7 +8,7 @@
 Two steps of few micro-batches are run, which differ by one; what a micro-batch adds is their difference, and a step
 has as many as the plan says. So that a pipeline's stage is at its fullest, it keeps one micro-batch at a time in the
 first and two in the second; by how many its schedule keeps, what one adds is multiplied. Ranks of a stage differ in
-data alone and in what is left where a cut is uneven: the first rank of a stage has the most.
+data alone and in what is left where a cut is uneven: the first rank of a stage has the most (of listed sizes, another).
 
 Left out: what torch.compile would change, fragments that an allocator cannot use, what kernels and communication
 libraries hold, the computation itself. Attention is counted as on a CPU, where some shapes have all scores in memory.
@@ -39,10 +39,11 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tangram.errors import UserError
-from tangram.layout import Mesh
+from tangram.layout import Layout, Mesh
 from tangram.models.build import build_on_meta
 from tangram.models.source import Source
 from tangram.planner.legality.check_plan import legal
+from tangram.planner.local.estimate import fullest
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
@@ -138,8 +139,9 @@ def dry_run(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> tupl
 
 
 def _first_rank(plan: Plan, place: int) -> int:
-    """The lowest rank at a place on the pipeline axis."""
-    return place * Mesh.parse(plan.mesh).axes[plan.axes.pipeline[0]][1] if plan.axes.pipeline else 0
+    """The lowest rank at a place on the pipeline axis, of those that have most."""
+    at = fullest(Layout.parse(text) for text in plan.layouts.parameters.values())
+    return Mesh.parse(plan.mesh).rank({**at, **dict.fromkeys(plan.axes.pipeline, place)})
 
 
 def _kept(plan: Plan) -> list[float]:
@@ -228,7 +230,7 @@ def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> 
     batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
     part = loop.backward(model, batches)
     model.sum_gradients()
-    gradients = local_gradients(model.module)
+    gradients = local_gradients(model.module, model.plain)
     sums = torch.stack([part, square_sum(gradients, world.size // world.stages)])
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
