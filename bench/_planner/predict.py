@@ -84,10 +84,14 @@ class HeldOut:
     def __init__(self, cases: Sequence[Case]) -> None:
         self.cases, self.runs = list(cases), runs(cases)
         self._known: dict[frozenset[int], Learned] = {}
+        self._places: dict[tuple[str, str], frozenset[int]] = {}
 
     def places(self, source: str, model: str) -> frozenset[int]:
         """Which runs are left to learn from."""
-        return frozenset(i for i, one in enumerate(self.cases) if one.source != source and one.row["model"] != model)
+        if (source, model) not in self._places:
+            left = (i for i, one in enumerate(self.cases) if one.source != source and one.row["model"] != model)
+            self._places[source, model] = frozenset(left)
+        return self._places[source, model]
 
     def learned(self, source: str, model: str) -> Learned:
         """From those."""

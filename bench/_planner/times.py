@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from bench._planner.predict import Floats, HeldOut
 from bench._planner.rows import Case
 from tangram.hardware.devices import device
-from tangram.planner.cost.calibration import Run
+from tangram.planner.cost.calibration import Learned, Run
 
 Group = tuple[str, str, str, str]
 
@@ -90,10 +91,23 @@ def few(cases: Sequence[Case], said: Sequence[Run], known: HeldOut, draws: int) 
     for draw in range(draws):
         chosen: list[int] = np.random.default_rng(draw).permutation(len(cases)).tolist()
         first, rest = chosen[:FEW], chosen[FEW:]
-        taught = {model: known.learned(cases[0].source, model).after([said[i] for i in first]) for model in set(models)}
-        off = [abs(taught[models[i]].correct([said[i]])[0][0] / step[i] - 1) for i in rest]
+        off: list[float] = []
+        for learned, places in _learned_by_places([models[i] for i in rest], cases[0].source, known):
+            at = [rest[i] for i in places]
+            off += np.abs(
+                learned.after([said[i] for i in first]).correct([said[i] for i in at])[0] / step[at] - 1
+            ).tolist()
         found.append(float(np.median(off)))
     return float(np.mean(found))
+
+
+def _learned_by_places(models: Sequence[str], source: str, known: HeldOut) -> list[tuple[Learned, list[int]]]:
+    """What is known without a source and a model, and which of the models it is for."""
+    found: dict[int, tuple[Learned, list[int]]] = {}
+    for i, model in enumerate(models):
+        one = known.learned(source, model)
+        found.setdefault(id(one), (one, []))[1].append(i)
+    return [*found.values()]
 
 
 def flops(case: Case) -> float:
@@ -121,12 +135,15 @@ def constant(cases: Sequence[Case], known: HeldOut) -> float:
         lambda other: other.group[1:3] == one.group[1:3],
         lambda other: True,
     )
-    off: list[float] = []
-    for case in cases:
-        left = [known.cases[i] for i in known.places(case.source, case.row["model"])]
+    shares = {id(other): share for other, share in zip(known.cases, map(utilisation, known.cases), strict=True)}
+
+    @cache
+    def usual(places: frozenset[int]) -> float:
+        left = [known.cases[i] for i in places]
         near = next(found for kind in like if len(found := [other for other in left if kind(other)]) >= 3)
-        usual = float(np.median([utilisation(other) for other in near]))
-        off.append(abs(utilisation(case) / usual - 1))
+        return float(np.median([shares[id(other)] for other in near]))
+
+    off = [abs(utilisation(case) / usual(known.places(case.source, case.row["model"])) - 1) for case in cases]
     return float(np.median(off))
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,7 @@ from tangram.hardware.devices import devices
 from tangram.planner.cost.step_time import PARTS
 from tangram.planner.space.setting import Setting
 
-__all__ = ["SURE", "Learned", "Run", "features", "learn", "load", "published", "save"]
+__all__ = ["SURE", "Learned", "Run", "learn", "load", "published", "save"]
 
 Array = NDArray[Any]
 
@@ -76,21 +76,24 @@ class Run:
         """Seconds of a step."""
         return sum(self.parts.values())
 
-
-def features(run: Run) -> dict[tuple[str, str, str], float]:
-    """The features of a run: (family, of what, part) and its value."""
-    shares = {name: part / run.predicted for name, part in run.parts.items()}
-    found: dict[tuple[str, str, str], float] = {}
-    for name, share in shares.items():
-        found["part", "", name] = share
-        found["device part", run.device, name] = share
-        found["framework part", run.framework, name] = share
-        found["precision part", run.precision, name] = share
-        found["place part", run.place, name] = share
-    found["device", run.device, ""] = 1.0
-    found["framework", run.framework, ""] = 1.0
-    found["place", run.place, ""] = 1.0
-    return found
+    @cached_property
+    def features(self) -> Mapping[tuple[str, str, str], float]:
+        """(family, of what, part) and its value; of parts that take no time there are none."""
+        found: dict[tuple[str, str, str], float] = {}
+        predicted = self.predicted
+        for name, part in self.parts.items():
+            if not part:
+                continue
+            share = part / predicted
+            found["part", "", name] = share
+            found["device part", self.device, name] = share
+            found["framework part", self.framework, name] = share
+            found["precision part", self.precision, name] = share
+            found["place part", self.place, name] = share
+        found["device", self.device, ""] = 1.0
+        found["framework", self.framework, ""] = 1.0
+        found["place", self.place, ""] = 1.0
+        return found
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,8 @@ class Learned:
     def apart(self, one: Run, other: Run) -> float:
         """The standard deviation of the logarithm of the ratio of two runs' steps: what both have in common counts for
         neither."""
-        differs = features(one)
-        for name, value in features(other).items():
+        differs = dict(one.features)
+        for name, value in other.features.items():
             differs[name] = differs.get(name, 0.0) - value
         values = np.array([differs.get(name, 0.0) for name in self.names])
         known = {*self.names}
@@ -143,7 +146,7 @@ class Learned:
         """Seconds of each run's step, and the standard deviation of their logarithm."""
         values, unseen = _matrix(runs, self.names)
         mean = values @ self.mean
-        variance = np.einsum("ij,jk,ik->i", values, self.covariance, values) + unseen + self.noise**2
+        variance = ((values @ self.covariance) * values).sum(1) + unseen + self.noise**2
         return np.array([run.predicted for run in runs]) * np.exp(mean), np.sqrt(variance)
 
     def after(self, runs: Sequence[Run]) -> Learned:
@@ -204,13 +207,14 @@ def _condition(prior: Learned, values: Array, targets: Array, noise: float) -> L
         return _by_rows(prior, values, targets, noise)
     precision = np.linalg.inv(prior.covariance)
     pull = precision @ prior.mean
-    weights, mean, covariance = np.ones(len(targets)), prior.mean, prior.covariance
+    weights, mean, inverse = np.ones(len(targets)), prior.mean, precision
     for _ in range(TURNS):
-        scaled = values * (weights / noise**2)[:, None]
-        covariance = np.linalg.inv(precision + values.T @ scaled)
-        mean = covariance @ (pull + scaled.T @ targets)
+        root = np.sqrt(weights) / noise
+        scaled = values * root[:, None]
+        inverse = precision + scaled.T @ scaled
+        mean = np.linalg.solve(inverse, pull + scaled.T @ (root * targets))
         weights = _weights(targets - values @ mean, noise)
-    return Learned(prior.names, mean, covariance, noise)
+    return Learned(prior.names, mean, np.linalg.inv(inverse), noise)
 
 
 def _by_rows(prior: Learned, values: Array, targets: Array, noise: float) -> Learned:
@@ -235,7 +239,7 @@ def _targets(runs: Sequence[Run]) -> Array:
 
 
 def _names(runs: Iterable[Run], known: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(dict.fromkeys((*known, *(name for run in runs for name in features(run)))))
+    return tuple(dict.fromkeys((*known, *(name for run in runs for name in run.features))))
 
 
 def _matrix(runs: Sequence[Run], names: tuple[tuple[str, str, str], ...]) -> tuple[Array, Array]:
@@ -243,7 +247,7 @@ def _matrix(runs: Sequence[Run], names: tuple[tuple[str, str, str], ...]) -> tup
     place = {name: i for i, name in enumerate(names)}
     values, unseen = np.zeros((len(runs), len(names))), np.zeros(len(runs))
     for i, run in enumerate(runs):
-        for name, value in features(run).items():
+        for name, value in run.features.items():
             if name in place:
                 values[i, place[name]] = value
             else:
