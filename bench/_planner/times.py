@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,11 @@ from tangram.hardware.devices import device
 from tangram.planner.cost.calibration import Learned, Run
 
 Group = tuple[str, str, str, str]
+K = TypeVar("K")
 
 SMALLEST = 20
 """Runs of a group that counts."""
 FEW, DRAWS = 5, 20
-SURE = 1.6449
-"""Standard deviations to each side of a normal's middle 90 of 100."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,9 @@ def errors(
     step = np.array([one.step for one in cases])
     physics = np.array([one.predicted for one in said])
     zero, sure = known.predict(cases, said)
-    within = np.abs(np.log(step / zero)) < SURE * sure
-    groups: dict[Group, list[int]] = defaultdict(list)
-    for i, one in enumerate(cases):
-        groups[one.group].append(i)
+    within = np.abs(np.log(step / zero)) < sure
     found: list[GroupError] = []
-    for group, places in sorted(groups.items()):
+    for group, places in sorted(together([one.group for one in cases]).items()):
         if len(places) < least:
             continue
         at = np.array(places)
@@ -78,6 +75,14 @@ def errors(
                 float(within[at].mean()),
             )
         )
+    return found
+
+
+def together(keys: Sequence[K]) -> dict[K, list[int]]:
+    """Where each key stands."""
+    found: dict[K, list[int]] = defaultdict(list)
+    for i, key in enumerate(keys):
+        found[key].append(i)
     return found
 
 
@@ -150,4 +155,4 @@ def constant(cases: Sequence[Case], known: HeldOut) -> float:
 def covered(cases: Sequence[Case], zero: Floats, sure: Floats) -> NDArray[np.bool_]:
     """Which runs lie within their interval."""
     step = np.array([one.step for one in cases])
-    return np.abs(np.log(step / zero)) < SURE * sure
+    return np.abs(np.log(step / zero)) < sure
