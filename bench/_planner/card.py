@@ -126,7 +126,7 @@ def _rest(rows: list[dict[str, Any]], before: str) -> str:
         "All groups, and intervals": ("step time, zero-shot: ", "the same", "groups below", "step time after 5 runs: ",
                                       "runs in their"),
         "Ranking": ("ranking",),
-        "Memory": ("memory", "runs out of memory", "runs that fitted"),
+        "Memory": ("memory", "runs of memory", "runs out of memory", "runs that fitted"),
         "Speed": ("configurations", "DeepSeek"),
         "Plans of the quickstart model, run on two cores": ("plans here",),
     }  # fmt: skip
