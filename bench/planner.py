@@ -113,16 +113,26 @@ def _groups(large: list[GroupError]) -> Iterator[Row]:
 
 
 def _intervals(timed: list[Case], said: list[Run], known: HeldOut) -> Iterator[Row]:
-    """How many runs lie where 90 of 100 are meant to."""
+    """How many runs lie where 90 of 100 are meant to, and how far their ends are from the prediction."""
     zero, sure = known.predict(timed, said)
-    share = float(times.covered(timed, zero, sure).mean())
+    within = times.covered(timed, zero, sure)
+    share = float(within.mean())
     yield Row(f"runs in their interval of 90 of 100: {share:.3f}; how far from 0.9", "share", abs(share - 0.9),
               target=0.05, better="lower")  # fmt: skip
-    sources = sorted({one.source for one in timed})
-    within = times.covered(timed, zero, sure)
-    by = float(np.mean([within[[i for i, one in enumerate(timed) if one.source == name]].mean() for name in sources]))
+    sources = times.together([one.source for one in timed])
+    by = float(np.mean([within[at].mean() for at in sources.values()]))
     yield Row(f"the same, mean of {len(sources)} sources: {by:.3f}; how far from 0.9", "share", abs(by - 0.9),
               target=0.05, better="lower")  # fmt: skip
+    large = [at for at in times.together([one.group for one in timed]).values() if len(at) >= times.SMALLEST]
+    if large:
+        held = float(np.mean([0.85 <= within[at].mean() <= 0.95 for at in large]))
+        yield Row(f"the same, of {len(large)} groups those that hold 85 to 95 of 100 runs", "share", held, target=1.0,
+                  better="higher")  # fmt: skip
+        wide = float(np.mean([sure[at].mean() for at in large]))
+        posterior = known.posterior(timed, said)
+        own = float(np.mean([posterior[at].mean() for at in large]))
+        yield Row(f"the same, logarithm of an interval's end over the prediction, mean of these groups; by the "
+                  f"posterior alone {own:.3f}", "", wide, better="lower")  # fmt: skip
 
 
 def _ranking(timed: list[Case], known: HeldOut, sets: Path, members: Path | None) -> Iterator[Row]:

@@ -28,8 +28,8 @@ NEEDED = ("layers", "hidden", "heads", "vocab", "seq", "n_gpus", "mbs", "gbs")
 OTHERS = (
     "task", "model", "arch", "ffn", "kv_heads", "head_dim", "experts", "topk", "moe_ffn", "shared_ffn", "dense_layers",
     "gated_mlp", "tied_emb", "gpu_mem_gb", "gpus_per_node", "tp", "sp", "pp", "vpp", "cp", "ep", "etp", "zero",
-    "recompute", "recompute_detail", "precision", "extra", "framework", "date", "tok_s_gpu", "step_s", "mem_gib",
-    "mem_kind", "mem_rank", "oom",
+    "recompute", "recompute_detail", "precision", "extra", "framework", "version", "date", "tok_s_gpu", "step_s",
+    "mem_gib", "mem_kind", "mem_rank", "oom",
 )  # fmt: skip
 """Columns that a file may lack: as if they were empty."""
 PRECISIONS: tuple[tuple[Precision, tuple[str, ...]], ...] = (
@@ -61,6 +61,8 @@ FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("compile",), {"fused_streams": True, "kernels": "fused"}),
     (("use-mc2", "tp-comm-overlap"), {"overlap_tensor": 0.6}),
     (("grad-reduce-in-bf16",), {"gradient_bytes": 2.0, "reduce_bytes": 2.0}),
+    # A micro-batch's tokens go to experts beside another's computation.
+    (("moe_a2a_overlap=True",), {"overlap_expert": 0.9}),
     # Transformer Engine writes the gradient over the logits, and they are copied once to be contiguous: 16 bits twice.
     (("TE fused cross-entropy",), {"loss": "fused"}),
     (("cross-entropy-loss-fusion",), {"loss": "parallel-fused"}),
@@ -167,8 +169,11 @@ def as_flagged(one: Framework, row: Row) -> Framework:
     for flags, changes in FLAGS:
         if any(flag in row["extra"] for flag in flags):
             found = replace(found, **changes)
+    release = re.match(r"NeMo (\d+\.\d+)", row["version"])
+    if release and release.group(1) >= "26.06":  # whose recipes of mixtures overlap, those that do not say so, too
+        found = replace(found, overlap_expert=0.9)
     if found.name == "torchtitan" and "compile" in row["extra"]:
-        found = replace(found, loss="compiled")
+        found = replace(found, loss="chunked" if "loss chunks" in row["extra"] else "compiled")
     # GPT's own recipes drop out; models with gated MLPs do not.
     plain = number(row, "gated_mlp", 1) == 0 and "mega" in row["framework"].lower()
     return replace(found, dropout=True) if plain else found
@@ -274,15 +279,20 @@ def recompute(row: Row) -> tuple[Group, float]:
         return Group.BLOCK, 0.5
     if detail == "layer":
         return Group.BLOCK, 1.0
-    named = [group for name, group in RECOMPUTED.items() if re.search(rf"\b{name}\b", detail)]
+    named = [name for name in RECOMPUTED if re.search(rf"\b{name}\b", detail)]
     if named:
         found = Group.NONE
-        for group in named:
-            found |= group
+        for name in named:
+            found |= Group.NONE if name == "mlp" and _mostly_experts(row) else RECOMPUTED[name]
         return found, 1.0
     if "SAC" in detail or "op-level" in detail or row["framework"] == "torchtitan":
         return BY_OPERATOR, 1.0
     return Group.SCORES, 1.0
+
+
+def _mostly_experts(row: Row) -> bool:
+    """Whether dense layers are few: the module "mlp" is theirs alone."""
+    return number(row, "experts", 0) > 1 and number(row, "dense_layers", 0) < number(row, "layers", 1) / 2
 
 
 def _numbers(text: str) -> list[float]:

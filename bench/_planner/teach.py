@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench._planner.predict import predictable, runs
+from bench._planner.predict import HeldOut, predictable
 from bench._planner.rows import cases, read
 from tangram.hardware.devices import device
-from tangram.planner.cost.calibration import learn, save
+from tangram.planner.cost.calibration import save
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "data" / "published" / "runs.csv"
@@ -17,7 +17,7 @@ LEARNED = ROOT / "src" / "tangram" / "planner" / "cost" / "learned.npz"
 def main() -> None:
     """Write the file."""
     known = predictable(list(cases(read(RUNS))))
-    found = learn(runs(known))
+    found = HeldOut(known).all()
     save(found.elsewhere(), LEARNED)
     devices = {device(one.gpu).name for one in known}
     print(f"{len(known)} runs on {len(devices)} devices, {len(found.names)} effects, noise {found.noise:.3f}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +14,14 @@ from numpy.typing import NDArray
 from bench._planner.predict import Floats, HeldOut
 from bench._planner.rows import Case
 from tangram.hardware.devices import device
-from tangram.planner.cost.calibration import Run
+from tangram.planner.cost.calibration import Learned, Run
 
 Group = tuple[str, str, str, str]
+K = TypeVar("K")
 
 SMALLEST = 20
 """Runs of a group that counts."""
 FEW, DRAWS = 5, 20
-SURE = 1.6449
-"""Standard deviations to each side of a normal's middle 90 of 100."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,9 @@ def errors(
     step = np.array([one.step for one in cases])
     physics = np.array([one.predicted for one in said])
     zero, sure = known.predict(cases, said)
-    within = np.abs(np.log(step / zero)) < SURE * sure
-    groups: dict[Group, list[int]] = defaultdict(list)
-    for i, one in enumerate(cases):
-        groups[one.group].append(i)
+    within = np.abs(np.log(step / zero)) < sure
     found: list[GroupError] = []
-    for group, places in sorted(groups.items()):
+    for group, places in sorted(together([one.group for one in cases]).items()):
         if len(places) < least:
             continue
         at = np.array(places)
@@ -80,6 +78,14 @@ def errors(
     return found
 
 
+def together(keys: Sequence[K]) -> dict[K, list[int]]:
+    """Where each key stands."""
+    found: dict[K, list[int]] = defaultdict(list)
+    for i, key in enumerate(keys):
+        found[key].append(i)
+    return found
+
+
 def few(cases: Sequence[Case], said: Sequence[Run], known: HeldOut, draws: int) -> float:
     """The error on the rest after learning from some of the runs of one source; nan where too few are left."""
     if len(cases) < 2 * FEW:
@@ -90,10 +96,23 @@ def few(cases: Sequence[Case], said: Sequence[Run], known: HeldOut, draws: int) 
     for draw in range(draws):
         chosen: list[int] = np.random.default_rng(draw).permutation(len(cases)).tolist()
         first, rest = chosen[:FEW], chosen[FEW:]
-        taught = {model: known.learned(cases[0].source, model).after([said[i] for i in first]) for model in set(models)}
-        off = [abs(taught[models[i]].correct([said[i]])[0][0] / step[i] - 1) for i in rest]
+        off: list[float] = []
+        for learned, places in _learned_by_places([models[i] for i in rest], cases[0].source, known):
+            at = [rest[i] for i in places]
+            off += np.abs(
+                learned.after([said[i] for i in first]).correct([said[i] for i in at])[0] / step[at] - 1
+            ).tolist()
         found.append(float(np.median(off)))
     return float(np.mean(found))
+
+
+def _learned_by_places(models: Sequence[str], source: str, known: HeldOut) -> list[tuple[Learned, list[int]]]:
+    """What is known without a source and a model, and which of the models it is for."""
+    found: dict[int, tuple[Learned, list[int]]] = {}
+    for i, model in enumerate(models):
+        one = known.learned(source, model)
+        found.setdefault(id(one), (one, []))[1].append(i)
+    return [*found.values()]
 
 
 def flops(case: Case) -> float:
@@ -121,16 +140,19 @@ def constant(cases: Sequence[Case], known: HeldOut) -> float:
         lambda other: other.group[1:3] == one.group[1:3],
         lambda other: True,
     )
-    off: list[float] = []
-    for case in cases:
-        left = [known.cases[i] for i in known.places(case.source, case.row["model"])]
+    shares = {id(other): share for other, share in zip(known.cases, map(utilisation, known.cases), strict=True)}
+
+    @cache
+    def usual(places: frozenset[int]) -> float:
+        left = [known.cases[i] for i in places]
         near = next(found for kind in like if len(found := [other for other in left if kind(other)]) >= 3)
-        usual = float(np.median([utilisation(other) for other in near]))
-        off.append(abs(utilisation(case) / usual - 1))
+        return float(np.median([shares[id(other)] for other in near]))
+
+    off = [abs(utilisation(case) / usual(known.places(case.source, case.row["model"])) - 1) for case in cases]
     return float(np.median(off))
 
 
 def covered(cases: Sequence[Case], zero: Floats, sure: Floats) -> NDArray[np.bool_]:
     """Which runs lie within their interval."""
     step = np.array([one.step for one in cases])
-    return np.abs(np.log(step / zero)) < SURE * sure
+    return np.abs(np.log(step / zero)) < sure

@@ -1,5 +1,6 @@
 """What is learned from runs: planted effects are found, single bad rows do not count, places are told apart."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,15 @@ import pytest
 
 from bench._planner import ranking
 from bench._planner.predict import HeldOut, predictable
-from bench._planner.rows import cases, precision, read, recompute, why_not
+from bench._planner.predict import runs as runs_of
+from bench._planner.rows import as_flagged, cases, precision, read, recompute, why_not
 from bench._planner.teach import LEARNED, RUNS
+from bench._planner.threads import THREADS, verdict
 from bench._planner.times import errors
 from tangram.hardware.devices import device
 from tangram.models.outline import Group
-from tangram.planner.cost.calibration import PARTS, Learned, Run, learn, load, published, save
+from tangram.planner.cost.calibration import PARTS, Learned, Run, learn, left_out, load, published, save
+from tangram.planner.cost.intervals import Misses
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.setting import Setting
 
@@ -107,8 +111,23 @@ def test_words_of_published_rows() -> None:
     assert recompute({**row, "recompute": "selective"}) == (Group.SCORES, 1.0)
     detail = "modules=moe_act+layernorm"
     assert recompute({**row, "recompute": "selective", "recompute_detail": detail})[0] == Group.NORM | Group.ACTIVATION
+    mixture = {**row, "recompute": "selective", "recompute_detail": "modules=mla_up_proj+mlp", "layers": "61"}
+    assert recompute({**mixture, "experts": "256", "dense_layers": "3"})[0] == Group.LATENT  # "mlp" is dense layers'
+    assert recompute({**mixture, "experts": "", "dense_layers": ""})[0] == Group.LATENT | Group.MLP | Group.ACTIVATION
     said = "layers recomputed per stage=[2, 0] of layer_partitions=[7, 9]"
     assert recompute({**row, "recompute": "full on some layers", "recompute_detail": said}) == (Group.BLOCK, 2 / 16)
+
+
+def test_flags_of_published_rows() -> None:
+    row = {"framework": "NeMo", "version": "", "extra": "", "gated_mlp": "1"}
+    nemo, titan = framework("nemo"), framework("torchtitan")
+    assert as_flagged(nemo, row) == nemo
+    overlapped = replace(nemo, overlap_expert=0.9)
+    assert as_flagged(nemo, {**row, "extra": "moe_flex_dispatcher_backend=deepep;moe_a2a_overlap=True"}) == overlapped
+    assert as_flagged(nemo, {**row, "version": "NeMo 26.08"}) == overlapped
+    assert as_flagged(nemo, {**row, "version": "NeMo 26.04.01"}) == nemo
+    assert as_flagged(titan, {**row, "extra": "compile"}).loss == "compiled"
+    assert as_flagged(titan, {**row, "extra": "compile;8 loss chunks"}).loss == "chunked"
 
 
 def test_parameters_of_published_rows_are_as_published() -> None:
@@ -118,6 +137,20 @@ def test_parameters_of_published_rows_are_as_published() -> None:
     assert len(known) > 200
     assert len(wrong) <= 1
     assert {why_not(row) for row in rows} >= {"", "no layers", "lora", "no mbs"}
+
+
+def test_every_run_of_a_public_thread_is_predicted_and_none_is_learned_from() -> None:
+    rows = read(THREADS)
+    assert not [row["row"] for row in rows if why_not(row)]
+    assert all(row["source"] for row in rows)
+    assert not {row["source"] for row in rows} & {row["source"] for row in read(RUNS)}
+    (case,) = [one for one in cases(rows) if one.row["oom"] == "1"]
+    ((run,), taught) = runs_of([case]), published()
+    said = verdict(case, run, taught)
+    assert said.ran_out
+    assert said.inside  # no step was told
+    assert replace(said, fits=0.95).right != replace(said, fits=0.01).right
+    assert not replace(said, measured=said.step * said.far * 1.01).inside
 
 
 def test_held_out_means_neither_the_source_nor_the_model() -> None:
@@ -180,3 +213,58 @@ def test_what_two_runs_have_in_common_does_not_tell_them_apart() -> None:
     assert taught.apart(*near) < 0.5 * taught.spread(near)[0]
     assert taught.apart(near[0], near[0]) == pytest.approx(2**0.5 * taught.noise)
     assert taught.apart(near[0], far) > 2 * taught.apart(*near)
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def test_what_is_left_out_is_as_if_it_had_never_been_learned() -> None:
+    """In closed form, of a place: errors and spreads are those of learning anew without it."""
+    runs = made(6, 30, 0)
+    taught = learn(runs)
+    ((off, spread),) = left_out(taught, runs, [range(30)])
+    steps, sure = learn(runs[30:], taught.noise).correct(runs[:30])
+    assert off == pytest.approx(np.log([run.measured for run in runs[:30]]) - np.log(steps), abs=2e-3)
+    assert spread == pytest.approx(sure, rel=0.01)
+    kept = np.log([run.measured for run in runs[:30]]) - np.log(taught.correct(runs[:30])[0])
+    assert np.abs(off).mean() > 1.5 * np.abs(kept).mean()  # who scores rows that were learned from sees less
+
+
+def sides(scale: dict[str, float], seed: int, count: int = 400) -> tuple[list[tuple[str, ...]], np.ndarray]:
+    """Runs of some devices, whose errors are as large as each device's."""
+    chance = np.random.default_rng(seed)
+    facts = [(name, "16 bits", "dense", "nemo") for name in scale for _ in range(count)]
+    return facts, np.array([chance.normal(0, scale[one[0]]) for one in facts])
+
+
+def test_intervals_hold_nine_of_ten_of_each_device_and_are_narrow_where_errors_are() -> None:
+    scale = {"h100": 0.04, "a100": 0.2}
+    facts, left = sides(scale, 0)
+    misses = Misses.of(facts, left, np.full(len(left), 0.25))
+    for name in scale:
+        new, off = sides({name: scale[name]}, 1)
+        half = misses.half(new, np.full(len(off), 0.25))
+        assert float((np.abs(off) <= half).mean()) >= 0.85
+    near, far = misses.half([facts[0], facts[-1]], np.full(2, 0.25))
+    assert near < 0.8 * far
+    unknown = misses.half([("mi300x", "fp8", "moe", "other")], np.full(1, 0.25))[0]
+    assert near < unknown  # of what nobody ran all count alike
+    wide, usual = misses.half([facts[0]] * 2, np.array([1.0, 0.25]))
+    assert wide == pytest.approx(4 * usual)
+
+
+def test_few_runs_alike_leave_the_largest_error() -> None:
+    facts = [("h100", "16 bits", "dense", "nemo")] * 3
+    misses = Misses.of(facts, np.array([0.1, -0.3, 0.2]), np.ones(3))
+    assert misses.half(facts[:1], np.ones(1)) == pytest.approx([0.3])
+
+
+def test_of_a_device_without_curve_intervals_are_no_narrower_than_the_posterior_says() -> None:
+    runs = made(4, 30, 0)
+    taught = learn(runs)
+    ((off, spread),) = left_out(taught, runs, [range(len(runs))])
+    sure = replace(taught, misses=Misses.of([one.facts for one in runs], off / 9, spread))
+    known, unknown = (Run(runs[0].parts, name, "megatron-core", "bf16", "") for name in ("h100", "t4"))
+    assert sure.half([known])[0] < taught.half([known])[0]
+    assert sure.half([unknown])[0] == pytest.approx(taught.half([unknown])[0])
+    assert sure.after(runs[:5]).misses is None  # with runs of its own the posterior counts

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -30,10 +30,11 @@ from numpy.typing import NDArray
 
 from tangram.hardware import curves
 from tangram.hardware.devices import devices
+from tangram.planner.cost.intervals import FACTS, Misses
 from tangram.planner.cost.step_time import PARTS
 from tangram.planner.space.setting import Setting
 
-__all__ = ["SURE", "Learned", "Run", "features", "learn", "load", "published", "save"]
+__all__ = ["SURE", "Learned", "Run", "learn", "left_out", "load", "published", "save"]
 
 Array = NDArray[Any]
 
@@ -70,27 +71,38 @@ class Run:
     """Whose machines and software: effects of their own."""
     measured: float = float("nan")
     """Seconds of a step."""
+    kind: str = "dense"
+    """Of the model: "dense" or "moe"."""
 
     @property
     def predicted(self) -> float:
         """Seconds of a step."""
         return sum(self.parts.values())
 
+    @property
+    def facts(self) -> tuple[str, str, str, str]:
+        """What intervals are chosen by."""
+        sixteen = self.precision in ("bf16", "fp16")
+        return self.device, "16 bits" if sixteen else self.precision, self.kind, self.framework
 
-def features(run: Run) -> dict[tuple[str, str, str], float]:
-    """The features of a run: (family, of what, part) and its value."""
-    shares = {name: part / run.predicted for name, part in run.parts.items()}
-    found: dict[tuple[str, str, str], float] = {}
-    for name, share in shares.items():
-        found["part", "", name] = share
-        found["device part", run.device, name] = share
-        found["framework part", run.framework, name] = share
-        found["precision part", run.precision, name] = share
-        found["place part", run.place, name] = share
-    found["device", run.device, ""] = 1.0
-    found["framework", run.framework, ""] = 1.0
-    found["place", run.place, ""] = 1.0
-    return found
+    @cached_property
+    def features(self) -> Mapping[tuple[str, str, str], float]:
+        """(family, of what, part) and its value; of parts that take no time there are none."""
+        found: dict[tuple[str, str, str], float] = {}
+        predicted = self.predicted
+        for name, part in self.parts.items():
+            if not part:
+                continue
+            share = part / predicted
+            found["part", "", name] = share
+            found["device part", self.device, name] = share
+            found["framework part", self.framework, name] = share
+            found["precision part", self.precision, name] = share
+            found["place part", self.place, name] = share
+        found["device", self.device, ""] = 1.0
+        found["framework", self.framework, ""] = 1.0
+        found["place", self.place, ""] = 1.0
+        return found
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,8 @@ class Learned:
     covariance: Array
     noise: float
     """Standard deviation of a run's logarithm around what its effects say."""
+    misses: Misses | None = None
+    """How far it was off of runs that it was not learned from; None: the posterior alone says how sure it is."""
 
     def scales(self, device: str, setting: Setting) -> dict[str, float]:
         """By what each part of a step is multiplied on a device, with a framework, in a type."""
@@ -122,11 +136,23 @@ class Learned:
         """The standard deviation of each run's logarithm."""
         return self.correct(runs)[1]
 
+    def half(self, runs: Sequence[Run]) -> Array:
+        """Of each run the logarithm of the end of its interval of 90 % over its seconds, to both sides."""
+        return self.half_of(runs, self.spread(runs))
+
+    def half_of(self, runs: Sequence[Run], spread: Array) -> Array:
+        """The same where the spread is known. Of devices that nobody measured it is no less than the posterior says."""
+        if self.misses is None:
+            return SURE * spread
+        found = self.misses.half([run.facts for run in runs], spread)
+        known = np.array([run.device not in devices() or curves.measured(run.device) for run in runs])
+        return np.where(known, found, np.maximum(found, SURE * spread))
+
     def apart(self, one: Run, other: Run) -> float:
         """The standard deviation of the logarithm of the ratio of two runs' steps: what both have in common counts for
         neither."""
-        differs = features(one)
-        for name, value in features(other).items():
+        differs = dict(one.features)
+        for name, value in other.features.items():
             differs[name] = differs.get(name, 0.0) - value
         values = np.array([differs.get(name, 0.0) for name in self.names])
         known = {*self.names}
@@ -137,13 +163,14 @@ class Learned:
         """Without the effects of the places that it was learned from: what is known of any other."""
         keep = [i for i, (family, _, _) in enumerate(self.names) if not family.startswith("place")]
         at = np.array(keep, dtype=int)
-        return Learned(tuple(self.names[i] for i in keep), self.mean[at], self.covariance[np.ix_(at, at)], self.noise)
+        covariance = self.covariance[np.ix_(at, at)]
+        return replace(self, names=tuple(self.names[i] for i in keep), mean=self.mean[at], covariance=covariance)
 
     def correct(self, runs: Sequence[Run]) -> tuple[Array, Array]:
         """Seconds of each run's step, and the standard deviation of their logarithm."""
         values, unseen = _matrix(runs, self.names)
         mean = values @ self.mean
-        variance = np.einsum("ij,jk,ik->i", values, self.covariance, values) + unseen + self.noise**2
+        variance = ((values @ self.covariance) * values).sum(1) + unseen + self.noise**2
         return np.array([run.predicted for run in runs]) * np.exp(mean), np.sqrt(variance)
 
     def after(self, runs: Sequence[Run]) -> Learned:
@@ -158,12 +185,14 @@ class Learned:
 
 def save(one: Learned, path: Path) -> None:
     """As an archive of numpy; the covariance in 16 bits, as correlations."""
+    misses = one.misses or Misses(np.empty((0, len(FACTS)), dtype=np.str_), np.empty(0))
     deviation = np.sqrt(np.diag(one.covariance))
     correlation = (one.covariance / np.outer(deviation, deviation)).astype(np.float16)
     lower = correlation[np.tril_indices(len(deviation))]
     np.savez_compressed(
         path, names=np.array(["|".join(name) for name in one.names]), mean=one.mean.astype(np.float32),
         deviation=deviation.astype(np.float32), correlation=lower, noise=one.noise,
+        facts=misses.facts, off=misses.off.astype(np.float32),
     )  # fmt: skip
 
 
@@ -176,7 +205,8 @@ def load(path: Path) -> Learned:
         half[np.tril_indices(len(names))] = kept["correlation"]
         both = half + np.tril(half, -1).T
         mean: Array = kept["mean"].astype(np.float64)
-        return Learned(names, mean, both * np.outer(deviation, deviation), float(kept["noise"]))
+        misses = Misses(kept["facts"], kept["off"]) if len(kept["off"]) else None
+        return Learned(names, mean, both * np.outer(deviation, deviation), float(kept["noise"]), misses)
 
 
 @cache
@@ -198,19 +228,48 @@ def learn(runs: Sequence[Run], noise: float = 0.08) -> Learned:
     return _condition(start, values, targets, max(0.02, float(np.median(np.abs(left))) / 0.6745))
 
 
+def left_out(learned: Learned, runs: Sequence[Run], blocks: Sequence[Sequence[int]]) -> list[tuple[Array, Array]]:
+    """Of each block of the runs that `learn` made it of: logarithms of measured over predicted, and their standard
+    deviations, as if it had been learned without the block; bad rows count as little as they do with it.
+
+    Closed: without rows X of weights W the posterior's covariance S becomes K = (1 - S X' W X)^-1 S, and what is left
+    over of them, R, becomes R + X K X' W R.
+    """
+    values, _ = _matrix(runs, learned.names)
+    targets = _targets(runs)
+    weights = _weights(targets - values @ learned.mean, learned.noise) / learned.noise**2
+    # Of just these weights: with others what a block alone tells of would not be taken out whole.
+    scaled = values * np.sqrt(weights)[:, None]
+    covariance = np.linalg.inv(np.diag([WIDTHS[family] ** -2 for family, _, _ in learned.names]) + scaled.T @ scaled)
+    left = targets - values @ (covariance @ (values.T @ (weights * targets)))
+    found: list[tuple[Array, Array]] = []
+    for block in blocks:
+        at = np.array(block, dtype=int)
+        rows = values[at]
+        cut = np.flatnonzero(rows.any(axis=0))  # of other effects these rows say nothing
+        rows, own = rows[:, cut], covariance[np.ix_(cut, cut)]
+        weighed = rows.T * weights[at]
+        without = np.linalg.solve(np.eye(len(cut)) - own @ (weighed @ rows), own)
+        gone = left[at] + rows @ (without @ (weighed @ left[at]))
+        variance = np.maximum(((rows @ without) * rows).sum(1), 0.0) + learned.noise**2
+        found.append((gone, np.sqrt(variance)))
+    return found
+
+
 def _condition(prior: Learned, values: Array, targets: Array, noise: float) -> Learned:
     """The posterior of some rows, their noise with heavy tails."""
     if len(targets) < len(prior.names):
         return _by_rows(prior, values, targets, noise)
     precision = np.linalg.inv(prior.covariance)
     pull = precision @ prior.mean
-    weights, mean, covariance = np.ones(len(targets)), prior.mean, prior.covariance
+    weights, mean, inverse = np.ones(len(targets)), prior.mean, precision
     for _ in range(TURNS):
-        scaled = values * (weights / noise**2)[:, None]
-        covariance = np.linalg.inv(precision + values.T @ scaled)
-        mean = covariance @ (pull + scaled.T @ targets)
+        root = np.sqrt(weights) / noise
+        scaled = values * root[:, None]
+        inverse = precision + scaled.T @ scaled
+        mean = np.linalg.solve(inverse, pull + scaled.T @ (root * targets))
         weights = _weights(targets - values @ mean, noise)
-    return Learned(prior.names, mean, covariance, noise)
+    return Learned(prior.names, mean, np.linalg.inv(inverse), noise)
 
 
 def _by_rows(prior: Learned, values: Array, targets: Array, noise: float) -> Learned:
@@ -235,7 +294,7 @@ def _targets(runs: Sequence[Run]) -> Array:
 
 
 def _names(runs: Iterable[Run], known: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(dict.fromkeys((*known, *(name for run in runs for name in features(run)))))
+    return tuple(dict.fromkeys((*known, *(name for run in runs for name in run.features))))
 
 
 def _matrix(runs: Sequence[Run], names: tuple[tuple[str, str, str], ...]) -> tuple[Array, Array]:
@@ -243,7 +302,7 @@ def _matrix(runs: Sequence[Run], names: tuple[tuple[str, str, str], ...]) -> tup
     place = {name: i for i, name in enumerate(names)}
     values, unseen = np.zeros((len(runs), len(names))), np.zeros(len(runs))
     for i, run in enumerate(runs):
-        for name, value in features(run).items():
+        for name, value in run.features.items():
             if name in place:
                 values[i, place[name]] = value
             else:

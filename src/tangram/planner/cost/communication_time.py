@@ -116,7 +116,11 @@ def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behi
     if trained is not whole:  # what is frozen is gathered where parameters are divided, and never summed
         frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
         gather = gather + _gathered(setting, g, frozen, setting.base_bytes) * (g.zero >= 3)
-    each, many = (beyond(gather, ahead, parts), _both(gather, reduce, behind, parts)), g.zero >= 3
+    own, many = np.minimum(g.virtual, parts), g.zero >= 3  # each virtual stage has a first and a last layer
+    each = (
+        own * beyond(gather / own, ahead / own, parts / own),
+        own * _both(gather / own, reduce / own, behind / own, parts / own),
+    )
     return Data(np.where(many, each[0], once[0]), np.where(many, each[1], once[1]), gather, reduce)
 
 

@@ -280,23 +280,24 @@ def described(
     parts = {name: np.broadcast_to(values, len(g)) for name, values in multiplied(of, scales).items()}
     parts["data"] = parts["data"] + np.maximum(of.busiest - sum(parts.values()), 0.0)  # as `scaled` has it
     held = {name: part for name, part in needs.worst.parts().items() if name != "host"}
+    kind = "moe" if any(block.experts for block, _ in outline.runs) else "dense"
     runs = [
         Run(
             {name: float(values[i]) for name, values in parts.items()},
-            setting.device.name, setting.framework.name, setting.precision, "",
+            setting.device.name, setting.framework.name, setting.precision, "", kind=kind,
         )
         for i in range(len(g))
     ]  # fmt: skip
-    spread = learned.spread(runs)
+    half = learned.half(runs)
     return tuple(
-        _choice(outline, g, i, runs[i], float(spread[i]), needs, {n: float(v[i]) for n, v in held.items()},
+        _choice(outline, g, i, runs[i], float(half[i]), needs, {n: float(v[i]) for n, v in held.items()},
                 {n: float(v[i]) for n, v in of.links.items() if v.any()}, setting, ask, limit)
         for i in range(len(g))
     )  # fmt: skip
 
 
 def _choice(
-    outline: Outline, g: Grid, i: int, run: Run, spread: float, needs: Memory, held: dict[str, float],
+    outline: Outline, g: Grid, i: int, run: Run, half: float, needs: Memory, held: dict[str, float],
     links: dict[str, float], setting: Setting, ask: Ask, limit: float,
 ) -> Choice:  # fmt: skip
     at = {name: int(values[i]) for name, values in g.columns().items()}
@@ -316,8 +317,8 @@ def _choice(
         zero=at["zero"],
         again=again_name(at["recompute"], float(g.recomputed[i])),
         step=step,
-        low=step * math.exp(-SURE * spread),
-        high=step * math.exp(SURE * spread),
+        low=step * math.exp(-half),
+        high=step * math.exp(half),
         tokens_per_device=at["batch"] * ask.sequence / step / ranks,
         utilisation=flops / step / ranks / setting.device.peak(ask.precision),
         memory=need,
