@@ -45,7 +45,7 @@ from tangram.sharding.derive.transitions import Change, sizes_after
 from tangram.sharding.local_ops.local_call import arguments_of, as_it_is
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.runtime.install import Now, Runtime, done
-from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes
+from tangram.sharding.runtime.lower import lower, makers, places_of, refuse_lost_writes, written_by
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws, draws_whole
 
@@ -90,6 +90,8 @@ def _cut_ones(found: Derived, run: int) -> frozenset[int]:
     seen = [v for call in graph.calls if call.run == run for v in call.gives]
     seen += [v for one in graph.runs if one.parent == run for v in one.gives]
     seen += graph.runs[run].takes
+    writing = (c for c in graph.calls if c.run == run and any(map(written_by, graph.nodes[c.first : c.stop])))
+    seen += [v for c in writing for node in graph.nodes[c.first : c.stop] for v in node.results]
     maker, steps = makers(graph), steps_of_nodes(found)
 
     def states(v: int) -> list[State]:
@@ -214,6 +216,8 @@ class _Rehearsal:
         """The calls that the code has made."""
         self.last = 0
         """The run whose code has called last."""
+        self.unfit: _OtherWayError | None = None
+        """What the operators that run in a function's stead would not fit."""
 
     def bring(self, x: Tensor, change: Change) -> Tensor:
         """What would come, of the size that it has then."""
@@ -277,7 +281,23 @@ class _Rehearsal:
             if not action.why:
                 return found
         self.program.actions.setdefault(run, {})[key] = action
+        self._see_other_parts(call, action, tree_leaves((args, kwargs)))
         return self.instead(action, ())
+
+    def _see_other_parts(self, call: Called, action: OpAction, leaves: Sequence[Any]) -> None:
+        """Keep where an operator would be run on a tensor of another size than was derived for it."""
+        here = {v: x.shape for v, x in zip(call.takes, leaves, strict=True) if v is not None}
+        for i in range(call.first, call.stop):
+            node, step = self.graph.nodes[i], self.operators.steps[i]
+            for place, v in enumerate(places_of(node, step)):
+                if v is None or v not in here:
+                    continue
+                at = self.found.mesh.coords(self.rank)
+                got = tuple(sizes_after(here[v], action.before.get((i, place), ()), self.sizes, at))
+                want = local_shape(self.found, self.graph.values[v].shape, needed(self.found, step, place), self.rank)
+                if got != want:
+                    said = f"{call.line}: {call.function} is given {got} on a part, not {want}"
+                    self.unfit = self.unfit or _OtherWayError(said, call.run)
 
     def _unknown(self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that runs no operators, if so."""
@@ -288,12 +308,14 @@ class _Rehearsal:
         return found
 
     def refuse_left_out(self) -> None:
-        """Raise _OtherWayError for a call that the code makes on the whole only."""
+        """Raise _OtherWayError for a call that the code makes on the whole only, and for what does not fit."""
         does = {action.call for own in self.program.actions.values() for action in own.values()}
         for number, call in enumerate(self.graph.calls):
             ran = (i for i in range(call.first, call.stop) if not self._passes(i))
             if number not in self.met and (number in does or any(self._counts(i, call) for i in ran)):
                 raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
+        if self.unfit is not None:
+            raise self.unfit
 
     def _passes(self, i: int) -> bool:
         """Whether what follows a node is the same without it: it gives what it takes, or repeats it for nobody's part.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
 from tangram.models.graph import Called, Graph, Node, filled, refs
-from tangram.models.overwrites import unsaid
+from tangram.models.overwrites import BACK, unsaid
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import input_states, made, needed, steps_of_nodes, used
 from tangram.sharding.derive.problem.folding import FoldedStep as Node_Step
@@ -269,7 +269,7 @@ def refuse_lost_writes(graph: Graph, call: Called, action: OpAction) -> None:
                 f"{call.line}: {call.function} changes {' and '.join(names)}, of which every rank has all, by what a "
                 "rank has a part of: mark what it takes as whole"
             )
-        for v in written_by(node):
+        for v in (_viewed(graph, call, v) for v in written_by(node)):
             moved = any(call.takes[leaf] == v for leaf in action.takes) or not action.after.keys().isdisjoint(
                 node.results
             )
@@ -278,6 +278,14 @@ def refuse_lost_writes(graph: Graph, call: Called, action: OpAction) -> None:
                     f"{call.line}: {call.function} writes into a tensor that has to lie otherwise for it: write it as "
                     "an operator that gives a new tensor"
                 )
+
+
+def _viewed(graph: Graph, call: Called, v: int) -> int:
+    """What a function was given that a tensor is a view of, where it has made it as one: x in `x[:, 1:] = y`."""
+    made = {v: node for node in graph.nodes[call.first : call.stop] for v in node.results if v is not None}
+    while v not in call.takes and v in made and made[v].operator in BACK:
+        v = made[v].inputs[0]
+    return v
 
 
 def refuse_cut_buffers(found: Derived) -> None:

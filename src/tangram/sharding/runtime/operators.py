@@ -7,6 +7,7 @@ that are not the part's.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.lower import makers, places_of, written_by
 from tangram.sharding.runtime.neighbour_ops import Linked
 from tangram.sharding.runtime.program import OpAction, draws, draws_whole
+
+OTHERS_FAULT = re.compile(
+    r"allocate|out of memory|CUDA|HIP|cuBLAS|CUBLAS|CUDNN|NCCL|gloo|[Cc]onnection|[Tt]imed out|ProcessGroup"
+)
+"""Of a plain RuntimeError: it is of memory, of a device or of a group, not of the parts."""
 
 
 class Operators:
@@ -79,7 +85,24 @@ class Operators:
     def _run(
         self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], inputs: Sequence[int | None]
     ) -> Sequence[Any]:
-        """What a node gives. What it writes into a tensor that the function was given is written there."""
+        """What a node gives. What it writes into a tensor that the function was given is written there.
+
+        Raises UserError for parts that the operator itself refuses; no memory, a device or a group stay what they are.
+        """
+        try:
+            return self._ran(node, step, local, inputs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if type(error) not in (RuntimeError, ValueError, IndexError) or OTHERS_FAULT.search(str(error)):
+                raise
+            sizes = ", ".join(str(tuple(x.shape)) for x in local if x is not None)
+            said = (str(error).splitlines() or [""])[0].rstrip(".")
+            raise UserError(
+                f"{node.source}: {step.call.name} cannot be run on the parts {sizes} of rank {self._rank}: {said}"
+            ) from error
+
+    def _ran(
+        self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], inputs: Sequence[int | None]
+    ) -> Sequence[Any]:
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
@@ -89,7 +112,7 @@ class Operators:
             if v in written and v in inputs
         ):
             with torch.no_grad():  # as the function does itself, which torch.nn.init has
-                return self._run(node, step, local, inputs)
+                return self._ran(node, step, local, inputs)
         call, there = called(self._found, step), any(v in inputs for v in written)
         if draws_whole(step):  # by torch's generators, on every rank, as one process draws it within DrawMode
             with DrawMode(numbers=self._numbers):
