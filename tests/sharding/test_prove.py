@@ -86,6 +86,15 @@ def test_the_command_proves_some_operators(capsys: pytest.CaptureFixture[str]) -
     assert "no sample of torch's database reaches an operator no_such" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["matmul", "linear", "einsum", "layer_norm", "matmul.default"])
+def test_of_an_operator_that_torch_takes_apart_it_is_said_at_once(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "run", _raise)  # no process runs torch's database
+    assert main(["shard", "check", name]) == 2
+    assert f"torch takes {name} apart into other operators" in capsys.readouterr().err
+
+
 def test_the_command_shows_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["shard", "rule", "sum"]) == 0
     shown = capsys.readouterr().out

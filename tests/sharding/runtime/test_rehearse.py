@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,9 +15,14 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_model, graph_of
-from tangram.sharding.derive.problem.states import cut, part_dim
-from tangram.sharding.runtime.dry_check import rehearsed
-from tangram.sharding.runtime.program import Program
+from tangram.sharding.derive.problem.states import SAME, cut, part_dim
+from tangram.sharding.derive.transitions import StateStep
+from tangram.sharding.runtime import operators
+from tangram.sharding.runtime.dry_check import _OtherWayError, _Rehearsal, rehearsed
+from tangram.sharding.runtime.program import OpAction, Program
+from tangram.sharding.runtime.writes import lost_views
+
+SOME = (StateStep("tp", SAME, cut(2)),)
 
 
 class Code(nn.Module):
@@ -172,3 +178,72 @@ def test_what_it_sees_whole_over_one_axis_may_be_cut_over_another() -> None:
 def test_where_a_mark_cuts_what_it_sees_it_is_refused(code: Callable[[Tensor], Tensor], why: str) -> None:
     with pytest.raises(UserError, match=rf"^Code cannot be run on parts: .*test_rehearse.py:\d+: {why}"):
         program_of(code, *COLUMNS, "up: b s f/tp")
+
+
+def _written_in_part(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, 1:]
+    return y
+
+
+@pytest.mark.parametrize("moved", ["what is written", "what a view is made of", "a view of it", "the view on a part"])
+def test_what_is_written_through_a_view_is_not_lost(moved: str) -> None:
+    """LED's windows: `y[:, 1:] = x` on a moved y, or where the view is made otherwise, would write into another one."""
+    program = program_of(_written_in_part, *COLUMNS)
+    graph = program.found.folded.graph
+    number = next(i for i, call in enumerate(graph.calls) if call.function == "__setitem__")
+    call = graph.calls[number]
+    (base, view) = next(node.renews for node in graph.nodes if node.renews is not None)
+    write = next(i for i in range(call.first, call.stop) if graph.nodes[i].operator == torch.ops.aten.copy_.default)
+    planted = {
+        "what is written": OpAction(number, why="planted", before={(write, 0): SOME}),
+        "what a view is made of": OpAction(number, takes={[*call.takes].index(base): SOME}),
+        "a view of it": OpAction(number, why="planted", after={graph.nodes[view].results[0] or 0: SOME}),
+        "the view on a part": OpAction(number, why="planted"),
+    }[moved]
+    assert not [*lost_views(program, lambda _: True)]
+    program.actions.setdefault(call.run, {})[call.line, call.function, call.turn] = planted
+    ((said, run),) = lost_views(program, lambda i: i != view or moved != "the view on a part")
+    assert (run, "what is written into a view of a tensor would be lost" in said) == (call.run, True)
+
+
+def test_operators_in_a_function_s_stead_get_the_sizes_that_were_derived() -> None:
+    """Planted: a tensor is not brought to how an operator needs it."""
+    program = program_of(_fixed_tail, *COLUMNS)
+    (call,) = (call for call in program.found.folded.graph.calls if call.function == "tanh")
+    rehearsal = _Rehearsal(program, 0)
+    rehearsal.met |= {*rehearsal.calls.values()}
+    rehearsal.around(call.run, (call.line, "tanh", 0), torch.tanh, (torch.zeros(2, 4, 4, 4),), {}, OpAction(0, why="x"))
+    with pytest.raises(_OtherWayError, match=r"tanh is given \(2, 4, 4, 4\) on a part, not \(2, 4, 2, 4\)"):
+        rehearsal.refuse_left_out()
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (RuntimeError("sizes differ.\nmore"), UserError),
+        (ValueError("sizes differ"), UserError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError),
+        (torch.OutOfMemoryError("sizes differ"), torch.OutOfMemoryError),
+        (torch.distributed.DistBackendError("sizes differ"), torch.distributed.DistBackendError),
+    ],
+)
+def test_what_an_operator_refuses_of_parts_is_one_sentence(
+    raised: Exception, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: object, **__: object) -> None:
+        raise raised
+
+    program = program_of(_fixed_tail, *COLUMNS)
+    call = next(call for call in program.found.folded.graph.calls if call.function == "view")
+    number = program.found.folded.graph.calls.index(call)
+    monkeypatch.setattr(operators, "run", refusing)
+    whole = [torch.zeros(2, 4, 8) if v is not None else None for v in call.takes]
+    with pytest.raises(seen) as error:
+        operators.Operators(program.found, 1).instead(OpAction(number), whole, lambda x, _: x)
+    assert type(error.value) is seen
+    if seen is UserError:
+        assert re.fullmatch(
+            r".*test_rehearse.py:\d+: view cannot be run on the parts \(2, 4, 8\) of rank 1: sizes differ",
+            str(error.value),
+        )

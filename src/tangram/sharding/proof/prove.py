@@ -51,6 +51,8 @@ EACH = 60.0
 """Seconds for an operator."""
 _UNKNOWN = "no sample of torch's database reaches an operator {}: give it as aten calls it"
 
+_COMPOSITE = "torch takes {} apart into other operators before any of it is seen: check those, as mm or view"
+
 
 def calls_of(table: RuleTable, calls: Sequence[OpCall]) -> list[OpCall]:
     """The calls in which most can be cut, also for each line of a rule, and the first."""
@@ -211,6 +213,8 @@ def prove(
         space, _, plain = name.partition(".")[0].rpartition("::")
         if name not in table.lines and not hasattr(getattr(torch.ops, space or "aten"), plain):
             raise UserError(_UNKNOWN.format(name))
+        if name not in table.lines.keys() | shapes.calls().keys() | routes.COMPOSITE.keys() and _is_composite(name):
+            raise UserError(_COMPOSITE.format(name))
     run = [name for name in names if name not in shapes.calls()]
     parts = 1 if names else 2
     jobs = [
@@ -232,6 +236,20 @@ def prove(
         if told is not None:
             told(verdict)
     return sorted(found, key=lambda v: v.operator)
+
+
+def _is_composite(name: str) -> bool:
+    """Whether the dispatcher takes an operator apart whatever the device, so that no call of it is ever seen."""
+    space, _, plain = name.rpartition("::")
+    plain, _, overload = plain.partition(".")
+    packet = getattr(getattr(torch.ops, space or "aten"), plain)
+    all_of_it: list[str] = [overload] if overload else [one for one in packet.overloads() if not one.endswith("out")]
+    known: Any = cast(Any, torch)._C
+    full = [f"{space or 'aten'}::{plain}{'' if one == 'default' else f'.{one}'}" for one in all_of_it]
+    there = [one for one in full if known._dispatch_has_kernel(one)]  # some are of TorchScript alone
+    return bool(there) and all(
+        known._dispatch_has_kernel_for_dispatch_key(one, "CompositeImplicitAutograd") for one in there
+    )
 
 
 def _unproved(table: RuleTable, name: str) -> ProofVerdict:

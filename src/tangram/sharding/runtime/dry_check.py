@@ -35,20 +35,18 @@ from tangram.sharding.derive.layouts import (
     local_shape,
     made,
     needed,
-    steps_of_nodes,
     unlike,
     used,
 )
 from tangram.sharding.derive.problem.folding import FoldedStep
-from tangram.sharding.derive.problem.states import State, part_dim
 from tangram.sharding.derive.transitions import Change, sizes_after
 from tangram.sharding.local_ops.local_call import arguments_of
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.runtime.install import Now, Runtime, done
-from tangram.sharding.runtime.lower import lower, makers, places_of
+from tangram.sharding.runtime.lower import cut_classes, lower, places_of
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws, draws_whole
-from tangram.sharding.runtime.writes import Writes, lost_views, refuse_lost_writes
+from tangram.sharding.runtime.writes import lost_views, refuse_lost_writes
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}
@@ -68,7 +66,7 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
         try:
             return _rehearsed(found, model, inputs, dtype)
         except _OtherWayError as error:
-            whole = found.whole | _cut_ones(found, error.run)
+            whole = found.whole | cut_classes(found, error.run)
             if whole == found.whole:
                 raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
             try:
@@ -83,30 +81,6 @@ class _OtherWayError(Exception):
     def __init__(self, said: str, run: int) -> None:
         super().__init__(said)
         self.run = run
-
-
-def _cut_ones(found: Derived, run: int) -> frozenset[int]:
-    """The classes of the tensors that the code of a run sees in parts."""
-    graph, classes = found.folded.graph, found.folded.classes
-    seen = [v for call in graph.calls if call.run == run for v in call.gives]
-    seen += [v for one in graph.runs if one.parent == run for v in one.gives]
-    seen += graph.runs[run].takes
-    writes = Writes.of(graph)
-    seen += [new for new, v in writes.first.items() if v in {writes.tensor(one) for one in seen if one is not None}]
-    maker, steps = makers(graph), steps_of_nodes(found)
-
-    def states(v: int) -> list[State]:
-        own = [*used(found, classes[v]).values()]
-        return [*own, *made(found, steps[maker[v][0]], maker[v][1]).values()] if v in maker else own
-
-    there = {v for v in seen if v is not None and graph.values[v].kind != "parameter"}
-    cut = {v for v in there if any(part_dim(state) is not None for state in states(v))}
-    for call in (call for call in graph.calls if call.run == run):
-        for i in range(call.first, call.stop):
-            for place, v in enumerate(places_of(graph.nodes[i], steps[i])):
-                ways = needed(found, steps[i], place).values() if v in there else ()
-                cut |= {v for state in ways if v is not None and part_dim(state) is not None}
-    return frozenset(classes[v] for v in cut)
 
 
 def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
@@ -220,6 +194,8 @@ class _Rehearsal:
         """The calls that the code has made."""
         self.last = 0
         """The run whose code has called last."""
+        self.unfit: _OtherWayError | None = None
+        """What the operators that run in a function's stead would not fit."""
 
     def bring(self, x: Tensor, change: Change) -> Tensor:
         """What would come, of the size that it has then."""
@@ -283,7 +259,23 @@ class _Rehearsal:
             if not action.why:
                 return found
         self.program.actions.setdefault(run, {})[key] = action
+        self._see_other_parts(call, action, tree_leaves((args, kwargs)))
         return self.instead(action, ())
+
+    def _see_other_parts(self, call: Called, action: OpAction, leaves: Sequence[Any]) -> None:
+        """Keep where an operator would be run on a tensor of another size than was derived for it."""
+        here = {v: x.shape for v, x in zip(call.takes, leaves, strict=True) if v is not None}
+        for i in self.operators.live(call):
+            node, step = self.graph.nodes[i], self.operators.steps[i]
+            for place, v in enumerate(places_of(node, step)):
+                if v is None or v not in here:
+                    continue
+                at = self.found.mesh.coords(self.rank)
+                got = tuple(sizes_after(here[v], action.before.get((i, place), ()), self.sizes, at))
+                want = local_shape(self.found, self.graph.values[v].shape, needed(self.found, step, place), self.rank)
+                if got != want:
+                    said = f"{call.line}: {call.function} is given {got} on a part, not {want}"
+                    self.unfit = self.unfit or _OtherWayError(said, call.run)
 
     def _unknown(self, run: int, key: CallKey, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that runs no operators, if so."""
@@ -294,12 +286,14 @@ class _Rehearsal:
         return found
 
     def refuse_left_out(self) -> None:
-        """Raise _OtherWayError for a call that the code makes on the whole only."""
+        """Raise _OtherWayError for a call that the code makes on the whole only, and for what does not fit."""
         does = {action.call for own in self.program.actions.values() for action in own.values()}
         for number, call in enumerate(self.graph.calls):
             ran = (i for i in range(call.first, call.stop) if not self._passes(i))
             if number not in self.met and (number in does or any(self._counts(i, call) for i in ran)):
                 raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
+        if self.unfit is not None:
+            raise self.unfit
 
     def _passes(self, i: int) -> bool:
         """Whether what follows a node is the same without it: it gives what it takes, or repeats it for nobody's part.

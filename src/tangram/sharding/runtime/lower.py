@@ -291,6 +291,30 @@ def refuse_cut_buffers(found: Derived) -> None:
             )
 
 
+def cut_classes(found: Derived, run: int) -> frozenset[int]:
+    """The classes of the tensors that the code of a run sees in parts."""
+    graph, classes = found.folded.graph, found.folded.classes
+    seen = [v for call in graph.calls if call.run == run for v in call.gives]
+    seen += [v for one in graph.runs if one.parent == run for v in one.gives]
+    seen += graph.runs[run].takes
+    writes = Writes.of(graph)
+    seen += [new for new, v in writes.first.items() if v in {writes.tensor(one) for one in seen if one is not None}]
+    maker, steps = makers(graph), steps_of_nodes(found)
+
+    def states(v: int) -> list[State]:
+        own = [*used(found, classes[v]).values()]
+        return [*own, *made(found, steps[maker[v][0]], maker[v][1]).values()] if v in maker else own
+
+    there = {v for v in seen if v is not None and graph.values[v].kind != "parameter"}
+    cut = {v for v in there if any(part_dim(state) is not None for state in states(v))}
+    for call in (call for call in graph.calls if call.run == run):
+        for i in range(call.first, call.stop):
+            for place, v in enumerate(places_of(graph.nodes[i], steps[i])):
+                ways = needed(found, steps[i], place).values() if v in there else ()
+                cut |= {v for state in ways if v is not None and part_dim(state) is not None}
+    return frozenset(classes[v] for v in cut)
+
+
 def makers(graph: Graph) -> dict[int, tuple[int, int]]:
     """For each value the first node that gives it, and which of its results; what a node gives as it took it was there.
 

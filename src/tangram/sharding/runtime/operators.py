@@ -7,6 +7,7 @@ that are not the part's.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.lower import makers, places_of, written_by
 from tangram.sharding.runtime.neighbour_ops import Linked
 from tangram.sharding.runtime.program import OpAction, draws, draws_whole
+
+OTHERS_FAULT = re.compile(
+    r"allocate|out of memory|CUDA|HIP|cuBLAS|CUBLAS|CUDNN|NCCL|gloo|[Cc]onnection|[Tt]imed out|ProcessGroup"
+)
+"""Of a plain RuntimeError: it is of memory, of a device or of a group, not of the parts."""
 
 
 class Operators:
@@ -57,7 +63,7 @@ class Operators:
         """What the function of an action gives."""
         call = self.graph.calls[action.call]
         values = {v: x for v, x in zip(call.takes, leaves, strict=True) if v is not None}
-        for i in self._live(call):
+        for i in self.live(call):
             node, step = self.graph.nodes[i], self.steps[i]
             if node.renews is not None:  # what it is a view of has been written by that
                 values[node.results[0] or 0] = values[node.renews[0]]
@@ -74,7 +80,7 @@ class Operators:
 
     def refuse_unknown(self, call: Called, action: OpAction) -> None:
         """Raises UserError for a function that cannot be replaced: the operators alone do not say what it does."""
-        live = [self.graph.nodes[i] for i in self._live(call)]
+        live = [self.graph.nodes[i] for i in self.live(call)]
         made = {v for node in live for v in node.results}
         taken = {v for node in live for v in ([node.renews[0]] if node.renews else node.inputs)}
         said = f"{call.line}: {call.function} cannot be replaced ({action.why}):"
@@ -84,7 +90,7 @@ class Operators:
         if any(v is None and i not in call.nothing for i, v in enumerate(call.gives)):
             raise UserError(f"{said} it gives more than tensors")
 
-    def _live(self, call: Called) -> list[int]:
+    def live(self, call: Called) -> list[int]:
         """The nodes of a call without those of which nothing comes, as the views that autograd makes anew."""
         found: list[int] = []
         wanted = {v for v in call.gives if v is not None}
@@ -99,7 +105,24 @@ class Operators:
     def _run(
         self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], inputs: Sequence[int | None]
     ) -> Sequence[Any]:
-        """What a node gives. What it writes is written into the tensor itself, which may be a view of another one."""
+        """What a node gives. What it writes is written into the tensor itself, which may be a view of another one.
+
+        Raises UserError for parts that the operator itself refuses; no memory, a device or a group stay what they are.
+        """
+        try:
+            return self._ran(node, step, local, inputs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if type(error) not in (RuntimeError, ValueError, IndexError) or OTHERS_FAULT.search(str(error)):
+                raise
+            sizes = ", ".join(str(tuple(x.shape)) for x in local if x is not None)
+            said = (str(error).splitlines() or [""])[0].rstrip(".")
+            raise UserError(
+                f"{node.source}: {step.call.name} cannot be run on the parts {sizes} of rank {self._rank}: {said}"
+            ) from error
+
+    def _ran(
+        self, node: Node, step: FoldedStep, local: Sequence[Tensor | None], inputs: Sequence[int | None]
+    ) -> Sequence[Any]:
         if step.call.name == "view":  # what is brought here may have other strides than what a model's own code has
             local = [None if t is None else t.contiguous() for t in local]
         written = written_by(node)
@@ -109,7 +132,7 @@ class Operators:
             if v in written and v in inputs
         ):
             with torch.no_grad():  # as the function does itself, which torch.nn.init has
-                return self._run(node, step, local, inputs)
+                return self._ran(node, step, local, inputs)
         call, there = called(self._found, step), bool(written)
         if draws_whole(step):  # by torch's generators, on every rank, as one process draws it within DrawMode
             with DrawMode(numbers=self._numbers):
