@@ -42,7 +42,12 @@ def _text(name: str) -> str:
 @cache
 def _short() -> Mapping[str, str]:
     """Whole names by each way to write them, in lower case."""
-    return {one.lower(): name for name in catalogue() for one in (name, name.partition("/")[2])}
+    return {one.lower(): name for name in catalogue() for one in (name, _last(name))}
+
+
+def _last(name: str) -> str:
+    """After the slash, if there is one."""
+    return name.rpartition("/")[2]
 
 
 def in_catalogue(name: str) -> Outline | None:
@@ -51,7 +56,7 @@ def in_catalogue(name: str) -> Outline | None:
     if found is None:
         return None
     row = catalogue()[found]
-    return decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), found.partition("/")[2])
+    return decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
 
 
 def active_numbers(outline: Outline) -> int:

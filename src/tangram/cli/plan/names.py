@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tangram.hardware import cluster as clusters
 from tangram.models.catalogue import in_catalogue, no_model, presets_named
-from tangram.planner.space.framework_profiles import framework
-from tangram.planner.space.losses import loss_of
 
 __all__ = ["check"]
 
@@ -17,6 +14,10 @@ def check(model: str, cluster: str, runs_it: str | None, loss: str | None) -> No
     elsewhere = Path(model).exists() or Path(model).suffix == ".toml" or model in presets_named()
     if not elsewhere and in_catalogue(model) is None:
         raise no_model(model)
+    from tangram.hardware import cluster as clusters  # loads numpy
+    from tangram.planner.space.framework_profiles import framework
+    from tangram.planner.space.losses import loss_of
+
     for part in [cluster] if Path(cluster).exists() else filter(None, (one.strip() for one in cluster.split(","))):
         clusters.load(part)
     if runs_it:

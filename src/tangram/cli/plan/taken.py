@@ -10,7 +10,6 @@ from tangram.cli.plan.options import Common, Taking
 from tangram.errors import UserError
 from tangram.models.catalogue import in_catalogue
 from tangram.models.outline import Outline
-from tangram.schema.files import changes_of
 
 if TYPE_CHECKING:
     from tangram.cli.plan.plan_files import Given
@@ -33,14 +32,14 @@ def own(wanted: Wanted, file: str) -> Taking:
 
 def job_given(common: Common, taking: Taking) -> Given | None:
     """The job that is named; None where a model is. Raises UserError."""
-    changes = changes_of(common.change or [])
     if Path(common.model).suffix == ".toml":
         from tangram.cli.plan.plan_files import job_in  # loads torch and transformers
+        from tangram.schema.files import changes_of
 
-        return job_in(common.model, taking, common.typed()[:3], changes)
+        return job_in(common.model, taking, common.typed()[:3], changes_of(common.change or []))
     if taking.out is not None or taking.runs:
         raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or export")
-    if changes:
+    if common.change:
         raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
     return None
 

@@ -131,11 +131,13 @@ def _take(
     needs: list[Floats] = []
     last = within
     smallest: tuple[float, Grid] | None = None
+    slow: list[Grid] = []  # branches of which nothing was as quick as `within`, until something was
     for bound, rows in branches:
-        if bound > last and smallest is not None:
+        if bound > last and (slow or smallest is not None):
             break
-        g = laid_out(rows, last if smallest is not None else np.inf)
+        g = laid_out(rows, last)
         if not len(g):
+            slow += [] if smallest else [rows]
             continue
         looked += len(g)
         if best and not whole:
@@ -143,9 +145,8 @@ def _take(
             if not len(g):
                 continue
         g, step, need = wanted.tried(g) if whole else wanted.evaluated(g, last)
-        at = int(np.argmin(need))
-        if smallest is None or need[at] < smallest[0]:
-            smallest = (float(need[at]), g.take(slice(at, at + 1)))
+        least = _least(g, need)
+        smallest = least if smallest is None or least[0] < smallest[0] else smallest
         if (step <= last).sum() >= most:  # a better cut of these is as quick at least
             last = min(last, float(np.partition(step, most - 1)[most - 1]))
         cuts = all_cuts(wanted, g, step, need) if whole else best_cuts(wanted, g, step, need, last)
@@ -159,6 +160,7 @@ def _take(
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
         if sum(map(len, steps)) >= most:
             last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
+    smallest = smallest or _smallest(wanted, (laid_out(rows, np.inf) for rows in slow))
     if smallest is None:
         raise UserError(
             f"nothing that is allowed of {wanted.outline.name} can be run: rules leave no configuration of any mesh; "
@@ -170,3 +172,17 @@ def _take(
     step, need, g = np.concatenate(steps), np.concatenate(needs), joined(best)
     order = np.lexsort((need, step))[:most]
     return Found(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])
+
+
+def _least(g: Grid, need: Floats) -> tuple[float, Grid]:
+    at = int(np.argmin(need))
+    return float(need[at]), g.take(slice(at, at + 1))
+
+
+def _smallest(wanted: Wanted, grids: Iterator[Grid]) -> tuple[float, Grid] | None:
+    """Of the first that has any."""
+    for g in grids:
+        if len(g):
+            g, _, need = wanted.evaluated(g, 0.0)
+            return _least(g, need)
+    return None

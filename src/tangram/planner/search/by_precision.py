@@ -10,14 +10,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tangram.hardware.cluster import Cluster
 from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import Learned
+from tangram.planner.legality.constraints import legal
 from tangram.planner.legality.enumerate import Request
 from tangram.planner.search.branch_and_bound import search
+from tangram.planner.search.evaluate import Wanted
 from tangram.planner.search.strategy import Ask, Choice, described, safe, setting_of
+from tangram.planner.space.grid import grid
 
-__all__ = ["Ranked", "by_step", "ranked"]
+__all__ = ["Ranked", "by_step", "ranked", "reached"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,30 @@ def ranked(
         if len(choices) >= most:
             within = min(within, sorted(choice.step for choice in choices)[most - 1])
     return Ranked(by_step(choices)[:most], min(smallest, key=lambda one: one.memory), looked)
+
+
+def reached(
+    outline: Outline, cluster: Cluster, ask: Ask, request: Request, limit: float, learned: Learned,
+    known: Sequence[Choice],
+) -> float:  # fmt: skip
+    """Seconds in which some of the `known` strategies would be done for this request: what is best is no slower.
+    Infinite where none of them is legal and fits."""
+    least = math.inf
+    for one in ask.each():
+        rows = [choice.at for choice in known if choice.precision == one.precision]
+        if not rows:
+            continue
+        columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        parallel = (columns["tensor"] > 1) & (request.sequence % (columns["context"] * columns["tensor"]) == 0)
+        found = grid(
+            **columns | {"batch": request.batch, "sequence": request.sequence, "sequence_parallel": parallel * 1.0}
+        )
+        setting = setting_of(cluster, one)
+        scales = learned.scales(setting.device.name, setting)
+        wanted = Wanted(outline, setting, safe(limit), scales, request.able)
+        _, step, _ = wanted.evaluated(wanted.least_again(found.take(legal(outline, found))))
+        least = min(least, float(step.min(initial=math.inf)))
+    return least * (1 + 1e-9)  # as sums of floats in another order may be
 
 
 def by_step(choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -19,7 +19,7 @@ from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import Learned, published
 from tangram.planner.legality.enumerate import Request
 from tangram.planner.legality.exclusions import without
-from tangram.planner.search.by_precision import ranked
+from tangram.planner.search.by_precision import ranked, reached
 from tangram.planner.search.objectives import Aim
 from tangram.planner.search.strategy import Ask, Choice, assumed, families, limit_of, unlike
 from tangram.planner.search.suggest_fit import Change, would_fit
@@ -125,7 +125,7 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     request, limit, learned = requested(cluster, ask), limit_of(cluster, ask), published()
     found = ranked(outline, cluster, ask, request, limit, AMONG * ask.most, learned)
     choices = found.choices
-    otherwise = _otherwise(outline, request, limit, ask, learned, cluster) if choices and what_if else {}
+    otherwise = _otherwise(outline, request, limit, ask, learned, cluster, choices) if choices and what_if else {}
     would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit, learned)
     return Answer(
         outline, cluster.name, ask, limit, families(unlike(choices), ask.most), found.smallest, found.looked,
@@ -158,9 +158,11 @@ def requested(cluster: Cluster, ask: Ask) -> Request:
 
 
 def _otherwise(
-    outline: Outline, request: Request, limit: float, ask: Ask, learned: Learned, cluster: Cluster
-) -> dict[str, Choice | None]:
-    """The best if memory, network or the sequence were otherwise; None where nothing fits."""
+    outline: Outline, request: Request, limit: float, ask: Ask, learned: Learned, cluster: Cluster,
+    known: tuple[Choice, ...],
+) -> dict[str, Choice | None]:  # fmt: skip
+    """The best if memory, network or the sequence were otherwise; None where nothing fits. `known`: the best as it is,
+    of which one may be as quick then, so that nothing slower is looked for."""
     near = cluster.links[: len(cluster.links) > 1]  # one link alone is all the network there is
     half = replace(cluster, links=(*near, *(replace(far, rate=far.rate / 2) for far in cluster.links[len(near) :])))
     cases = {
@@ -176,7 +178,8 @@ def _otherwise(
         # What it says of FLOPs and tokens is of its own sequence.
         asked = replace(ask, sequence=other.sequence)
         try:
-            shown = ranked(outline, where, asked, other, most, 1, learned).choices if most > 0 else ()
+            within = reached(outline, where, asked, other, most, learned, known) if most > 0 else 0.0
+            shown = ranked(outline, where, asked, other, most, 1, learned, within).choices if most > 0 else ()
         except UserError:
             shown = ()
         found[name] = shown[0] if shown else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,7 +92,9 @@ class Grid:
 
     def take(self, index: Any) -> Grid:
         """Some of the configurations, by a mask or places."""
-        return Grid(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+        if isinstance(index, np.ndarray) and cast(Array, index).dtype == np.bool_:
+            index = np.flatnonzero(cast(Array, index))  # once, not for each column
+        return Grid(**{name: values[index] for name, values in self.columns().items()})
 
 
 _CODES = ("recompute", "schedule", "optimiser", "offload")

@@ -69,6 +69,8 @@ FORMER = {
 QUARTERS = (0.25, 0.5, 0.75)
 """Of layers, where each share is a configuration of its own."""
 MOST_BLOCKS = 4096
+STRAIGHT = 4
+"""So many guesses are by straight lines first: bytes are nearly linear in the share."""
 
 
 def known() -> str:
@@ -204,8 +206,8 @@ def _least(
     outline: Outline, g: Grid, ladder: Ladder, limit: float, needs: Callable[[Grid], Array], none: Array
 ) -> tuple[Array, Array]:
     """Of configurations that do not fit with the first share (`none` bytes) the number of the least that does, else of
-    the last, and bytes; between a share that fits and one that does not the next is where a straight line says, or
-    half way, in turns."""
+    the last, and bytes; between a share that fits and one that does not the next is where a straight line says, after
+    some turns in every second half way."""
     low, high = np.zeros(len(g), dtype=np.int64), ladder.last(outline, g)
     below, need = none.copy(), needs(ladder.taken(outline, g, high))
     for turn in range(2 * math.ceil(math.log2(MOST_BLOCKS))):
@@ -214,7 +216,7 @@ def _least(
             break
         bottom, top = low[open_], high[open_]
         part = (below[open_] - limit) / np.maximum(below[open_] - need[open_], 1e-30)
-        guess = np.ceil(bottom + part * (top - bottom)) if turn % 2 == 0 else (bottom + top) // 2
+        guess = np.ceil(bottom + part * (top - bottom)) if turn < STRAIGHT or turn % 2 == 0 else (bottom + top) // 2
         at = np.clip(np.nan_to_num(guess, posinf=0.0), bottom + 1, top - 1).astype(np.int64)
         found = needs(ladder.taken(outline, g.take(open_), at))
         fits = found <= limit

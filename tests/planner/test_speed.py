@@ -1,0 +1,80 @@
+"""What makes an answer quick changes none: bounds from strategies that are known, and imports that are put off."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tangram.hardware.cluster import Cluster, load
+from tangram.models.catalogue import in_catalogue
+from tangram.models.outline import Dims, Outline, decoder
+from tangram.planner.cost.calibration import published
+from tangram.planner.legality.enumerate import Request
+from tangram.planner.search.by_precision import Ranked, ranked, reached
+from tangram.planner.search.query import requested
+from tangram.planner.search.strategy import Ask, limit_of
+
+MODELS = {
+    "dense": decoder(Dims(12, 4096, 32, 32000, ffn=14336, kv_heads=8)),
+    "mixture": decoder(Dims(8, 2048, 16, 32000, kv_heads=4, experts=16, per_token=2, expert_ffn=4096)),
+}
+
+
+def where() -> Cluster:
+    return load("h100-8x2")
+
+
+def best(outline: Outline, ask: Ask, request: Request, limit: float, most: int = 1, within: float = math.inf) -> Ranked:
+    return ranked(outline, where(), ask, request, limit, most, published(), within)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_would_be_otherwise_is_the_same_when_known_strategies_bound_it(model: str) -> None:
+    """With more memory, less, and samples of twice the length, where layers need be recomputed and where not."""
+    outline, ask = MODELS[model], Ask(2**18, 4096, others=("fp8",))
+    request, limit = requested(where(), ask), 0.2 * limit_of(where(), ask)
+    known = best(outline, ask, request, limit, 96).choices
+    assert known
+    longer = replace(request, batch=request.batch // 2, sequence=request.sequence * 2)
+    tight = 0
+    for other, most in ((request, 1.5 * limit), (request, 0.8 * limit), (longer, limit)):
+        asked = replace(ask, sequence=other.sequence)
+        within = reached(outline, where(), asked, other, most, published(), known)
+        alone = best(outline, asked, other, most).choices
+        assert best(outline, asked, other, most, within=within).choices == alone
+        if alone and within < alone[0].step * 1.001:
+            tight += 1
+            assert not best(outline, asked, other, most, within=0.99 * within).choices  # a bound too low is seen
+    assert tight  # the bound is the answer itself somewhere
+
+
+def test_nothing_is_as_quick_as_a_bound_and_the_smallest_is_still_named() -> None:
+    outline, ask = MODELS["dense"], Ask(2**18, 4096)
+    request, limit = requested(where(), ask), limit_of(where(), ask)
+    found = best(outline, ask, request, limit, within=1e-6)
+    assert not found.choices
+    assert found.smallest.memory > 0
+
+
+def test_a_misspelt_model_is_refused_before_anything_heavy_is_loaded() -> None:
+    code = (
+        "import sys\nfrom tangram.cli import main\n"
+        "code = main(['plan', 'cluster', 'llama-3-70x', '--cluster', 'h100-8x8'])\n"
+        "heavy = [one for one in ('numpy', 'torch', 'transformers', 'lark') if one in sys.modules]\n"
+        "sys.exit(0 if code == 2 and not heavy else str((code, heavy)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "did you mean llama-3-70b" in found.stderr
+
+
+def test_presets_of_public_models_are_in_the_catalogue_by_their_own_names() -> None:
+    """So that their plans need neither torch nor transformers; `tests/models` compares their blocks."""
+    for name in ("llama-3-8b", "llama-3-70b", "deepseek-v3"):
+        found = in_catalogue(name)
+        assert found is not None
+        assert found.name.lower() == name
