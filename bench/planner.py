@@ -117,7 +117,7 @@ def _intervals(timed: list[Case], said: list[Run], known: HeldOut) -> Iterator[R
     zero, sure = known.predict(timed, said)
     within = times.covered(timed, zero, sure)
     share = float(within.mean())
-    yield Row(f"runs in their interval of 90 of 100: {share:.3f}; how far from 0.9", "share", abs(share - 0.9),
+    yield Row(f"runs in their 90 % interval: {share:.3f}; how far from 0.9", "share", abs(share - 0.9),
               target=0.05, better="lower")  # fmt: skip
     sources = times.together([one.source for one in timed])
     by = float(np.mean([within[at].mean() for at in sources.values()]))

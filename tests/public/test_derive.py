@@ -127,7 +127,7 @@ def test_parts_that_are_not_even(ran: Ran, report: str) -> None:
         _is_right(found)
 
 
-@pytest.mark.parametrize(("kv", "ranks"), [(4, 8), (2, 4), (10, 4)])
+@pytest.mark.parametrize(("kv", "ranks"), [(4, 8), (2, 4)])
 def test_fewer_heads_of_keys_than_ranks(kv: int, ranks: int) -> None:
     """huggingface/transformers#48307, pytorch/torchtitan#2574, Automodel#799: it failed in the middle of a forward."""
     config = AutoConfig.for_model("qwen3", num_attention_heads=40, num_key_value_heads=kv, hidden_size=40, head_dim=8)
@@ -135,6 +135,12 @@ def test_fewer_heads_of_keys_than_ranks(kv: int, ranks: int) -> None:
     assert found
     assert "heads" in found[0].said
     assert not refused_heads(config, tensor=[("tp", 2)])
+
+
+def test_heads_of_keys_that_ranks_do_not_divide() -> None:
+    """Of the same reports: 10 over 4 ranks are 3, 3, 2 and 2, with their queries."""
+    config = AutoConfig.for_model("qwen3", num_attention_heads=40, num_key_value_heads=10, hidden_size=40, head_dim=8)
+    assert not refused_heads(config, tensor=[("tp", 4)])
 
 
 def test_a_mean_of_uneven_parts() -> None:

@@ -83,7 +83,7 @@ def ran(folder: Path, plans: dict[tuple[str, str], Plan]) -> Callable[[str], dic
     return run
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [pytest.param(job, marks=[pytest.mark.slow] * (job != "lora")) for job in JOBS])
 def test_losses_and_gradients_are_those_of_transformers_and_peft(
     plans: dict[tuple[str, str], Plan], ran: Callable[[str], dict[str, list[Traced]]], job: str
 ) -> None:

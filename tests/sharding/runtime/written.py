@@ -130,12 +130,16 @@ MARKS: Mapping[str, Sequence[str]] = {
 }
 
 
-def run_all(rank: Rank, _: None) -> dict[str, float | str]:
-    """The task of the ranks: how far each model is from one process, in results and gradients, or why it is refused."""
+def run_all(rank: Rank, kinds: Sequence[str]) -> dict[str, float | str]:
+    """The task of the ranks: how far each model is from one process, in results and gradients, or why it is refused.
+
+    `kinds`: of marks.
+    """
     torch.set_num_threads(1)
     found: dict[str, float | str] = {}
     for name, write in WRITES.items():
-        for kind, marks in MARKS.items():
+        for kind in kinds:
+            marks = MARKS[kind]
             group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=30))
             assert group is not None
             devices = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))

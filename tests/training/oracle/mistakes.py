@@ -279,8 +279,8 @@ def norms_decay(setting: Setting) -> Planted:
     """Weight decay on every parameter."""
     real = optimiser_step.make_adamw
 
-    def decaying(model: nn.Module, plan: Any, masters: str) -> AdamW:
-        made = real(model, plan, masters)
+    def decaying(model: nn.Module, plan: Any, *more: Any) -> AdamW:
+        made = real(model, plan, *more)
         for group in made.param_groups:
             group["weight_decay"] = plan.weight_decay
         return made

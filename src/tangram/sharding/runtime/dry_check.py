@@ -55,6 +55,8 @@ PASSING = frozenset(
 """Operators that give what they take: code may need more or fewer of them on a part."""
 SIZES = frozenset({"size", "sizes", "shape", "split_size", "split_sizes", "normalized_shape", "repeats", "output_size"})
 """Arguments that are right where the result has the right size."""
+OF_NO_SIZE = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
+"""Operators that take nothing of a tensor but its type and device."""
 
 
 def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
@@ -86,19 +88,24 @@ class _OtherWayError(Exception):
 def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
     """The same for one derivation. Raises _OtherWayError, too."""
     program = lower(found)
-    for rank in unlike(found):  # what one of them needs, all do: it sends nothing
-        _rehearsed_by(rank, program, model, inputs, dtype)
+    # What one of them needs, all do: it sends nothing.
+    unfit = [_rehearsed_by(rank, program, model, inputs, dtype) for rank in unlike(found)]
     for action in (action for own in program.actions.values() for action in own.values()):
         _see_what_is_written(found.folded.graph, action)
         _refuse_called_again(found.folded.graph.calls[action.call])
     for rank in unlike(found):
         for said, run in lost_views(program, Operators(found, rank).as_it_is):
             raise _OtherWayError(said, run)
+    for error in unfit:  # last: a write that was lost may be why
+        if error is not None:
+            raise error
     return program
 
 
-def _rehearsed_by(rank: int, program: Program, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Run the code on the parts of one rank. Adds what it needs to the program."""
+def _rehearsed_by(
+    rank: int, program: Program, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype
+) -> _OtherWayError | None:
+    """Run the code on the parts of one rank. Adds what it needs to the program; gives what would not fit."""
     found = program.found
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, dtype, fake)
@@ -117,6 +124,7 @@ def _rehearsed_by(rank: int, program: Program, model: nn.Module, inputs: Mapping
     except Exception as error:
         raise _OtherWayError(place_and_reason(error), rehearsal.last) from error
     rehearsal.refuse_left_out()
+    return rehearsal.unfit
 
 
 def _refuse_called_again(call: Called) -> None:
@@ -267,7 +275,7 @@ class _Rehearsal:
         here = {v: x.shape for v, x in zip(call.takes, leaves, strict=True) if v is not None}
         for i in self.operators.live(call):
             node, step = self.graph.nodes[i], self.operators.steps[i]
-            for place, v in enumerate(places_of(node, step)):
+            for place, v in enumerate(places_of(node, step) if step.call.name not in OF_NO_SIZE else ()):
                 if v is None or v not in here:
                     continue
                 at = self.found.mesh.coords(self.rank)
@@ -286,14 +294,12 @@ class _Rehearsal:
         return found
 
     def refuse_left_out(self) -> None:
-        """Raise _OtherWayError for a call that the code makes on the whole only, and for what does not fit."""
+        """Raise _OtherWayError for a call that the code makes on the whole only."""
         does = {action.call for own in self.program.actions.values() for action in own.values()}
         for number, call in enumerate(self.graph.calls):
             ran = (i for i in range(call.first, call.stop) if not self._passes(i))
             if number not in self.met and (number in does or any(self._counts(i, call) for i in ran)):
                 raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
-        if self.unfit is not None:
-            raise self.unfit
 
     def _passes(self, i: int) -> bool:
         """Whether what follows a node is the same without it: it gives what it takes, or repeats it for nobody's part.
