@@ -153,7 +153,7 @@ def test_what_a_rank_keeps_is_no_more_than_its_stages_keep(table: Schedule) -> N
 
 
 def test_the_docs_say_what_is_simulated() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "training-pipelines.md").read_text()
     for name, maker in MAKERS.items():
         own = maker.own or 2
         table = schedule(name, 4, 4 * own, 8)

@@ -138,7 +138,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def table() -> str:
-    """What docs/training.md says of them."""
+    """What docs/training-models.md says of them."""
     rows = (
         ("packed documents, kept apart", PACKED),
         ("windows of one document", SINGLE),

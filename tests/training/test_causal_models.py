@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # what transformers' classes
 
 QUICK = ("bloom", "lfm2", "qwen3_next", "phi3")
 CLOSE = 1e-4
-DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).parents[2] / "docs" / "training-models.md"
 
 
 def check(families: tuple[str, ...], folder: Path, others: Mapping[str, Strategy] = MappingProxyType({})) -> None:

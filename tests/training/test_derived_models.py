@@ -188,5 +188,5 @@ def test_four_ranks(once: Callable[[str], Results], name: str) -> None:
 )
 @pytest.mark.parametrize("name", CUT_TWICE)
 def test_samples_cut_over_two_axes_in_a_mixture(name: str) -> None:
-    """Known to fail, by name, not in silence; docs/sharding-derive.md says so."""
+    """Known to fail, by name, not in silence; docs/sharding-limits.md says so."""
     _is_right(_run({name: CUT_TWICE[name]}, 4)[name])

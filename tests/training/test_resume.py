@@ -31,7 +31,7 @@ from tangram.training.start import TrainRequest, resumed
 from tangram.training.step.optimiser_step import lr_at
 from tests.training.small import small_plan, small_tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training-resume.md"
 ALL: Unlike = {
     "learning rate": "another rate",
     "text": "another text",
