@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.models.source import read_source
 from tangram.planner.exports.targets import EXPORTS
+from tangram.planner.legality.constraints import HEADS as OF_HEADS
 from tangram.planner.legality.constraints import LAID, RULES
 from tangram.planner.legality.engine import At, Facts, Rule, facts_of, holding, refusals
 from tangram.planner.legality.exclusions import NO_DATA, NO_RING
@@ -105,6 +107,11 @@ def test_the_tables_say_what_making_and_judging_a_plan_says(one: tuple[tuple[int
     agree(one)
 
 
+def test_the_tables_say_so_of_heads_that_ranks_do_not_divide() -> None:
+    for (heads, kv_heads), ranks in product(HEADS, (2, 3, 4)):
+        agree(((heads, kv_heads), 24, grid(batch=16, sequence=24, tensor=ranks, expert_tensor=ranks)))
+
+
 @pytest.mark.slow
 @given(drawn())
 @settings(deadline=None, max_examples=1500)
@@ -161,12 +168,12 @@ def test_rules_of_others_are_of_the_same_kind() -> None:
 def test_ranks_are_called_as_whoever_asks_calls_them() -> None:
     g = grid(batch=16, sequence=32, tensor=3, context=2, ulysses=2)
     facts = Facts(layers=4, heads=(4,), kv_heads=(2,))
-    told = str(refusals(facts, g, RULES)[0])
+    told = str(refusals(facts, g, OF_HEADS)[0])
     assert told == (
         "the 4 attention heads (num_attention_heads) do not divide by 6 TP ranks x ranks that exchange heads: the "
         "nearest sizes are 4 TP ranks x ranks that exchange heads, or 6 in their place"
     )
-    named = str(refusals(facts, g, RULES, {"tensor": "tp", "ulysses": "cp"})[0])
+    named = str(refusals(facts, g, OF_HEADS, {"tensor": "tp", "ulysses": "cp"})[0])
     assert named == (
         "the 4 attention heads (num_attention_heads) do not divide by tp x cp=6: the nearest sizes are tp x cp=4, or 6 "
         "in their place"

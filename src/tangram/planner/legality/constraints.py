@@ -29,7 +29,7 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import ends
 from tangram.planner.space.schedule_formulas import SCHEDULES, fewest, folded, least, many
 
-__all__ = ["HEADS", "LAID", "RULES", "STAGES", "legal", "reasons"]
+__all__ = ["EXCHANGED", "HEADS", "LAID", "RULES", "STAGES", "legal", "reasons"]
 
 
 def _taken(facts: Facts, g: Grid) -> Mask:
@@ -74,16 +74,17 @@ def _named(at: At) -> str:
 HEADS = (
     even("heads", "attention heads (num_attention_heads)", "heads", "tensor", "ulysses"),
     Rule("key-value heads", _shared("tensor"), _unshared("tensor")),
-    Rule(
-        "key-value heads where heads are exchanged",
-        lambda f, g: (g.ulysses == 1) | _shared("tensor", "ulysses")(f, g),
-        _unshared("tensor", "ulysses"),
-    ),
 )
-"""Of attention."""
+"""Of attention whose ranks have as many heads each. A plan may give some of them more (`plan_as_grid`)."""
+
+EXCHANGED = Rule(
+    "key-value heads where heads are exchanged",
+    lambda f, g: (g.ulysses == 1) | _shared("tensor", "ulysses")(f, g),
+    _unshared("tensor", "ulysses"),
+)
 
 RULES = (
-    *HEADS,
+    EXCHANGED,
     Rule(
         "CP ranks of heads",
         lambda f, g: divides(g.context, g.ulysses),
@@ -132,6 +133,7 @@ STAGES = Rule(
 """Of stages that are cut between layers."""
 
 LAID = (
+    *HEADS,
     STAGES,
     Rule(
         "layers of the first and the last virtual stage",
@@ -167,8 +169,8 @@ LAID = (
         ),
     ),
 )
-"""What the joint space lays out and its models price: even cuts of layers, whole micro-batches, rings of two pieces a
-rank, EP ranks out of the others."""
+"""What the joint space lays out and its models price: even cuts of heads and layers, whole micro-batches, rings of two
+pieces a rank, EP ranks out of the others."""
 
 
 def legal(outline: Outline, g: Grid) -> Mask:

@@ -21,7 +21,7 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.intervals import IntSet, span
 from tangram.layout.locate import held
 from tangram.models.outline import Group
-from tangram.planner.legality.constraints import HEADS, RULES
+from tangram.planner.legality.constraints import EXCHANGED, HEADS, RULES
 from tangram.planner.legality.engine import Facts, Refusal, refusals
 from tangram.planner.legality.trainer_support import KV_HEADS, SAID
 from tangram.planner.space.grid import Grid, grid
@@ -50,7 +50,7 @@ class Laid:
 def refused(plan: Plan, model: nn.Module) -> tuple[Refusal, ...]:
     """Why the numbers of a plan cannot be trained with; empty where they can."""
     one = laid(plan, model)
-    found = refusals(one.facts, one.grid, (*RULES, *SAID), one.names)
+    found = refusals(one.facts, one.grid, (*HEADS, KV_HEADS, *RULES, *SAID), one.names)
     return tuple(replace(why, mend=WHOLE) if why.rule == "key-value heads" else why for why in found)
 
 
@@ -69,7 +69,7 @@ def refused_heads(config: PreTrainedConfig, **over: Sequence[tuple[str, int]]) -
     names = {column: " x ".join(name for name, _ in axes) for column, axes in over.items()}
     ranks = {column: prod(size for _, size in axes) for column, axes in over.items()}
     one = grid(batch=1, sequence=1, **ranks)
-    return refusals(Facts(heads=heads, kv_heads=kv_heads), one, (*HEADS, KV_HEADS), names)
+    return refusals(Facts(heads=heads, kv_heads=kv_heads), one, (*HEADS, EXCHANGED, KV_HEADS), names)
 
 
 def heads_of(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -40,7 +40,6 @@ def _said_of_micros(facts: Facts, at: At) -> str:
 
 
 SAID = (
-    KV_HEADS,
     Rule(
         "layers of split backwards",
         lambda f, g: ~(splits(g.schedule) & (g.pipeline > 1) & (g.recompute > 0)),
@@ -51,6 +50,7 @@ SAID = (
 """What a plan can say, and the trainer does not run."""
 
 UNSAID = (
+    KV_HEADS,
     Rule(
         "AdamW",
         lambda f, g: g.optimiser == 0,
