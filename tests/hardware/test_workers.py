@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tangram.hardware.workers import NICENESS, Channel, Detached, Job, Json, run, start_detached
+from tangram.hardware.channel import Channel, Json
+from tangram.hardware.workers import NICENESS, Detached, Job, run, start_detached
 
 HERE = "tests.hardware.test_workers"
 

@@ -26,6 +26,7 @@ __all__ = ["COMMANDS", "expanded", "main"]
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "Train a model as a plan says, or as the planner says of a job.",
+        "launch": "Train on this machine, and go on when a rank is lost.",
         "plan": "Rank the strategies for a job on this machine or a model on a cluster; explain or export one.",
         "shard": "Derive the layouts of a model from a few marks; prove op rules by numbers.",
         "data": "Show what a job trains on, token by token.",

@@ -13,8 +13,8 @@ import sys
 __all__ = ["settle_torch"]
 
 
-def settle_torch() -> None:
-    """To be called first in a fork: make torch's thread pool anew, where torch is loaded."""
+def settle_torch(threads: int | None = None) -> None:
+    """To be called first in a fork: make torch's thread pool anew, where torch is loaded; of as many `threads`."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(torch.get_num_threads())
+        torch.set_num_threads(threads or torch.get_num_threads())

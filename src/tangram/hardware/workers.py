@@ -30,13 +30,23 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import Any, Protocol, cast
 
 from tangram.hardware.after_fork import settle_torch
+from tangram.hardware.channel import Channel, Json
 
-__all__ = ["Channel", "Detached", "Job", "Json", "Outcome", "command", "forked", "run", "start_detached"]
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+__all__ = [
+    "Channel",
+    "Detached",
+    "Job",
+    "Json",
+    "Outcome",
+    "command",
+    "forked",
+    "run",
+    "serve_detached",
+    "start_detached",
+]
 
 _LOG_TAIL = 4000
 NICENESS = 5
@@ -201,60 +211,27 @@ def _main(request: Path) -> int:
 # ---------------------------------------------------------------- helpers that outlive their caller
 
 
-class Channel:
-    """One end of a conversation: JSON tables, one a line, and open files beside them. Any thread may send."""
+class Process(Protocol):
+    """What is asked of a process, as of one of `subprocess`."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
-        self._sending = threading.Lock()
-        self._data = bytearray()
-        self._files: list[int] = []
-        self._ready = select.poll()
-        self._ready.register(link, select.POLLIN)
-
-    def send(self, message: Mapping[str, Json], files: Sequence[int] = ()) -> None:
-        """Say something. Raises OSError when the other end is gone."""
-        line = json.dumps({"message": dict(message), "files": len(files)}).encode() + b"\n"
-        with self._sending:
-            sent = socket.send_fds(self._link, [line], list(files)) if files else 0
-            self._link.sendall(line[sent:])
-
-    def receive(self, timeout: float | None = None) -> tuple[dict[str, Json], list[int]] | None:
-        """The next message, with the files that came with it; None when none came in `timeout` seconds.
-
-        Raises EOFError when the other end is gone and all that it said has been heard.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while b"\n" not in self._data:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._ready.poll(None if left is None else left * 1000):
-                return None
-            try:
-                data, files, _, _ = socket.recv_fds(self._link, 1 << 16, 8)
-            except ConnectionError:  # it was killed with something unread
-                data, files = b"", []
-            self._files += files
-            if not data:
-                raise EOFError("the other end of the channel is gone")
-            self._data += data
-        line, _, rest = self._data.partition(b"\n")
-        self._data = bytearray(rest)
-        known = json.loads(line)
-        count = int(known["files"])
-        own, self._files = self._files[:count], self._files[count:]
-        return known["message"], own
-
-    def close(self) -> None:
-        """End the conversation."""
-        self._link.close()
+    returncode: Any
+    pid: Any
+    poll: Callable[[], int | None]
+    wait: Callable[..., int]
+    kill: Callable[[], None]
 
 
 class Detached:
     """A helper that outlives its caller: what the caller has of it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+    def __init__(self, process: Process, channel: Channel) -> None:
         self._process = process
         self.channel = channel
+
+    def begin(self, job: Job) -> None:
+        """Have it do this, once."""
+        with suppress(OSError):  # it ended already, which `ended` tells
+            self.channel.send({"function": job.function, "arguments": dict(job.arguments)})
 
     @property
     def pid(self) -> int:
@@ -307,10 +284,9 @@ def start_detached(job: Job, environment: Mapping[str, str] | None = None) -> De
             pass_fds=[there.fileno()],
             start_new_session=True,
         )
-    channel = Channel(here)
-    with suppress(OSError):  # it ended already, which `ended` tells
-        channel.send({"function": job.function, "arguments": dict(job.arguments)})
-    return Detached(process, channel)
+    helper = Detached(process, Channel(here))
+    helper.begin(job)
+    return helper
 
 
 def command(words: Sequence[str]) -> int:
@@ -327,7 +303,7 @@ def _step_back() -> None:
             group.write_text(str(NICENESS))
 
 
-def _main_detached(descriptor: int) -> int:
+def serve_detached(descriptor: int) -> int:
     """The detached helper's side."""
     os.chdir("/")  # no folder is kept from being unmounted
     channel = Channel(socket.socket(fileno=descriptor))
@@ -348,7 +324,7 @@ def _main_detached(descriptor: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--detached":
-        os._exit(_main_detached(int(sys.argv[2])))  # there is nothing to flush, and libraries take long to take leave
+        os._exit(serve_detached(int(sys.argv[2])))  # there is nothing to flush, and libraries take long to take leave
     status = _main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -35,6 +35,7 @@ from tangram.training.run.job import (
     JOB_FAILURES,
     ChosenPlan,
     PreparedJob,
+    Run,
     Stopped,
     prepare_job,
     prepare_text,
@@ -73,8 +74,11 @@ class TrainRequest:
     """Keys that a resume may change (`training.run.resume`)."""
 
 
-def train_request(request: TrainRequest, on_event: OnEvent, meeting: Meeting | None) -> Mapping[str, Any] | None:
-    """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started."""
+def train_request(
+    request: TrainRequest, on_event: OnEvent, meeting: Meeting | None, run_ranks: Run = run_here
+) -> Mapping[str, Any] | None:
+    """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started;
+    `run_ranks`: how ranks are run where there are none yet."""
     with contextlib.ExitStack() as opened:
         if meeting is None:
             make_ready()  # while this process reads and plans
@@ -103,7 +107,7 @@ def train_request(request: TrainRequest, on_event: OnEvent, meeting: Meeting | N
             assert meeting is not None
             _as_rank(meeting, job, tell)
             return None
-        run = run_here if meeting is None else partial(_as_rank, meeting)
+        run = run_ranks if meeting is None else partial(_as_rank, meeting)
         with remembering(chosen.plan, chosen.predicted, request.name, tell) as remember:
             outcome = train_job(job, chosen, known[0], tell, run)
             if not isinstance(outcome, Stopped) and not request.profile:

@@ -118,7 +118,10 @@ class AsyncSaver:
     cannot be written; a dead peer is found by the group, as anywhere in training.
     """
 
-    def __init__(self, folder: Path, peers: Peers, settings: Settings | None = None) -> None:
+    def __init__(
+        self, folder: Path, peers: Peers, settings: Settings | None = None, spare: Detached | None = None
+    ) -> None:
+        """`spare`: a helper that has no job yet, to be the first process that writes."""
         self.folder = folder.absolute()
         self.settings = settings or Settings()
         self._peers = peers
@@ -127,6 +130,7 @@ class AsyncSaver:
         self._over: queue.SimpleQueue[_Task | SaveResult] = queue.SimpleQueue()
         self._written = (0, 0)
         self._process: Detached | None = None
+        self._spare = spare
         self._ready = False
         self._knows: tuple[tuple[Outgoing, ...], Mapping[str, TensorSpec], Shared | None] = _NOTHING
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -350,8 +354,14 @@ class AsyncSaver:
     # ------------------------------------------------------------ the process
 
     def _launch(self) -> None:
+        job = Job("tangram.checkpoint.saving.writer_process:serve")
+        self._process, self._spare = self._spare, None
+        if self._process is not None and not self._process.ended:
+            self._process.begin(job)
+            self._ready, self._knows = False, _NOTHING
+            return
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # it sums and writes in threads of its own
-        self._process = start_detached(Job("tangram.checkpoint.saving.writer_process:serve"), one_thread)
+        self._process = start_detached(job, one_thread)
         self._ready = False
         self._knows = _NOTHING
 

@@ -28,8 +28,8 @@ from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.manifest import region_fields, region_of
 from tangram.errors import UserError
+from tangram.hardware.channel import Channel
 from tangram.hardware.hostmemory import mapped
-from tangram.hardware.workers import Channel
 from tangram.relayout import TensorSpec
 
 T = TypeVar("T")

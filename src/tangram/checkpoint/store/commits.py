@@ -215,6 +215,15 @@ def begin(path: Path, save_id: str) -> Path:
     return partial
 
 
+def free_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step goes: never over one that is good, of a run that went back, say."""
+    path, again = folder / f"step-{step:08d}", 1
+    while path.exists():
+        again += 1
+        path = folder / f"step-{step:08d}-{again}"
+    return path
+
+
 def closing_path(partial: Path) -> Path:
     """What a folder under way is called once all have written: who still comes with a word finds no folder for it."""
     return partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.closing{PARTIAL}")

@@ -19,6 +19,7 @@ from torch.distributed import FileStore, PrefixStore
 
 from tangram.errors import UserError
 from tangram.hardware import workers
+from tangram.hardware.channel import Json
 from tangram.sharding.compare.case import CompareCase, Verdict
 from tangram.sharding.compare.script import script
 from tangram.sharding.compare.table import CASES
@@ -105,7 +106,7 @@ def _set_of_processes(
     """Start processes, tell what they find of the cases in turn; the cases that are left when one has cost them."""
     with tempfile.TemporaryDirectory(dir=temporary) as name:
         folder = Path(name)
-        todo: list[workers.Json] = [
+        todo: list[Json] = [
             {"name": case.name, "script": str(scripts / f"{case.name}.py"), "limit": case.limit} for case in cases
         ]
         jobs = [

@@ -93,7 +93,9 @@ Run = Callable[[RankJob, OnEvent], RankReport]
 def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
     """Start all ranks on this machine."""
     refuse_too_many(job.plan.ranks)
-    return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=job.plan.run.device)[0]
+    plan = job.plan
+    spare = plan.checkpoint.asynchronous and plan.checkpoint.every_steps > 0
+    return run_ranks(train_rank, job, world=plan.ranks, on_event=on_event, device=plan.run.device, spare=spare)[0]
 
 
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:

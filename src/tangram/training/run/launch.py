@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -36,10 +36,12 @@ import torch.distributed as dist
 
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device, usable_cores
+from tangram.hardware.workers import Detached
 from tangram.relayout.exchange.peers import lost_peer
 from tangram.training.observe.events import Note
 from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_held_back
 from tangram.training.run.signals import POLITE, Stop, on_signals
+from tangram.training.run.spare import fork_spare
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -47,6 +49,7 @@ Result = TypeVar("Result")
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
 MOST_RANKS = 256
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+_KILLED = float("-inf")  # when a rank failed that was killed: before whatever others say
 _UNKNOWN = 255  # what multiprocessing takes for the exit code of a process whose fork server is gone
 
 
@@ -69,6 +72,8 @@ class Rank:
     emit: Callable[[object], None]
     stop: Stop
     """Whether to stop after this step; the ranks have to agree on the answer, as a signal may reach only one."""
+    spare: Detached | None = None
+    """A process that waits for a job, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ class _Job(Generic[Result]):
         process.join()
         if rank not in self.results and rank not in self.failures:
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
-            self.failures[rank] = _Failure(float("-inf"), _death(process.exitcode), "", by_user=False)
+            self.failures[rank] = _Failure(_KILLED, _death(process.exitcode), "", by_user=False)
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
@@ -208,11 +213,14 @@ def run_ranks(
     world: int,
     on_event: Callable[[object], None],
     device: str = "auto",
+    on_start: Callable[[Sequence[int]], None] = lambda processes: None,
+    spare: bool = False,
 ) -> list[Result]:
     """Run `task(rank, payload)` on `world` processes joined in the default process group; their results in rank order.
 
-    Whatever a task emits reaches `on_event` in the caller's thread. The first rank to fail ends all: a `UserError` is
-    raised as it is, anything else as `RankError`.
+    Whatever a task emits reaches `on_event` in the caller's thread; `on_start` is given the processes' numbers. With
+    `spare` each rank has a helper that waits for a job. The first rank to fail ends all: a `UserError` is raised as it
+    is, anything else as `RankError`.
     """
     pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
     context = context_of_ranks()
@@ -227,7 +235,7 @@ def run_ranks(
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
-                start = _Start(Inherited(), index, world, device, threads, Path(meeting, "store"))
+                start = _Start(Inherited(), index, world, device, threads, spare, Path(meeting, "store"))
                 arguments = (start, task, payload, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
@@ -241,6 +249,7 @@ def run_ranks(
                 orders.close()
                 job.orders.append(order)
                 job.lines[receiver] = index
+            on_start([process.pid or 0 for process in job.processes])
             while job.lines and not job.failures:
                 job.listen(on_event)
             _raise_first(job, on_event, world)
@@ -257,7 +266,8 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     """Raise the earliest failure, after a short wait for one that was earlier but slower to be told."""
     if not job.failures:
         return
-    deadline = time.monotonic() + LAST_WORDS_SECONDS
+    silent = any(failure.at == _KILLED for failure in job.failures.values())  # nothing can have come before it
+    deadline = time.monotonic() + (0 if silent else LAST_WORDS_SECONDS)
     while job.lines and (left := deadline - time.monotonic()) > 0:
         job.listen(on_event, timeout=left)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
@@ -275,6 +285,7 @@ class _Start:
     world: int
     device: str
     threads: int
+    spare: bool
     store: Path
     """A file in a folder of the job, where ranks meet."""
 
@@ -287,11 +298,12 @@ def _rank_main(
     orders: Connection,
 ) -> None:
     """The life of one rank."""
-    _end_with_parent(start.store.parents[1])
     start.inherited.take()
     index, world = start.index, start.world
     stop = Stop(orders, heard=lambda name: line.send(_Request(name)))
     try:
+        spare = fork_spare() if start.spare else None  # before there are threads, or a device
+        _end_with_parent(start.store.parents[1])
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
@@ -307,7 +319,7 @@ def _rank_main(
                 world_size=world,
                 timeout=COLLECTIVE_TIMEOUT,
             )
-            result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop), payload)
+            result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop, spare), payload)
             line.send(_Done(result))
             _leave_together(met, index, world)
             dist.destroy_process_group()

@@ -42,6 +42,14 @@ PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
 
 
 @dataclass(frozen=True)
+class Snapshots:
+    """Where checkpoints go in the stead of the job's folder, as into memory, and after how many steps each."""
+
+    folder: Path
+    every: int
+
+
+@dataclass(frozen=True)
 class RankJob:
     """What a rank is told."""
 
@@ -54,6 +62,8 @@ class RankJob:
     profile: bool = False
     memory: Memory | None = None
     """What the planner predicts of a rank."""
+    snapshots: Snapshots | None = None
+    """Whoever starts the ranks brings some of them to the folder of checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +131,13 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     model, corpus, state = begun.model, begun.corpus, begun.state
     plan, world = model.plan, model.world
     tell = rank.emit if rank.index == 0 else _nowhere
-    checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+    every = plan.checkpoint.every_steps
+    checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world, spare=rank.spare)
+    if job.snapshots is not None:
+        every = job.snapshots.every
+        checkpointer = Checkpointer(job.snapshots.folder, plan, world, snapshots=True, spare=rank.spare)
     tell(Doing("making ready to save"))
-    if plan.checkpoint.every_steps:  # else there is only the last one, which is waited for
+    if every:  # else there is only the last one, which is waited for
         checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(begun.settled, corpus, plan)))
@@ -131,7 +145,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, every)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     checkpointer.save(state, wait=True)

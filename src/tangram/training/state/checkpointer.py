@@ -27,6 +27,7 @@ from tangram.checkpoint.state.entries import Described, StateEntry
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import newest
 from tangram.errors import UserError
+from tangram.hardware.workers import Detached
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.mesh.buffers import refuse_unlike_saved
@@ -47,17 +48,22 @@ class Checkpointer:
     Without a world it serves a process that trains alone.
     """
 
-    def __init__(self, folder: Path, plan: Plan, world: World | None) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, world: World | None, *, snapshots: bool = False, spare: Detached | None = None
+    ) -> None:
+        """`snapshots`: into memory, so often that one is left out where the one before is still being written.
+        `spare`: a helper without a job."""
         self.folder = folder
         self.blocked_seconds = 0.0
         """How long training stood still for saves that have ended."""
-        self._keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
+        self._keep = ("last=3",) if snapshots else (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
         self._mesh = plan.mesh
         self._peers = world.peers if world is not None else Peers()
         self._places, self._world = TensorPlaces(plan, world), world
         self._saver: AsyncSaver | None = None
-        if plan.checkpoint.asynchronous:
-            self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep))
+        if plan.checkpoint.asynchronous or snapshots:
+            policy = "skip" if snapshots else "wait"
+            self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep, policy=policy), spare)
         self._known: tuple[StateEntry, ...] = ()
         self._kept: dict[str, Tensor] = {}
         self._fenced: AdamW | None = None
@@ -166,7 +172,7 @@ class Checkpointer:
         step, begun = state.progress.step, time.monotonic()
         if self._peers.index == 0:
             commits.sweep(self.folder, idle=DEAD)
-        path = Path(self._peers.from_first(str(free_path(self.folder, step))))
+        path = Path(self._peers.from_first(str(commits.free_path(self.folder, step))))
         self._ring = self._ring or Ring()
         try:
             engine.save_described(self._described(state), path, self._peers, self._about(state), self._ring)
@@ -205,15 +211,6 @@ class Checkpointer:
     def _tell(self, event: CheckpointSaved | SaveFailed | Note) -> None:
         if self._peers.index == 0:
             self._untold.append(event)
-
-
-def free_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step goes: never over one that is good, of a run that went back, say."""
-    path, again = folder / f"step-{step:08d}", 1
-    while path.exists():
-        again += 1
-        path = folder / f"step-{step:08d}-{again}"
-    return path
 
 
 def _alike(some: Sequence[StateEntry], others: Sequence[StateEntry]) -> bool:

@@ -62,6 +62,8 @@ class Hooks:
     after_step: Callable[[], None] = lambda: None
     folder: Path | None = None
     """Of the run: where it is written what a step was trained on that has gone astray."""
+    save_every: int | None = None
+    """Steps from one save to the next, 0 for none; None: as the plan says."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def train_steps(
     stopped: str | None = None
     tokens = 0
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
+    save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step = state.progress.step
@@ -126,7 +129,7 @@ def train_steps(
             if world.index == 0:
                 hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
             model.module.train()
-        if not last and _due(step + 1, plan.checkpoint.every_steps):
+        if not last and _due(step + 1, save_every):
             checkpointer.save(state)
         for event in checkpointer.poll():
             hooks.emit(event)

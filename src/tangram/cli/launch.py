@@ -1,0 +1,68 @@
+"""`tangram launch`: train as `tangram train` does, and go on when a rank is lost."""
+
+from json import dumps as json_text
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tangram.cli.errors import say
+from tangram.cli.output import print_json
+from tangram.errors import UserError
+from tangram.models.directory import refuse_missing
+from tangram.schema.files import changes_of, load
+from tangram.training.observe.progress import ProgressLine
+from tangram.training.run.environment import started_by_torchrun
+from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
+
+__all__ = ["launch"]
+
+
+def launch(
+    plan: Annotated[Path | None, typer.Argument(help="A plan, or a job that a plan is made for.")] = None,
+    processes: Annotated[int | None, typer.Option("--processes", "-n", help="How many ranks a job gets.")] = None,
+    model: Annotated[str | None, typer.Option(help="A Hugging Face directory or config.json instead.")] = None,
+    out: Annotated[Path | None, typer.Option(help="An empty or new folder; runs/NAME when not given.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of --out; begin where there is none.")
+    ] = False,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,
+    snapshot_every: Annotated[
+        int, typer.Option(min=0, help="Steps from one snapshot in memory to the next; 0: checkpoints on disk alone.")
+    ] = 1,
+    restarts: Annotated[int, typer.Option(min=0, help="How often the ranks are started again, at most.")] = 100,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
+) -> int:
+    """Train on this machine and recover: a lost rank costs seconds, and no step; exit code 1 when that fails."""
+    if started_by_torchrun():
+        raise UserError(
+            "tangram launch starts the ranks of one machine itself: leave torchrun out, or on more machines have it "
+            "start `tangram train --resume`"
+        )
+    if model is not None:
+        refuse_missing(Path(model).expanduser())
+    whole = "" if model is None else json_text(str(Path(model).expanduser().resolve()))
+    changes = ({} if model is None else {"model": f"{{path = {whole}}}"}) | changes_of(change or [])
+    folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
+    if plan is None:
+        if folder is None:
+            raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
+        plan = folder / PLAN_FILE
+    asked = load(plan, changes)
+
+    from tangram.resilience.policy import Limits  # these load torch: only for a sound plan
+    from tangram.resilience.supervise import Settings, supervised
+    from tangram.training.start import FAILURES, TrainRequest, train_request
+
+    settings = Settings(snapshot_every, Limits(restarts))
+    request = TrainRequest(asked, run_name(plan), processes, out, folder, profile=False)
+    try:
+        with ProgressLine(Console(stderr=json)) as line:
+            summary = train_request(request, line, None, lambda job, tell: supervised(job, tell, settings))
+    except FAILURES as failure:
+        say(str(failure))
+        return 1
+    if json and summary is not None:
+        print_json(summary)
+    return 0

@@ -1,0 +1,1 @@
+"""Keep a job going: what a rank's end is taken for, where the run goes on from, and when it had better stop."""

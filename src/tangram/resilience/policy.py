@@ -1,0 +1,53 @@
+"""What is made of a failure: go on, or stop and say why. Pure, of the history of a run alone.
+
+A job goes on as long as it gets further. What will come again is not tried again: the same error at the same step, or
+failures in a row between which no step was done that had not been done before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Cause(Enum):
+    """What ended the ranks."""
+
+    KILLED = "a rank was killed"
+    """From outside: by the kernel where memory ran out, a person, a machine that is going down. No last words."""
+    RAISED = "a rank raised an error"
+    STORE = "snapshots could not be written"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of the ranks."""
+
+    cause: Cause
+    words: str
+    """What the rank, or the system, said."""
+    step: int
+    """Steps of the run that had been done by then, or more in an attempt before."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to give up."""
+
+    restarts: int = 100
+    in_a_row: int = 3
+    """Failures without a step between them that had not been done before."""
+
+
+def verdict(failures: Sequence[Failure], limits: Limits) -> str:
+    """Why the job stops after these failures, as the end of a sentence; "" where it goes on. `failures`: at least one,
+    in order."""
+    last = failures[-1]
+    same = [one for one in failures if (one.cause, one.words, one.step) == (last.cause, last.words, last.step)]
+    if last.cause is Cause.RAISED and len(same) > 1:
+        return f"the same error came twice after step {last.step}, so it would come again"
+    if len(failures) > limits.restarts:
+        return f"it was started again {limits.restarts} times already (--restarts)"
+    stuck = [one for one in failures if one.step == last.step]
+    if len(stuck) > limits.in_a_row:
+        return f"it failed {len(stuck)} times in a row after step {last.step}"
+    return ""

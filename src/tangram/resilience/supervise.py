@@ -1,0 +1,318 @@
+"""Run the ranks of a job on this machine, and go on after a failure from what is nearest.
+
+    ranks train, a snapshot into memory every step  ->  one is killed  ->  the others are ended  ->  new ones are forked
+    from a process that has imported everything  ->  they load the newest snapshot  ->  the next step
+
+Whoever watches the run sees it as if nothing had happened: a step that is done again is reported once, clocks go on,
+and the report at the end is of the whole run. A step that is done again must have the loss it had; where it has not,
+that is said, for then some rank computes otherwise than before.
+
+Every attempt has a folder and a store of its own, so nothing of a dead one is taken for a live one's: torchrun's
+restarts fail by that (pytorch#135712, #167288).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tangram.checkpoint.saving.rank_parts import sentence
+from tangram.checkpoint.store.commits import read_marker
+from tangram.checkpoint.tiers.promote import promote
+from tangram.errors import UserError
+from tangram.resilience.policy import Cause, Failure, Limits, verdict
+from tangram.resilience.promoter import Promoter
+from tangram.resilience.tiers import Tiers, memory_of
+from tangram.schema.plan import Plan
+from tangram.training.observe.events import (
+    CheckpointSaved,
+    Evaluated,
+    ExpertLoads,
+    Note,
+    SaveFailed,
+    StepDone,
+    StepSkipped,
+)
+from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
+from tangram.training.run.rank import RankJob, RankReport, Snapshots, train_rank
+from tangram.training.run.run_folder import CHECKPOINTS
+
+__all__ = ["Recovered", "Settings", "supervised"]
+
+OnEvent = Callable[[object], None]
+LEFT_OUT = "left out: "
+"""How a save begins that came while the one before was being written: of snapshots no failure."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is kept going."""
+
+    snapshot_every: int = 1
+    """Steps from one snapshot in memory to the next; 0: none, so that checkpoints go to the disk alone."""
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """After a failure: the first step that was not done before."""
+
+    step: int
+    lost_steps: int
+    """That had been done and were done again."""
+    seconds: float
+    """From when the failure was seen."""
+    memory: bool
+    """Whether the state came from memory."""
+
+
+class _SnapshotsEnd(Exception):
+    """Memory takes no more of them."""
+
+
+def supervised(
+    job: RankJob,
+    on_event: OnEvent,
+    settings: Settings | None = None,
+    on_start: Callable[[Sequence[int]], None] = lambda processes: None,
+) -> RankReport:
+    """Run `train_rank` on all ranks until the run is done; the report of rank 0, of the whole run.
+
+    Raises UserError and RankError as `run_ranks` does where the policy gives up, with its reason.
+    """
+    refuse_too_many(job.plan.ranks)
+    run = _Run(job, on_event, settings or Settings(), on_start)
+    try:
+        return run.to_its_end()
+    finally:
+        run.close()
+
+
+@dataclass
+class _Run:
+    """The run so far."""
+
+    job: RankJob
+    on_event: OnEvent
+    settings: Settings
+    on_start: Callable[[Sequence[int]], None]
+    failures: list[Failure] = field(default_factory=list[Failure])
+    bad: set[Path] = field(default_factory=set[Path])
+    """Checkpoints that no attempt came to a step from."""
+    newest: CheckpointSaved | None = None
+    """The newest snapshot of this attempt."""
+
+    def __post_init__(self) -> None:
+        plan, folder = self.job.plan, self.job.folder
+        memory = memory_of(folder) if self.settings.snapshot_every else None
+        if self.settings.snapshot_every and memory is None:
+            self.on_event(Note("this system has no /dev/shm: without snapshots in memory, checkpoints go to the disk"))
+        self.tiers = Tiers(memory, folder / CHECKPOINTS)
+        self.promoter = Promoter(self.tiers.disk, (f"last={plan.checkpoint.keep}", *plan.checkpoint.also))
+        self.seen = _Seen(plan, self.on_event)
+        self.attempts = max((int(path.name.partition("-")[2]) for path in self.tiers.attempts()), default=0)
+
+    # ------------------------------------------------------------ attempts
+
+    def to_its_end(self) -> RankReport:
+        resume = next(iter(self.tiers.newest_first()), None) if self.job.resume is not None else None
+        resume = resume or self.job.resume
+        if self.job.resume is None:
+            self.tiers.forget()  # of another run that had a folder of this name
+        while True:
+            began = self.seen.reached
+            try:
+                report = self._attempt(resume)
+            except RankError as error:
+                resume = self._after(_failure_of(error, self.seen.reached), error)
+            except _SnapshotsEnd as error:
+                self.tiers = replace(self.tiers, memory=None)
+                resume = self._after(Failure(Cause.STORE, str(error), self.seen.reached), None)
+            except UserError as error:
+                if resume in (None, self.job.resume) or self.seen.reached > began:
+                    raise
+                assert resume is not None
+                self.bad.add(resume)  # as a damaged one: an older one may do
+                self.on_event(Note(f"cannot go on from {resume}: {error}"))
+                resume = self._newest()
+                if resume is None:
+                    raise
+            else:
+                return self._whole(report)
+
+    def close(self) -> None:
+        """Leave nothing in memory; of a run that did not come to its end the newest snapshot goes to the disk."""
+        self.promoter.close()
+        newest = next(iter(self.tiers.newest_first()), None)
+        if newest is not None and not self.tiers.on_disk(newest):
+            try:
+                step = read_marker(newest).step
+                path = promote(newest, self.tiers.disk)
+                self.on_event(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
+            except (OSError, UserError) as error:
+                self.on_event(Note(f"the newest snapshot could not be brought to the disk: {sentence(error)}"))
+        self.pass_on()
+        self.tiers.forget()
+
+    def _attempt(self, resume: Path | None) -> RankReport:
+        self.attempts, self.newest = self.attempts + 1, None
+        snapshots = None
+        try:
+            if (memory := self.tiers.attempt(self.attempts)) is not None:
+                snapshots = Snapshots(memory, self.settings.snapshot_every)
+        except OSError as error:
+            self.on_event(Note(f'no snapshots in memory: "{error.filename}": {error.strerror}'))
+            self.tiers = replace(self.tiers, memory=None)
+        job = replace(self.job, resume=resume, snapshots=snapshots)
+        self.seen.begin(from_memory=resume is not None and resume.parent != self.tiers.disk)
+        results = run_ranks(
+            train_rank,
+            job,
+            world=job.plan.ranks,
+            on_event=self._hear,
+            device=job.plan.run.device,
+            on_start=self.on_start,
+            spare=True,
+        )
+        self._last_to_disk()
+        return results[0]
+
+    def _after(self, failure: Failure, error: Exception | None) -> Path | None:
+        """Where the run goes on from after a failure. Raises what the policy stops at."""
+        self.seen.failed_at = time.monotonic()
+        self.failures.append(failure)
+        if why := verdict(self.failures, self.settings.limits):
+            if isinstance(error, RankError):
+                raise RankError(error.rank, self.job.plan.ranks, f"{failure.words}; {why}", error.details) from error
+            raise UserError(f"{failure.words}; {why}")
+        self.tiers.settle()
+        resume = self._newest()
+        where = "the beginning" if resume is None else f"{resume}"
+        self.on_event(Note(f"after step {failure.step}: {failure.words}; going on from {where}"))
+        return resume
+
+    def _newest(self) -> Path | None:
+        return next((path for path in self.tiers.newest_first() if path not in self.bad), self.job.resume)
+
+    # ------------------------------------------------------------ what is heard
+
+    def _hear(self, event: object) -> None:
+        self.pass_on()
+        match event:
+            case CheckpointSaved() if self.tiers.memory is not None:
+                self._snapshot(event)
+            case SaveFailed() if self.tiers.memory is not None:
+                if not event.reason.startswith(LEFT_OUT):
+                    raise _SnapshotsEnd(f"snapshots in memory have ended: {event.reason}")
+            case _:
+                self.seen(event)
+
+    def _snapshot(self, event: CheckpointSaved) -> None:
+        """A snapshot in memory; those that the plan wants on the disk, or the first after them, are brought there."""
+        self.seen.blocked += event.blocked_seconds
+        every = self.job.plan.checkpoint.every_steps
+        self.newest = event
+        if every and event.step // every > self.seen.promoted // every:
+            self._promote(event)
+        if Path(event.path).parent != (mine := self.tiers.attempt(self.attempts)):
+            return
+        self.tiers.forget(but=mine)  # what an attempt before has left is older now
+
+    def _promote(self, event: CheckpointSaved) -> None:
+        self.seen.promoted = event.step
+        self.promoter.take(replace(event, blocked_seconds=self.seen.blocked))
+        self.seen.blocked = 0.0
+
+    def _last_to_disk(self) -> None:
+        """The state at the end of the run, or where somebody asked to stop."""
+        if self.tiers.memory is None:
+            return
+        if self.newest is not None and self.newest.step > self.seen.promoted:
+            self._promote(self.newest)
+        self.promoter.close()
+        self.pass_on()
+        self.promoter = Promoter(self.tiers.disk, ())
+
+    def pass_on(self) -> None:
+        """What the promoter has to tell."""
+        for event in self.promoter.heard():
+            self.on_event(event)
+
+    def _whole(self, report: RankReport) -> RankReport:
+        """The report of the last attempt, with the steps of all of them."""
+        steps = self.seen.steps
+        if not self.failures or not steps:
+            return report
+        first = min(steps) - 1
+        losses = tuple(steps[step].loss for step in sorted(steps))
+        tokens, seconds = sum(one.tokens for one in steps.values()), max(one.seconds for one in steps.values())
+        trained = replace(report.trained, losses=losses, tokens=tokens, seconds=seconds)
+        return replace(report, trained=trained, first=first)
+
+
+class _Seen:
+    """What was told of the run; tells it on, once."""
+
+    def __init__(self, plan: Plan, on_event: OnEvent) -> None:
+        self._plan, self._tell = plan, on_event
+        self.steps: dict[int, StepDone] = {}
+        self.reached = 0
+        """The furthest step."""
+        self.promoted = 0
+        self.blocked = 0.0
+        self.failed_at = 0.0
+        self._before: set[tuple[type, int]] = set()
+        self._began: float | None = None
+        self._again = 0
+        self._from_memory = False
+
+    def begin(self, *, from_memory: bool) -> None:
+        """Of an attempt."""
+        self._again, self._from_memory = 0, from_memory
+
+    def __call__(self, event: object) -> None:
+        """Tell an event on, unless it is of a step that was told of."""
+        if not isinstance(event, StepDone | StepSkipped | Evaluated | ExpertLoads):
+            self._tell(event)
+            return
+        key = (type(event), event.step)
+        if key in self._before:
+            self._compare(event)
+            return
+        self._before.add(key)
+        if isinstance(event, StepDone):
+            now = time.monotonic()
+            self._began = now - event.seconds if self._began is None else self._began
+            first = min(self.steps, default=event.first)
+            event = self.steps[event.step] = replace(event, seconds=now - self._began, first=first)
+        if isinstance(event, StepDone | StepSkipped) and event.step > self.reached:
+            self.reached = event.step
+            self._recovered(event.step)
+        self._tell(event)
+
+    def _recovered(self, step: int) -> None:
+        if not self.failed_at:
+            return
+        event = Recovered(step, self._again, time.monotonic() - self.failed_at, self._from_memory)
+        self.failed_at = 0.0
+        where = "memory" if event.memory else "the disk"
+        again = f"{event.lost_steps} step{'s' * (event.lost_steps != 1)} done again"
+        self._tell(Note(f"recovered in {event.seconds:.1f} s from {where}, {again}"))
+        self._tell(event)
+
+    def _compare(self, event: StepDone | StepSkipped | Evaluated | ExpertLoads) -> None:
+        """A step that is done again has to come out as before."""
+        if isinstance(event, StepDone | StepSkipped):
+            self._again += 1
+        if isinstance(event, StepDone) and (before := self.steps.get(event.step)) and before.loss != event.loss:
+            self._tell(
+                Note(
+                    f"step {event.step} was done again and has another loss, {event.loss!r} and not {before.loss!r}: "
+                    "its ranks compute otherwise than before (run.deterministic refuses what is not repeatable)"
+                )
+            )
+
+
+def _failure_of(error: RankError, step: int) -> Failure:
+    cause = Cause.RAISED if error.details else Cause.KILLED
+    return Failure(cause, str(error), step)

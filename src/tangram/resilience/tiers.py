@@ -1,0 +1,96 @@
+"""Where a run's checkpoints are: in the memory of its machine, which outlives its processes, and in its folder.
+
+    /dev/shm/tangram-UID-DIGEST/    of the run's folder
+      attempt-1/step-00000007/      what the ranks of an attempt have written
+      attempt-2/...                 the writers of dead ranks may still be at the one before
+
+A snapshot is a checkpoint like any other, of any layout, with its checksums. So what goes on from it may have another
+mesh, and every block is proved as it is read.
+
+Trade-off: a rank's snapshot lies on its own machine alone, so it is of use as long as that runs; what outlives the
+machine is in the run's folder.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tangram.checkpoint.store.commits import PARTIAL, Marker, read_marker, whole
+
+__all__ = ["Tiers", "memory_of"]
+
+SHARED = Path("/dev/shm")
+SETTLE = 0.5
+"""Seconds that a dead rank's writer is given to commit what it has begun."""
+
+
+def memory_of(run: Path) -> Path | None:
+    """The folder for snapshots of a run; None where this system has no memory that is a folder."""
+    if not (SHARED.is_dir() and os.access(SHARED, os.W_OK)):
+        return None
+    digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
+    return SHARED / f"tangram-{os.getuid()}-{digest}"
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Both places."""
+
+    memory: Path | None
+    disk: Path
+
+    def attempt(self, number: int) -> Path | None:
+        """Where the ranks of an attempt write; it is there afterwards. None without memory. Raises OSError."""
+        if self.memory is None:
+            return None
+        path = self.memory / f"attempt-{number}"
+        self.memory.mkdir(mode=0o700, exist_ok=True)
+        if self.memory.is_symlink() or self.memory.stat().st_uid != os.getuid():
+            raise OSError(1, "it belongs to somebody else", str(self.memory))
+        path.mkdir(exist_ok=True)
+        return path
+
+    def attempts(self) -> list[Path]:
+        """Folders of attempts that are there."""
+        return sorted(self.memory.glob("attempt-*")) if self.memory is not None else []
+
+    def newest_first(self) -> list[Path]:
+        """What a run may go on from: whole checkpoints, the one that was written last first.
+
+        Of two copies of one save the one in memory, which is nearer.
+        """
+        found: dict[str, tuple[Marker, Path]] = {}
+        for folder in (*self.attempts(), self.disk):
+            for path, marker in whole(folder):
+                found.setdefault(marker.id, (marker, path))
+        ordered = sorted(found.values(), key=lambda one: (one[0].created, one[0].step), reverse=True)
+        return [path for _, path in ordered]
+
+    def on_disk(self, path: Path) -> bool:
+        """Whether the save that this is of is in the run's folder, too."""
+        own = read_marker(path).id
+        return any(marker.id == own for _, marker in whole(self.disk))
+
+    def settle(self, seconds: float = SETTLE) -> None:
+        """Wait until what dead ranks had begun to write in memory is committed, but not longer than this."""
+        until = time.monotonic() + seconds
+        while any(self._under_way()) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def _under_way(self) -> Iterator[Path]:
+        for folder in self.attempts():
+            yield from folder.glob(f".*{PARTIAL}")
+
+    def forget(self, *, but: Path | None = None) -> None:
+        """Remove the snapshots, those of one attempt excepted."""
+        for folder in self.attempts():
+            if folder != but:
+                shutil.rmtree(folder, ignore_errors=True)
+        if self.memory is not None and but is None:
+            with contextlib.suppress(OSError):  # another's
+                self.memory.rmdir()

@@ -1,0 +1,71 @@
+"""Small runs whose ranks are killed as they train, beside the run that nobody disturbs."""
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tangram.resilience.supervise import Recovered, Settings, supervised
+from tangram.training.data import open_corpus, prepare, tokens_of
+from tangram.training.observe.events import CheckpointSaved, Note, StepDone
+from tangram.training.run.rank import RankJob, RankReport
+from tangram.training.step.loop import StepCosts
+from tests.training.small import small_plan, write_text
+
+
+@dataclass
+class Run:
+    """What was told of one, and who its ranks are now."""
+
+    at: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By step: the rank that is killed when it is told of."""
+    on_note: Callable[[str], None] = lambda text: None
+    pids: Sequence[int] = ()
+    steps: list[StepDone] = field(default_factory=list[StepDone])
+    notes: list[str] = field(default_factory=list[str])
+    saved: list[CheckpointSaved] = field(default_factory=list[CheckpointSaved])
+    recovered: list[Recovered] = field(default_factory=list[Recovered])
+    starts: int = 0
+
+    def started(self, pids: Sequence[int]) -> None:
+        self.pids, self.starts = pids, self.starts + 1
+
+    def __call__(self, event: object) -> None:
+        match event:
+            case StepDone():
+                self.steps.append(event)
+                if event.step in self.at:
+                    os.kill(self.pids[self.at[event.step]], signal.SIGKILL)
+            case Note():
+                self.notes.append(event.text)
+                self.on_note(event.text)
+            case CheckpointSaved():
+                self.saved.append(event)
+            case Recovered():
+                self.recovered.append(event)
+            case _:
+                pass
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+
+def job_of(folder: Path, text: Path, **changes: Any) -> RankJob:
+    """A job whose text is read."""
+    plan = small_plan(text, **changes)
+    tokens = tokens_of(plan)
+    prepare(plan.data, tokens, lambda event: None)
+    folder.mkdir(parents=True)
+    return RankJob(plan, folder, open_corpus(plan.data, tokens).digest, StepCosts())
+
+
+def run(job: RankJob, seen: Run, settings: Settings | None = None) -> RankReport:
+    return supervised(job, seen, settings, seen.started)
+
+
+def text_in(folder: Path) -> Path:
+    (folder / "text").mkdir()
+    return write_text(folder / "text")

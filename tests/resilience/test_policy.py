@@ -1,0 +1,49 @@
+"""When a job goes on, and when it stops: of histories alone."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tangram.resilience.policy import Cause, Failure, Limits, verdict
+
+
+def killed(step: int) -> Failure:
+    return Failure(Cause.KILLED, "rank 1 of 4 was killed", step)
+
+
+def raised(step: int, words: str = "ValueError: no") -> Failure:
+    return Failure(Cause.RAISED, words, step)
+
+
+def test_a_job_that_gets_further_goes_on() -> None:
+    assert verdict([killed(step) for step in range(50)], Limits()) == ""
+    assert verdict([raised(3), killed(3), raised(4)], Limits()) == ""
+
+
+def test_an_error_that_comes_again_at_the_same_step_stops_it() -> None:
+    assert "would come again" in verdict([raised(3), raised(3)], Limits())
+    assert verdict([raised(3), raised(4)], Limits()) == ""
+    assert verdict([raised(3), raised(3, "OSError: disk")], Limits()) == ""
+
+
+def test_failures_without_a_new_step_stop_it() -> None:
+    assert verdict([killed(3)] * 3, Limits()) == ""
+    assert "failed 4 times in a row after step 3" in verdict([killed(3)] * 4, Limits())
+
+
+def test_there_is_a_last_restart() -> None:
+    assert verdict([killed(step) for step in range(2)], Limits(restarts=2)) == ""
+    assert "started again 2 times already" in verdict([killed(step) for step in range(3)], Limits(restarts=2))
+    assert "started again 0 times already" in verdict([killed(0)], Limits(restarts=0))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=60))
+def test_no_history_is_endless(history: list[tuple[bool, int]]) -> None:
+    """Whatever fails: without new steps a job stops after a few failures more."""
+    steps, found = 0, list[Failure]()
+    for is_killed, more in history:
+        steps += more
+        found.append(killed(steps) if is_killed else raised(steps))
+        if verdict(found, Limits()):
+            break
+    stuck = [*found, *[killed(steps)] * 4]
+    assert any(verdict(stuck[: n + 1], Limits()) for n in range(len(stuck)))

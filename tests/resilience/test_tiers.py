@@ -1,0 +1,105 @@
+"""Snapshots and checkpoints in two places: the newest that is whole, brought from one to the other and proved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tangram.checkpoint.inspect.verify import verify
+from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.store.commits import read_marker, whole
+from tangram.checkpoint.tiers.promote import pin, promote
+from tangram.resilience.tiers import Tiers, memory_of
+
+
+def write(folder: Path, step: int) -> Path:
+    path = folder / f"step-{step:08d}"
+    save({"model": {"w": torch.arange(1000.0) + step}}, path, about=About(step=step))
+    return path
+
+
+def value(path: Path) -> float:
+    state = {"model": {"w": torch.zeros(1000)}}
+    load(state, path)
+    return float(state["model"]["w"][0])
+
+
+def flip(path: Path) -> None:
+    """One bit of a tensor."""
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+
+
+def test_what_is_promoted_is_what_was_saved(tmp_path: Path) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    write(disk, 1)
+    path = promote(write(memory, 2), disk)
+    assert path == disk / "step-00000002"
+    assert value(path) == 2
+    assert [marker.serial for _, marker in whole(disk)] == [1, 2]
+    assert read_marker(path).id == read_marker(memory / "step-00000002").id
+    assert [report.sound for report in [verify(path)]] == [True]
+    assert promote(memory / "step-00000002", disk).name == "step-00000002-2", "never over one that is good"
+
+
+def test_rotten_memory_never_reaches_the_disk(tmp_path: Path) -> None:
+    path = write(tmp_path / "memory", 2)
+    flip(path)
+    with pytest.raises(DamagedError, match="other bytes from 0 to"):
+        promote(path, tmp_path / "disk")
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_torn_one_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "memory", 2)
+    next(path.glob("*.safetensors")).unlink()
+    with pytest.raises(Exception, match="not whole"):
+        promote(path, tmp_path / "disk")
+
+
+def test_a_pinned_one_outlives_its_removal(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    path = write(memory, 2)
+    pinned = pin(path)
+    assert whole(memory) == [(path, read_marker(path))], "a second name is no second checkpoint"
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+    assert value(promote(pinned, tmp_path / "disk")) == 2
+
+
+def test_the_newest_comes_first_from_the_nearest_place(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path / "memory", tmp_path / "disk")
+    one, two = tiers.attempt(1), tiers.attempt(2)
+    assert one is not None
+    assert two is not None
+    assert tiers.newest_first() == []
+    first = write(tiers.disk, 1)
+    third = write(one, 3)
+    promote(third, tiers.disk)
+    fourth = write(two, 4)
+    assert tiers.newest_first() == [fourth, third, first]
+    (fourth / "tangram.json").unlink()
+    assert tiers.newest_first() == [third, first], "torn: passed over"
+    tiers.forget(but=two)
+    assert tiers.newest_first() == [tiers.disk / "step-00000003", first]
+    tiers.forget()
+    assert not (tmp_path / "memory").exists()
+
+
+def test_snapshots_of_two_runs_lie_apart(tmp_path: Path) -> None:
+    ours = memory_of(tmp_path / "a")
+    assert ours is not None
+    assert ours != memory_of(tmp_path / "b")
+    assert ours == memory_of(tmp_path / "x" / ".." / "a")
+
+
+def test_a_folder_of_somebody_elses_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "memory").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="somebody else"):
+        Tiers(tmp_path / "memory", tmp_path / "disk").attempt(1)
