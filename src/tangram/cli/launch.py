@@ -1,6 +1,5 @@
 """`tangram launch`: train as `tangram train` does, and go on when a rank is lost."""
 
-from json import dumps as json_text
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ from rich.console import Console
 from tangram.cli.errors import say
 from tangram.cli.output import print_json
 from tangram.errors import UserError
-from tangram.models.directory import refuse_missing
 from tangram.schema.files import changes_of, load
 from tangram.training.observe.progress import ProgressLine
 from tangram.training.run.environment import started_by_torchrun
@@ -22,7 +20,6 @@ __all__ = ["launch"]
 def launch(
     plan: Annotated[Path | None, typer.Argument(help="A plan, or a job that a plan is made for.")] = None,
     processes: Annotated[int | None, typer.Option("--processes", "-n", help="How many ranks a job gets.")] = None,
-    model: Annotated[str | None, typer.Option(help="A Hugging Face directory or config.json instead.")] = None,
     out: Annotated[Path | None, typer.Option(help="An empty or new folder; runs/NAME when not given.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run of --out; begin where there is none.")
@@ -40,25 +37,23 @@ def launch(
             "tangram launch starts the ranks of one machine itself: leave torchrun out, or on more machines have it "
             "start `tangram train --resume`"
         )
-    if model is not None:
-        refuse_missing(Path(model).expanduser())
-    whole = "" if model is None else json_text(str(Path(model).expanduser().resolve()))
-    changes = ({} if model is None else {"model": f"{{path = {whole}}}"}) | changes_of(change or [])
     folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
     if plan is None:
         if folder is None:
             raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
         plan = folder / PLAN_FILE
-    asked = load(plan, changes)
+    asked = load(plan, changes_of(change or []))
 
     from tangram.resilience.policy import Limits  # these load torch: only for a sound plan
-    from tangram.resilience.supervise import Settings, supervised
+    from tangram.resilience.supervise import Settings, rescue, supervised
     from tangram.training.start import FAILURES, TrainRequest, train_request
 
     settings = Settings(snapshot_every, Limits(restarts))
     request = TrainRequest(asked, run_name(plan), processes, out, folder, profile=False)
     try:
         with ProgressLine(Console(stderr=json)) as line:
+            if folder is not None:
+                rescue(folder, line)
             summary = train_request(request, line, None, lambda job, tell: supervised(job, tell, settings))
     except FAILURES as failure:
         say(str(failure))

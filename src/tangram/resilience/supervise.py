@@ -35,9 +35,9 @@ from tangram.training.observe.events import (
 )
 from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, Snapshots, train_rank
-from tangram.training.run.run_folder import CHECKPOINTS
+from tangram.training.run.run_folder import CHECKPOINTS, alone
 
-__all__ = ["Recovered", "Settings", "supervised"]
+__all__ = ["Recovered", "Settings", "rescue", "supervised"]
 
 OnEvent = Callable[[object], None]
 LEFT_OUT = "left out: "
@@ -88,6 +88,27 @@ def supervised(
         run.close()
 
 
+def rescue(folder: Path, on_event: OnEvent) -> None:
+    """Bring to the disk what the launcher of a run, who was killed, has left in memory, where that is newer.
+
+    Raises UserError where another process trains in this folder.
+    """
+    with alone(folder):
+        _rescue(Tiers(memory_of(folder), folder / CHECKPOINTS), on_event)
+
+
+def _rescue(tiers: Tiers, on_event: OnEvent) -> None:
+    for newest in tiers.newest_first():
+        try:
+            if not tiers.on_disk(newest):
+                step, path = read_marker(newest).step, promote(newest, tiers.disk)
+                on_event(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
+            break
+        except (OSError, UserError) as error:
+            on_event(Note(f"the newest snapshot could not be brought to the disk: {sentence(error)}"))
+    tiers.forget()
+
+
 @dataclass
 class _Run:
     """The run so far."""
@@ -115,10 +136,8 @@ class _Run:
     # ------------------------------------------------------------ attempts
 
     def to_its_end(self) -> RankReport:
-        resume = next(iter(self.tiers.newest_first()), None) if self.job.resume is not None else None
-        resume = resume or self.job.resume
-        if self.job.resume is None:
-            self.tiers.forget()  # of another run that had a folder of this name
+        self.tiers.forget()  # of a run before; `rescue` has what is to be gone on from
+        resume = self.job.resume
         while True:
             began = self.seen.reached
             try:
@@ -143,16 +162,8 @@ class _Run:
     def close(self) -> None:
         """Leave nothing in memory; of a run that did not come to its end the newest snapshot goes to the disk."""
         self.promoter.close()
-        newest = next(iter(self.tiers.newest_first()), None)
-        if newest is not None and not self.tiers.on_disk(newest):
-            try:
-                step = read_marker(newest).step
-                path = promote(newest, self.tiers.disk)
-                self.on_event(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
-            except (OSError, UserError) as error:
-                self.on_event(Note(f"the newest snapshot could not be brought to the disk: {sentence(error)}"))
         self.pass_on()
-        self.tiers.forget()
+        _rescue(self.tiers, self.on_event)
 
     def _attempt(self, resume: Path | None) -> RankReport:
         self.attempts, self.newest = self.attempts + 1, None

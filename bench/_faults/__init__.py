@@ -1,0 +1,1 @@
+"""What `tangram bench faults` measures with."""

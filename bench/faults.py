@@ -1,0 +1,91 @@
+"""A rank is killed: how long until the next step, what is lost, what snapshots cost; torchrun's restart beside it.
+
+    killed    the quickstart's model on four ranks; a drawn one is killed within a step, again and again, and the run is
+              compared with the one that nobody disturbed
+    cost      the same run with snapshots into memory and without, in turns
+    torchrun  `torchrun --max-restarts` with `tangram train --resume`, one of whose workers is killed
+
+`--only` takes one of these groups.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from bench._faults import torchrun
+from bench._faults.killed import Watched, alone, job_of, kept_going, plan_of
+from tangram.errors import UserError
+from tangram.hardware.measure import Row
+
+
+def killed(quick: bool, folder: Path) -> Iterable[Row]:
+    """Of a run that is killed and one that is not."""
+    kills = 3 if quick else 20
+    plan = plan_of(folder, steps=6 * kills + 10, every=20)
+    undisturbed = Watched()
+    before = alone(job_of(plan, folder / "undisturbed"), undisturbed)
+    seen = Watched(steps_of_kills=frozenset(range(6, 6 * kills + 1, 6)), seed=1)
+    report = kept_going(1)(job_of(plan, folder / "killed"), seen)
+    count = len(seen.kills)
+    yield Row("SIGKILL of one of 4 ranks, to the next new step: median", "s", statistics.median(seen.back), target=4.0)
+    yield Row("the same, the longest", "s", max(seen.back), target=8.0)
+    yield Row(f"recovered of {count} kills", "share", len(seen.recovered) / count, target=1.0, better="higher")
+    yield Row("of them from memory", "share", sum(r.memory for r in seen.recovered) / count, better="higher")
+    yield Row("steps done again after a kill, at most", "steps", max(r.lost_steps for r in seen.recovered), target=1)
+    off = max(abs(loss - undisturbed.losses[step]) for step, loss in seen.losses.items())
+    yield Row("losses beside the undisturbed run, largest difference", "nats", off, target=1e-5)
+    yield Row(
+        "steps of the undisturbed run that are missing",
+        "steps",
+        len(undisturbed.losses.keys() - seen.losses.keys()),
+        target=0,
+    )
+    yield Row("tokens trained on, beside it", "tokens", abs(report.trained.tokens - before.trained.tokens), target=0)
+
+
+def cost(quick: bool, folder: Path) -> Iterable[Row]:
+    """Whole runs in turns; the ratio of medians of a step's time."""
+    plan = plan_of(folder, steps=30 if quick else 60, every=0)
+    ways = {"every step": kept_going(1), "every 10 steps": kept_going(10), "none": kept_going(0)}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(2 if quick else 5):
+        for name, run in ways.items():
+            seen = Watched()
+            run(job_of(plan, folder / f"{name.replace(' ', '-')}-{turn}"), seen)
+            found[name].append(statistics.median(seen.step_seconds()))
+    base = statistics.median(found["none"])
+    for name, target in (("every step", 1.03), ("every 10 steps", 1.01)):
+        pairs = [ours / theirs for ours, theirs in zip(found[name], found["none"], strict=True)]
+        yield Row(
+            f"a step with a snapshot {name}, beside one without", "ratio", statistics.median(pairs), target=target
+        )
+    yield Row("a step without", "s", base)
+
+
+def restarted(quick: bool, folder: Path) -> Iterable[Row]:
+    """torchrun's own."""
+    plan = plan_of(folder, steps=2000, every=10)
+    found = [torchrun.seconds(plan, folder / f"torchrun-{turn}") for turn in range(1 if quick else 5)]
+    good = [one for one in found if one is not None]
+    yield Row(f"torchrun: recovered of {len(found)} kills", "share", len(good) / len(found), better="higher")
+    if good:
+        yield Row("torchrun: SIGKILL of a worker to the next step, median of those", "s", statistics.median(good))
+
+
+GROUPS: Mapping[str, Callable[[bool, Path], Iterable[Row]]] = {
+    "killed": killed,
+    "cost": cost,
+    "torchrun": restarted,
+}
+
+
+def rows(quick: bool, only: tuple[str, ...] | None = None) -> Iterable[Row]:
+    """The figures; `quick` takes fewer turns."""
+    for name in only or tuple(GROUPS):
+        if name not in GROUPS:
+            raise UserError(f"the bench of faults has no group {name!r}: it has {', '.join(GROUPS)}")
+        with tempfile.TemporaryDirectory() as folder:
+            yield from GROUPS[name](quick, Path(folder))

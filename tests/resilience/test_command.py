@@ -1,0 +1,51 @@
+"""`tangram launch` as a person types it: killed as a whole it goes on from memory; what it cannot do it says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tangram.cli import main
+from tangram.resilience.tiers import memory_of
+from tests.training.small import plan_file, write_text
+
+
+def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("tangram.cli.launch.started_by_torchrun", lambda: True)
+    assert main(["launch", "job.toml"]) == 2
+    assert "leave torchrun out" in capsys.readouterr().err
+
+
+def test_without_a_job_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch"]) == 2
+    assert "give a plan or a job" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_goes_on_from_memory(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    run = {"steps": 120}
+    plan = plan_file(tmp_path / "plan.toml", write_text(tmp_path / "text"), run=run, checkpoint={"every_steps": 0})
+    out, log = tmp_path / "run", tmp_path / "log"
+    command = [sys.executable, "-m", "tangram", "launch", str(plan), "--out", str(out)]
+    memory = memory_of(out)
+    assert memory is not None
+    with log.open("w") as stream:
+        program = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, process_group=0)
+    until = time.monotonic() + 120
+    while not list(memory.glob("attempt-1/step-*")) and time.monotonic() < until and program.poll() is None:
+        time.sleep(0.02)
+    os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+    assert list(memory.glob("attempt-1/step-*")), log.read_text()
+    assert not list((out / "checkpoint").glob("step-*"))
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert "resumed from" in again.stdout
+    assert "step   1/120" not in again.stdout, "it did not begin anew"
+    assert (out / "summary.json").is_file()
+    assert not memory.exists()
