@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tangram.checkpoint.store.commits import whole
 from tangram.resilience.supervise import Recovered, Settings, supervised
+from tangram.resilience.tiers import memory_of
 from tangram.training.data import open_corpus, prepare, tokens_of
 from tangram.training.observe.events import CheckpointSaved, Note, StepDone
 from tangram.training.run.rank import RankJob, RankReport
@@ -20,7 +22,8 @@ class Run:
     """What was told of one, and who its ranks are now."""
 
     at: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By step: the rank that is killed when it is told of."""
+    """By step: the rank that is killed when there is a snapshot of that step, or of a later one."""
+    memory: Path | None = None
     on_note: Callable[[str], None] = lambda text: None
     pids: Sequence[int] = ()
     steps: list[StepDone] = field(default_factory=list[StepDone])
@@ -28,6 +31,7 @@ class Run:
     saved: list[CheckpointSaved] = field(default_factory=list[CheckpointSaved])
     recovered: list[Recovered] = field(default_factory=list[Recovered])
     starts: int = 0
+    killed: list[int] = field(default_factory=list[int])
 
     def started(self, pids: Sequence[int]) -> None:
         self.pids, self.starts = pids, self.starts + 1
@@ -36,8 +40,7 @@ class Run:
         match event:
             case StepDone():
                 self.steps.append(event)
-                if event.step in self.at:
-                    os.kill(self.pids[self.at[event.step]], signal.SIGKILL)
+                self._kill()
             case Note():
                 self.notes.append(event.text)
                 self.on_note(event.text)
@@ -47,6 +50,14 @@ class Run:
                 self.recovered.append(event)
             case _:
                 pass
+
+    def _kill(self) -> None:
+        due = [step for step in self.at if step not in self.killed]
+        if due and self.memory is not None:
+            there = [marker.step for path in self.memory.glob("attempt-*") for _, marker in whole(path)]
+            if max(there, default=0) >= due[0]:
+                self.killed.append(due[0])
+                os.kill(self.pids[self.at[due[0]]], signal.SIGKILL)
 
     @property
     def losses(self) -> list[float]:
@@ -63,6 +74,7 @@ def job_of(folder: Path, text: Path, **changes: Any) -> RankJob:
 
 
 def run(job: RankJob, seen: Run, settings: Settings | None = None) -> RankReport:
+    seen.memory = memory_of(job.folder)
     return supervised(job, seen, settings, seen.started)
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tangram.checkpoint.store.commits import whole
+from tangram.resilience import tiers
 from tangram.resilience.policy import Limits
 from tangram.resilience.supervise import Settings
 from tangram.resilience.tiers import memory_of
+from tangram.training.observe.events import CheckpointSaved
 from tangram.training.run.launch import RankError
 from tests.resilience.runs import Run, job_of, run, text_in
 from tests.resilience.test_tiers import flip
 
-STEPS = 9
-TABLES = {"run": {"steps": STEPS, "evaluate_every": 4}, "checkpoint": {"every_steps": 4, "keep": 5}}
+STEPS = 60  # of some ten milliseconds: snapshots have to keep up
+TABLES = {"run": {"steps": STEPS, "evaluate_every": 40}, "checkpoint": {"every_steps": 20, "keep": 5}}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def undisturbed(text: Path) -> Run:
 
 def test_killed_twice_it_comes_out_the_same(text: Path, undisturbed: Run) -> None:
     folder = text.parent / "killed"
-    seen = Run(at={3: 1, 6: 0})
+    seen = Run(at={3: 1, 30: 0})
     job = job_of(folder, text, **TABLES)
     report = run(job, seen)
     assert seen.starts == 3
@@ -44,12 +47,12 @@ def test_killed_twice_it_comes_out_the_same(text: Path, undisturbed: Run) -> Non
     assert [*report.trained.losses] == undisturbed.losses
     assert (report.first, report.step, report.trained.tokens) == (0, STEPS, sum(one.tokens for one in seen.steps))
     assert len(seen.recovered) == 2
-    assert all(one.memory and one.lost_steps <= 2 for one in seen.recovered), seen.recovered
+    assert all(one.memory and one.lost_steps < one.step - 1 for one in seen.recovered), seen.recovered
     assert [one.seconds for one in seen.steps] == sorted(one.seconds for one in seen.steps)
     steps = [marker.step for _, marker in whole(folder / "checkpoint")]
     assert steps[-1] == STEPS
     assert [event.step for event in seen.saved] == steps
-    assert any(4 <= step <= 7 for step in steps), "as often as the plan says, or at the next snapshot"
+    assert len(steps) >= 3, "as often as the plan says, or at the next snapshot"
     memory = memory_of(folder)
     assert memory is not None
     assert not memory.exists()
@@ -72,11 +75,17 @@ def test_a_rotten_snapshot_is_left_for_an_older_one(text: Path, undisturbed: Run
 
 
 def test_without_snapshots_it_goes_on_from_the_disk(text: Path, undisturbed: Run) -> None:
-    seen = Run(at={6: 1})
+    class Killing(Run):
+        def __call__(self, event: object) -> None:
+            super().__call__(event)
+            if isinstance(event, CheckpointSaved) and self.starts == 1:
+                os.kill(self.pids[1], signal.SIGKILL)
+
+    seen = Killing()
     run(job_of(text.parent / "disk", text, **TABLES), seen, Settings(snapshot_every=0))
     assert seen.losses == undisturbed.losses
     assert [one.memory for one in seen.recovered] == [False]
-    assert 1 <= seen.recovered[0].lost_steps <= 6
+    assert seen.recovered[0].lost_steps < seen.recovered[0].step - 1
 
 
 def test_what_fails_at_once_each_time_is_given_up(text: Path) -> None:
@@ -100,4 +109,25 @@ def test_a_run_that_gives_up_leaves_its_newest_state_on_the_disk(text: Path) -> 
     seen = Run(at={3: 1})
     with pytest.raises(RankError, match="started again 0 times already"):
         run(job_of(folder, text, **TABLES), seen, Settings(limits=Limits(restarts=0)))
-    assert [marker.step for _, marker in whole(folder / "checkpoint")][-1] in (1, 2, 3)
+    assert [marker.step for _, marker in whole(folder / "checkpoint")][-1] >= 3
+
+
+def test_where_memory_is_full_checkpoints_go_to_the_disk(
+    text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = text.parent / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system takes a mount, which this user may not")
+    try:
+        monkeypatch.setattr(tiers, "SHARED", small)
+        seen, folder = Run(), text.parent / "full"
+        run(job_of(folder, text, **TABLES), seen)
+    finally:
+        subprocess.run(["umount", small], check=True)
+    assert seen.losses == undisturbed.losses
+    assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
+    assert [marker.step for _, marker in whole(folder / "checkpoint")] == [20, 40, STEPS]
