@@ -14,7 +14,7 @@ from tangram.hardware.cluster import Cluster, builtin
 from tangram.hardware.devices import device
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import PARTS, published
-from tangram.planner.cost.goodput import Goodput
+from tangram.planner.cost.goodput import Goodput, Snapshots
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import scaled, seconds
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
@@ -64,6 +64,58 @@ def test_more_devices_more_failures_or_longer_pauses_are_never_better(goodput: G
     assert replace(goodput, failures=2 * goodput.failures).share(devices) <= share
     assert replace(goodput, checkpoint=2 * goodput.checkpoint).share(devices) <= share
     assert replace(goodput, restart=goodput.restart + 60).share(devices) <= share
+
+
+PUBLISHED = [
+    # devices, failures of a device in an hour, seconds of a checkpoint and of a restart: interval and share
+    (1024, 3.39e-5, 30, 600, 2475, 0.9705),
+    (16_384, 1.97e-5, 30, 600, 798, 0.880),  # Llama 3's rate
+    (16_384, 3.39e-5, 30, 600, 604, 0.827),  # Meta's RSC-1
+    (16_384, 3.39e-5, 1, 600, 113, 0.896),
+    (100_000, 3.39e-5, 10, 600, 139, 0.494),
+    (100_000, 3.39e-5, 0.2, 180, 20.5, 0.828),
+]
+"""Worked out by Lambert's function, and played, apart from this code; rates as published."""
+
+
+@pytest.mark.parametrize(("devices", "rate", "pause", "restart", "interval", "share"), PUBLISHED)
+def test_published_rates(
+    devices: int, rate: float, pause: float, restart: float, interval: float, share: float
+) -> None:
+    goodput = Goodput(rate, pause, restart)
+    assert goodput.interval(devices) == pytest.approx(interval, rel=0.01)
+    assert goodput.share(devices) == pytest.approx(share, abs=0.001)
+
+
+@pytest.mark.parametrize(("devices", "rate"), [(1024, 1.2e-4), (16_384, 3.39e-5)])
+def test_two_tiers_played_with_failures_drawn_at_random(devices: int, rate: float) -> None:
+    """An oracle of its own: after a failure the newest snapshot is there, or with the other ones the checkpoint."""
+    near = Snapshots(0.5, 60, 0.8)
+    goodput = Goodput(rate, 2.0, 600, near)
+    drawn = np.random.default_rng(1)
+    mean, apart, often = goodput.between(devices), goodput.interval(devices), goodput.between_snapshots(devices)
+    clock = done = snapshot = checkpoint = 0.0
+    failure = float(drawn.exponential(mean))
+    while clock < 3000 * mean:
+        stop = min(snapshot + often, checkpoint + apart)
+        pause = goodput.checkpoint if stop == checkpoint + apart else near.pause
+        if clock + stop - done + pause <= failure:
+            clock, done = clock + stop - done + pause, stop
+            snapshot = stop
+            checkpoint = stop if pause == goodput.checkpoint else checkpoint
+            continue
+        kept = drawn.random() < near.covers
+        clock = failure + (near.restart if kept else goodput.restart)
+        done = snapshot = snapshot if kept else checkpoint
+        failure = max(clock, failure) + float(drawn.exponential(mean))
+    assert goodput.share(devices) == pytest.approx(done / clock, abs=0.01)
+    assert goodput.share(devices) > replace(goodput, snapshots=None).share(devices)
+
+
+@pytest.mark.parametrize("numbers", [(0, 60, 0.8), (0.5, -1, 0.8), (0.5, 60, 0), (0.5, 60, 1), (math.inf, 60, 0.5)])
+def test_snapshots_that_cannot_be(numbers: tuple[float, float, float]) -> None:
+    with pytest.raises(UserError, match="--snapshots PAUSE,RESTART,SHARE"):
+        Snapshots(*numbers)
 
 
 def test_short_pauses_are_youngs() -> None:

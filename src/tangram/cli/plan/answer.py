@@ -17,7 +17,7 @@ from tangram.models.adapted import adapted
 from tangram.models.catalogue import active_numbers
 from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import published
-from tangram.planner.cost.goodput import Goodput
+from tangram.planner.cost.goodput import Goodput, Snapshots
 from tangram.planner.cost.timeline import as_trace, timeline
 from tangram.planner.exports.numbers import given_of
 from tangram.planner.exports.targets import able_of
@@ -68,19 +68,19 @@ class Look:
     hours: float | None
     price: tuple[float | None, float | None, float | None]
     """Of a device's hour, watts of a device, and of a kWh."""
-    failures: tuple[float | None, float | None, float | None]
-    """Hours between two of one device, seconds of a checkpoint, seconds until training runs again."""
+    failures: tuple[float | None, float | None, float | None, str | None]
+    """Hours between two of one device, seconds of a checkpoint, seconds until training runs again, snapshots."""
     timeline: Path | None
     report: Path | None
 
     def goodput(self) -> Goodput | None:
         """Of failures. Raises UserError where one of the three is missing."""
-        mtbf, checkpoint, restart = self.failures
-        if mtbf is None and checkpoint is None and restart is None:
+        mtbf, checkpoint, restart, snapshots = self.failures
+        if mtbf is None and checkpoint is None and restart is None and snapshots is None:
             return None
         if mtbf is None or checkpoint is None or restart is None:
             raise UserError("failures need all of --mtbf, --checkpoint-s and --restart-s")
-        return Goodput(1 / mtbf if mtbf else 0.0, checkpoint, restart)
+        return Goodput(1 / mtbf if mtbf else 0.0, checkpoint, restart, _snapshots(snapshots))
 
     def terms(self, asked: Ask) -> Terms:
         """What values are made of. Raises UserError."""
@@ -88,6 +88,17 @@ class Look:
             raise UserError("--hours is the deadline of --train-tokens: give both")
         training = None if self.train_tokens is None else count_of(self.train_tokens, THOUSANDS)
         return Terms(asked.tokens, hour_price(*self.price), training, self.hours, self.goodput(), self.price[1])
+
+
+def _snapshots(typed: str | None) -> Snapshots | None:
+    """As typed: three numbers with commas. Raises UserError."""
+    if typed is None:
+        return None
+    try:
+        pause, restart, covers = map(float, typed.split(","))
+    except ValueError:
+        pause = restart = covers = 0.0  # which are none, and are told
+    return Snapshots(pause, restart, covers)
 
 
 def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking) -> int:

@@ -25,8 +25,9 @@ HERE = ("--measure", "--processes", "-n", "--stages", "--anew", "--limit")
 """Options of a job on this machine alone."""
 OF_CLUSTERS = (
     "--explain", "--to", "--job-file", "--timeline", "--report", "--objective", "--train-tokens", "--tokens", "--hours",
-    "--price", "--watts", "--kwh", "--pareto", "--mtbf", "--checkpoint-s", "--restart-s", "--runs", "--optimiser",
-    "--offload", "--loss", "--lora", "--base", "--imbalance", "--checkpoint-every", "--tokens-per-batch", "--seq",
+    "--price", "--watts", "--kwh", "--pareto", "--mtbf", "--checkpoint-s", "--restart-s", "--snapshots", "--runs",
+    "--optimiser", "--offload", "--loss", "--lora", "--base", "--imbalance", "--checkpoint-every",
+    "--tokens-per-batch", "--seq",
     "--precision", "--framework", "--gpus", "--memory", "--without", "--between",
 )  # fmt: skip
 """And of what is planned for a cluster alone."""

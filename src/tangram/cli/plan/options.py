@@ -83,6 +83,14 @@ CheckpointS = Annotated[float | None, typer.Option(rich_help_panel=COST, help="O
 RestartS = Annotated[
     float | None, typer.Option(rich_help_panel=COST, help="Of --mtbf: seconds until training runs again.")
 ]
+SnapshotsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--snapshots", rich_help_panel=COST, metavar="PAUSE,RESTART,SHARE",
+        help="Of --mtbf: seconds of a snapshot in memory, until training runs again from one, share of failures "
+        "that leave them.",
+    ),
+]  # fmt: skip
 Timeline = Annotated[
     Path | None,
     typer.Option(rich_help_panel=OUTPUT, help="Write the step as a timeline: .html a page, else a Perfetto trace."),
@@ -147,14 +155,15 @@ class Costs:
     mtbf: Mtbf = None
     checkpoint_s: CheckpointS = None
     restart_s: RestartS = None
+    snapshots: SnapshotsOption = None
 
     def prices(self) -> tuple[float | None, float | None, float | None]:
         """Of a device's hour, watts of a device, of a kWh."""
         return self.price, self.watts, self.kwh
 
-    def failures(self) -> tuple[float | None, float | None, float | None]:
-        """Hours between two of one device, seconds of a checkpoint, seconds until training runs again."""
-        return self.mtbf, self.checkpoint_s, self.restart_s
+    def failures(self) -> tuple[float | None, float | None, float | None, str | None]:
+        """Hours between two of one device, seconds of a checkpoint, seconds until training runs again, snapshots."""
+        return self.mtbf, self.checkpoint_s, self.restart_s, self.snapshots
 
 
 @dataclass(frozen=True)

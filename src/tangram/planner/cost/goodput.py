@@ -9,6 +9,14 @@ optimum checkpoint interval for restart dumps", FGCS 2006, equation 13, for many
 
 whose least is where (1 - t / M) exp((t + d) / M) = 1; for short d that is Young's sqrt(2 d M) (CACM 1974).
 
+With snapshots in memory that a share p of the failures leaves (`Snapshots`), to first order, each tier by itself: of
+snapshots every t1 and checkpoints every t2 seconds the time beside progress is
+
+    d1 / t1 + d2 / t2 + (p (t1 / 2 + R1) + (1 - p) (t2 / 2 + R2)) / M
+
+for each second of it, least where t1 = sqrt(2 d1 M / p) and t2 = sqrt(2 d2 M / (1 - p)). Two failures within one
+restart are not in it: where a seventh of the time is lost it is a point too high.
+
 The trade-off: one kind of failure, the same for all devices, and nothing that goes on with fewer of them.
 """
 
@@ -19,7 +27,27 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 
-__all__ = ["Goodput"]
+__all__ = ["Goodput", "Snapshots"]
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """A nearer place than that of checkpoints: memory that outlives most failures. Raises UserError for others."""
+
+    pause: float
+    """Seconds that training stands still for one."""
+    restart: float
+    """Seconds from a failure until training runs again from one."""
+    covers: float
+    """Of the failures that leave them, above 0 and below 1."""
+
+    def __post_init__(self) -> None:
+        """Look at the numbers."""
+        if not (0 < self.pause < math.inf and 0 <= self.restart < math.inf and 0 < self.covers < 1):
+            raise UserError(
+                "--snapshots PAUSE,RESTART,SHARE: seconds above 0 that training stands still, seconds until it runs "
+                "again, and the share of failures that leave them, above 0 and below 1, as in 0.5,60,0.8"
+            )
 
 
 @dataclass(frozen=True)
@@ -32,6 +60,7 @@ class Goodput:
     """Seconds that training stands still for a checkpoint."""
     restart: float
     """Seconds from a failure until training runs again, without what has to be done again."""
+    snapshots: Snapshots | None = None
 
     def __post_init__(self) -> None:
         """Look at the numbers."""
@@ -49,6 +78,8 @@ class Goodput:
     def interval(self, devices: float) -> float:
         """Seconds of progress between two checkpoints with which most of the time is progress."""
         mean = self.between(devices)
+        if self.snapshots is not None:
+            return math.sqrt(2 * self.checkpoint * mean / (1 - self.snapshots.covers))
         low, high, pause = 0.0, 1.0, self.checkpoint / mean
         for _ in range(100):  # (1 - x) exp(x + pause) falls from exp(pause) to 0
             middle = (low + high) / 2
@@ -56,10 +87,19 @@ class Goodput:
             low, high = (middle, high) if above else (low, middle)
         return mean * (low + high) / 2
 
+    def between_snapshots(self, devices: float) -> float:
+        """Seconds of progress between two snapshots; where there are some."""
+        assert self.snapshots is not None
+        return math.sqrt(2 * self.snapshots.pause * self.between(devices) / self.snapshots.covers)
+
     def share(self, devices: float, interval: float | None = None) -> float:
         """Of the time that is progress, 0 to 1, with checkpoints so far apart, or as far as is best."""
         mean = self.between(devices)
         apart = self.interval(devices) if interval is None else interval
+        if (near := self.snapshots) is not None:
+            often = self.between_snapshots(devices)
+            lost = near.covers * (often / 2 + near.restart) + (1 - near.covers) * (apart / 2 + self.restart)
+            return 1 / (1 + near.pause / often + self.checkpoint / apart + lost / mean)
         cycle = (apart + self.checkpoint) / mean
         # exp(-R/M) t/M / (exp(cycle) - 1), so written that nothing overflows
         return math.exp(-self.restart / mean - cycle) * apart / mean / -math.expm1(-cycle)
