@@ -91,10 +91,11 @@ def rows(asked: Sequence[Case], taught: Sequence[Case]) -> Iterator[Row]:
 
 
 def usable(case: Case) -> float:
-    """Bytes of a run's device that programs may have; where it has other memory than the catalogue says, the row's."""
+    """Bytes of a run's device that programs may have; where it has other memory than the catalogue says (V100 with 16
+    GB), of the row's the same share, which is above one: makers count in units of 2^30 bytes."""
     own = device(case.gpu)
     said = number(case.row, "gpu_mem_gb", (own.memory_bytes or math.nan) / 1e9) * 1e9
-    return own.usable or said if said == own.memory_bytes else said
+    return said * (own.usable or said) / (own.memory_bytes or said)
 
 
 def _out_of_memory(asked: Sequence[Case]) -> Iterator[Row]:

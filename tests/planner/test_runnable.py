@@ -18,7 +18,6 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.hardware.cluster import builtin
 from tangram.layout import Mesh
-from tangram.models.adapted import adapted
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.models.source import read_source
@@ -41,6 +40,7 @@ from tangram.schema.files import dumps, load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tests.training.small import small_tables, write_text
+from tests.training.tuning_tasks import write_folder
 
 H100 = builtin("h100-8x8")
 ASK = Ask(8 * 32 * 2, 32, "fp32", devices=8)
@@ -143,10 +143,6 @@ def test_each_rule_refuses_some_and_not_all(rule: Rule) -> None:
         g = replace(g, optimiser=np.arange(len(g)) % 2)
     if rule.name == "on devices":
         g = replace(g, offload=np.arange(len(g)) % 2)
-    if rule.name == "all is trained":
-        assert not rule.holds(facts_of(adapted(model()[1], 4)), g).any()
-        assert rule.holds(facts_of(model()[1]), g).all()
-        return
     if rule.name == "stages cut by work":  # of even cuts there are none
         g = replace(g, ahead=np.where(np.arange(len(g)) % 2, 1.0, 0.0))
     keeps = rule.holds(facts_of(model()[1]), g)
@@ -219,10 +215,39 @@ def test_mistakes_of_a_job_and_a_cluster(file: Path, capsys: pytest.CaptureFixtu
     for word in (["--explain", "dp=2"], ["--timeline", "t.json"], ["--runs"], ["--seq", "64"], ["--gpus", "4"]):
         assert f"{word[0]} is of what is planned for a cluster" in refused(str(file), *word)
     assert "nothing that is allowed" in refused(str(file), *cluster, "--runs", "--optimiser", "lion")
-    assert "nothing that is allowed" in refused(str(file), *cluster, "--runs", "--lora", "4")
+    assert "adapters stand beside weights that were trained" in refused(str(file), *cluster, "--lora", "4")
     plan = file.parent / "made.toml"
     assert "rows of the ranking are" in refused(str(file), *cluster, "--out", str(plan), "--pick", "99")
     assert main(["plan", str(file), *cluster, "--runs", "--out", str(plan)]) == 0
     capsys.readouterr()
     assert "is a plan already" in refused(str(plan), *cluster)
     assert Mesh.parse(load(plan).model_dump()["mesh"]).size == 2
+
+
+def test_adapters_of_a_job_are_planned_for_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job of the same model without adapters needs more, and gets the same ones from --lora."""
+    file, full, out = write_folder(tmp_path) / "sft.toml", tmp_path / "full.toml", tmp_path / "plan.toml"
+    full.write_text(file.read_text().replace("lora.rank = 4\n", ""))
+
+    def planned(job: Path, *words: str) -> dict[str, Any]:
+        assert main(["plan", "cluster", str(job), "--cluster", "cpu-2", "--runs", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["choices"][0]
+
+    own = planned(file, "--out", str(out))
+    plan, whole = load(out), planned(full)
+    assert isinstance(plan, Plan)
+    assert plan.lora is not None
+    assert plan.lora.rank == 4
+    assert own["held"]["optimiser"] < 0.5 * whole["held"]["optimiser"]
+    typed = planned(full, "--lora", "4", "--out", str(out))
+    assert typed["held"] == own["held"]
+    assert load(out) == plan
+    assert main(["plan", "show", str(out)]) == 0
+    capsys.readouterr()
+
+    def refused(*words: str) -> str:
+        assert main(["plan", "cluster", str(file), "--cluster", "cpu-2", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "has adapters of rank 4 itself" in refused("--lora", "8")
+    assert "keeps frozen weights as precision.parameters says" in refused("--base", "nf4", "--runs")

@@ -14,7 +14,7 @@ from tangram.models.catalogue import in_catalogue
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.legality.enumerate import Request
-from tangram.planner.search.by_precision import Ranked, ranked, reached
+from tangram.planner.search.by_precision import Ranked, among, ranked, reached
 from tangram.planner.search.query import requested
 from tangram.planner.search.strategy import Ask, limit_of
 
@@ -50,6 +50,30 @@ def test_what_would_be_otherwise_is_the_same_when_known_strategies_bound_it(mode
             tight += 1
             assert not best(outline, asked, other, most, within=0.99 * within).choices  # a bound too low is seen
     assert tight  # the bound is the answer itself somewhere
+
+
+def test_with_less_the_best_is_among_those_that_were_the_quickest() -> None:
+    """Of memory and of the network: what a search finds anew, layers cut and recomputed anew too."""
+    outline, ask, there = MODELS["dense"], Ask(2**18, 4096, others=("fp8",)), where()
+    request, full = requested(there, ask), limit_of(there, ask)
+    near, far = there.links
+    half = replace(there, links=(near, replace(far, rate=far.rate / 2)))
+    recomputed = list[str]()
+    for limit in (0.16 * full, full):
+        known = best(outline, ask, request, limit, 768).choices
+        for cluster, most in ((there, 0.95 * limit), (half, limit)):
+            if reached(outline, cluster, ask, request, most, published(), known) >= known[-1].step:
+                continue  # there is a search then
+            (searched,) = ranked(outline, cluster, ask, request, most, 1, published()).choices
+            (found,) = among(outline, cluster, ask, request, most, published(), known)
+            assert found.step == pytest.approx(searched.step, rel=1e-12)
+            assert (found.mesh, found.micro, found.precision) == (searched.mesh, searched.micro, searched.precision)
+            assert found.memory <= searched.memory  # of those that are as quick to the last bits
+            assert found.step > known[0].step or found.at == known[0].at
+            recomputed.append(found.again)
+    assert len(recomputed) >= 3
+    assert len({*recomputed}) > 1
+    assert among(outline, there, ask, request, 1e9, published(), known) == ()
 
 
 def test_nothing_is_as_quick_as_a_bound_and_the_smallest_is_still_named() -> None:

@@ -55,6 +55,13 @@ MOVED: Values = {"start": 2e-6, "reach": 0.8}
 FAR: Values = {"start": 20e-6, "hop": 4e-6, "reach": 0.9}
 """Between nodes: 0.9 to 0.96 of the NICs' rate for a gigabyte on up to 64 devices; on 512 and 1,024 what is missing is
 3.6 and 5.2 us for each rank (aliyun/SimAI@cef83f9d, inputs/ratio/nic_ratio.csv, as of 8 NICs of 50 GB/s)."""
+NEWEST = "newest"
+KERNELS = (NEWEST, "flash-2")
+"""Of attention: what the tables measured, each device's newest; FlashAttention-2, whose instructions are Ampere's."""
+HOPPER = ("h100", "h100-pcie", "h100-nvl", "h200", "h800")
+SLOWER: Mapping[str, Mapping[str, float]] = {name: {"flash-2": 1.6} for name in HOPPER}
+"""How much longer a kernel takes than the newest. FlashAttention-2 on an H100: 335 forward and 322 TFLOP/s backward at
+16k tokens and heads of 128 (Shah et al. 2024, figures 5 and 6), where the curve has 528 and 465."""
 
 
 @cache
@@ -75,7 +82,10 @@ def _own(device: Figures, kind: str, of: str) -> Values | None:
 
 
 def _product(device: Figures, kind: str) -> Values:
-    return _own(device, "product", kind) or _values("product", device.name, _typed(kind))
+    own = _own(device, "product", kind)
+    if own is None and device.best_matmul and not measured(device.name):
+        return {**_values("product", "*", _typed(kind)), "reach": device.best_matmul / device.peak("bf16")}
+    return own or _values("product", device.name, _typed(kind))
 
 
 def _attention(device: Figures, kind: str = "bf16") -> Values:
@@ -152,9 +162,12 @@ class AttentionSizes:
     causal: Any = True
 
 
-def attention_seconds(device: Figures, kind: str, of: AttentionSizes, *, backward: bool = False) -> Array:
-    """Of one call of fused attention."""
-    return attention(_attention(device, kind), device, kind, of, backward=backward)
+def attention_seconds(
+    device: Figures, kind: str, of: AttentionSizes, *, backward: bool = False, kernel: str = NEWEST
+) -> Array:
+    """Of one call of fused attention, by a kernel of `KERNELS`."""
+    slower = SLOWER.get(device.name, {}).get(kernel, 1.0)
+    return slower * attention(_attention(device, kind), device, kind, of, backward=backward)
 
 
 def attention(p: Values, device: Figures, kind: str, of: AttentionSizes, *, backward: bool) -> Array:

@@ -34,6 +34,8 @@ class Figures:
     fp8: float | None = None
     fp4: float | None = None
     fp32: float | None = None
+    best_matmul: float | None = None
+    """The most that anyone measured of matmuls in 16 bits, where no table of matmuls is published."""
     memory_bytes: float | None = None
     usable_bytes: float | None = None
     """What of it the driver gives to programs, where that is known."""

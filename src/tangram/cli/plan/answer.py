@@ -110,7 +110,7 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | 
         checked(wanted)
     _files(look, wanted, taking)
     where, job = clusters.load(common.cluster), job_given(common, taking)
-    outline = adapted(outline_given(model) if job is None else job.outline, training.lora)
+    outline = adapted(outline_given(model), training.lora) if job is None else job.outline
     read = None if one is None else given_in(one[0], outline, devices_of(typed[4])[1], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     asked = training.of(asked, outline)

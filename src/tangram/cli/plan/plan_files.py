@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from tangram.cli.plan.exports import Typed
 from tangram.cli.plan.options import Taking
 from tangram.errors import UserError
+from tangram.models.adapted import adapted
 from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.planner.imports.tangram import TYPES
@@ -16,7 +19,7 @@ from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.search.strategy import Choice
-from tangram.schema.files import dumps, load
+from tangram.schema.files import dumps, load, mistakes
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import tokens_of
@@ -27,7 +30,7 @@ __all__ = ["Given", "job_in", "not_run"]
 
 @dataclass(frozen=True)
 class Given:
-    """A job, and the outline of its model."""
+    """A job, and the outline of its model, with its adapters."""
 
     job: Job
     outline: Outline
@@ -71,8 +74,16 @@ class Given:
         return True
 
 
-def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[str, str]) -> Given:
-    """The job in a file. `typed`: what a job says by itself. Raises UserError."""
+def job_in(
+    file: str,
+    taking: Taking,
+    typed: Sequence[object],
+    changes: Mapping[str, str],
+    lora: int = 0,
+    base: str | None = None,
+) -> Given:
+    """The job in a file. `typed`: what a job says by itself; `lora`, `base`: adapters that are typed beside it. Raises
+    UserError."""
     path = Path(file)
     if any(one is not None for one in typed):
         raise UserError(
@@ -83,8 +94,26 @@ def job_in(file: str, taking: Taking, typed: Sequence[object], changes: Mapping[
     job = load(path, changes)
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")
+    job = _adapted(job, file, lora)
+    if base not in (None, "bf16") and (taking.out is not None or taking.runs):
+        raise UserError(f"--base {base}: tangram train keeps frozen weights as precision.parameters says: leave it out")
     config = source_of(job, tokens_of(job)).config
-    return Given(job, outline_of(config, path.stem), Counted(job, config))
+    rank = 0 if job.lora is None else job.lora.rank
+    return Given(job, adapted(outline_of(config, path.stem), rank), Counted(job, config))
+
+
+def _adapted(job: Job, file: str, rank: int) -> Job:
+    """With adapters of a rank, 0: those that it has. Raises UserError where it has others, or can have none."""
+    if rank <= 0 or job.lora is None:
+        if rank <= 0:
+            return job
+        try:
+            return Job.model_validate({**job.model_dump(), "lora": {"rank": rank}})
+        except ValidationError as error:
+            raise UserError(f"--lora {rank} of {file}: {mistakes(error)}") from None
+    if job.lora.rank != rank:
+        raise UserError(f"--lora {rank}: {file} has adapters of rank {job.lora.rank} itself: change it with --set")
+    return job
 
 
 def not_run(choices: Sequence[Choice], outline: Outline) -> Titled | None:

@@ -36,7 +36,8 @@ def job_given(common: Common, taking: Taking) -> Given | None:
         from tangram.cli.plan.plan_files import job_in  # loads torch and transformers
         from tangram.schema.files import changes_of
 
-        return job_in(common.model, taking, common.typed()[:3], changes_of(common.change or []))
+        changes = changes_of(common.change or [])
+        return job_in(common.model, taking, common.typed()[:3], changes, common.lora, common.base)
     if taking.out is not None or taking.runs:
         raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or export")
     if common.change:

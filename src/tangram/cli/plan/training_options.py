@@ -41,7 +41,7 @@ class TrainingOptions:
     def of(self, asked: Ask, outline: Outline) -> Ask:
         """With what is asked of a model. Raises UserError."""
         base = base_of(self.base) if self.base else kept_base(outline)
-        if base is not FULL and not self.lora:
+        if base is not FULL and not outline.adapted:
             raise UserError(f"--base {self.base} is of frozen weights: give --lora, the rank of what is trained")
         if not 0 <= self.imbalance <= 10:
             raise UserError(

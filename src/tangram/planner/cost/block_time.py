@@ -80,10 +80,11 @@ SCORE_PASSES = 4.5
 """How often unfused attention has a matrix of queries x keys through memory: product, scale, softmax, dropout."""
 SUSTAINED = 0.87
 """Of the rate of matmuls measured alone what is left when a device works without pause, at the limit of its power."""
-CAST_BYTES = 4.0
-"""Moved for each number that is brought to 8 bits or fewer: 2 read, 1 written, 1 more transposed."""
 UNFUSED = 1.6
 """How much more goes through memory where each norm, activation or rotation is several kernels."""
+EAGER_NORM = 9.0
+"""The same of a norm written in torch's operators: brought to float32, squared, averaged, multiplied and brought back,
+which moves 36 bytes a number where one kernel reads 2 and writes 2."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,15 @@ class Ways:
         def share(group: Group) -> Any:
             return 1.0 if groups is None else _chosen(groups, group)
 
-        halves = 0.0 if groups is None else 0.5 * _chosen(groups, Group.ALTERNATE)
-        run = [(one, np.maximum(share(one.group), halves)) for one in block.products]
+        every = 0.0 if groups is None else _chosen(groups, Group.ALTERNATE)  # of experts' products each
+        run = [(one, np.maximum(share(one.group), every if one.experts else 0.5 * every)) for one in block.products]
         products = sum((times * self.product(one, "forward") for one, times in run), self.nothing)
         casts = sum((times * self.casts(one, "forward") for one, times in run), self.nothing)
         attention = sum((share(one.group) * self.scores(one, backward=False) for one in block.scores), self.nothing)
         scans = sum((share(one.group) * self.scan(one) for one in block.batched), self.nothing)
-        streams = sum((share(one.group) * self.stream(one, one.forward) for one in block.streams), self.nothing) + casts
-        started = sum((share(group) * times for group, times in self.kernels()), self.nothing)
+        routed = [(one, np.maximum(share(one.group), every if one.routed else 0.0)) for one in block.streams]
+        streams = sum((times * self.stream(one, one.forward) for one, times in routed), self.nothing) + casts
+        started = sum((share(group) * took for group, took in self.started(1.0)), self.nothing)
         tensor, expert = self.exchanges()
         a, m = share(Group.ATTENTION), share(Group.MLP)
         around, under = self.around(attention)
@@ -132,7 +134,7 @@ class Ways:
         attention = sum((self.scores(one, backward=True) for one in block.scores), self.nothing)
         scans = sum((2 * self.scan(one) for one in block.batched), self.nothing)
         streams = sum((self.stream(one, one.backward) for one in block.streams), self.nothing) + casts
-        started = sum((2 * times for _, times in self.kernels()), self.nothing)
+        started = sum((took for _, took in self.started(2.0)), self.nothing)
         tensor, expert = self.exchanges()
         around, under = self.around(attention / 2)
         context = 2 * around + self.dealt()
@@ -158,9 +160,9 @@ class Ways:
         context: Array,
         under: Array,
     ) -> Pass:
-        """A pass, with the time that the host needs beyond the device's; exchanges as their links carry them, `under`:
-        seconds of that of context that attention covers."""
-        setting, framework = self.setting, self.setting.framework
+        """A pass, with the time that the host needs beyond the device's, `started` seconds in all; exchanges as their
+        links carry them, `under`: seconds of that of context that attention covers."""
+        framework = self.setting.framework
         links = tensor + expert + context
         took = [one.max(axis=0) for one in (tensor, expert, context)]
         covered = [took[0] * framework.overlap_tensor, took[1] * framework.overlap_expert, under]
@@ -168,9 +170,8 @@ class Ways:
         # At most as much as there is computation, of each its share.
         share = np.minimum(compute / np.maximum(covered[0] + covered[1] + covered[2], 1e-30), 1.0)
         alone = [sent - share * part for sent, part in zip(took, covered, strict=True)]
-        start = started * (0.0 if setting.graphs else framework.launch)
         busy = compute + alone[0] + alone[1] + alone[2]
-        return Pass(products, attention, streams, np.maximum(start - busy, 0.0), alone[0], alone[1], alone[2], links)
+        return Pass(products, attention, streams, np.maximum(started - busy, 0.0), alone[0], alone[1], alone[2], links)
 
     # ------------------------------------------------------------ operators
 
@@ -223,8 +224,13 @@ class Ways:
         if self.setting.precision not in ("fp8", "fp4") or self.kind(one) == "bf16":
             return self.nothing
         (m, count), (k, n) = self.rows(one), self.sizes(one)
-        numbers = count * (m * k + n * k / self.g.micros) if way == "forward" else count * m * n
-        return curves.moved_seconds(self.setting.device, CAST_BYTES * numbers)
+        if way == "backward":
+            return curves.moved_seconds(self.setting.device, self.setting.framework.cast_bytes * count * m * n)
+        # The norm or activation before a product writes 8 bits in both orders itself, in the place of 16.
+        moved = one.experts > 0 if one.cut == "out" else bool(one.group & Group.ATTENTION)
+        inputs = 0.0 if self.setting.framework.keeps_low_inputs and not moved else m * k
+        numbers = count * (inputs + n * k / self.g.micros)
+        return curves.moved_seconds(self.setting.device, self.setting.framework.cast_bytes * numbers)
 
     def scores(self, one: Scores, *, backward: bool) -> Array:
         """Of attention on this rank's heads and queries."""
@@ -239,7 +245,9 @@ class Ways:
             seen = np.minimum(keys / pieces, float(one.window or np.inf))
             of = curves.AttentionSizes(g.micro * pieces, queries / pieces, seen, heads, kv_heads, width,
                                        causal=one.causal & (seen >= keys / pieces))  # fmt: skip
-            return curves.attention_seconds(setting.device, kind, of, backward=backward)
+            return curves.attention_seconds(
+                setting.device, kind, of, backward=backward, kernel=setting.framework.attention_kernel
+            )
         times = 2.0 if backward else 1.0
         flops = curves.product_seconds(setting.device, kind, queries, keys, width, 2 * times * g.micro * heads)
         numbers = g.micro * heads * queries * keys
@@ -262,7 +270,17 @@ class Ways:
         elif one.cut == "tokens":
             rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
         times = 1.0 if setting.framework.fused_streams else UNFUSED
+        if not setting.framework.fused_streams and setting.framework.kernels == "eager" and one.group == Group.NORM:
+            times = EAGER_NORM
         return curves.moved_seconds(setting.device, rows * one.width * passes * times * setting.flow_bytes)
+
+    def started(self, passes: float) -> list[tuple[Group, Array]]:
+        """Seconds of the host in a pass, by groups: to start kernels, `passes` times those of a forward, and once for
+        each module's hooks, those of norms as well."""
+        each = 0.0 if self.setting.graphs else self.setting.framework.launch * passes
+        hooks = self.setting.framework.hooks * (self.g.zero >= 3)
+        modules = [*(one.group for one in self.block.products), *[Group.NORM] * round(self.block.halves)]
+        return [(group, each * times) for group, times in self.kernels()] + [(group, hooks) for group in modules]
 
     def kernels(self) -> list[tuple[Group, Any]]:
         """How many the host starts in a forward, by the group they are of."""

@@ -39,12 +39,12 @@ __all__ = ["SURE", "Learned", "Run", "learn", "left_out", "load", "published", "
 Array = NDArray[Any]
 
 WIDTHS = {
-    "part": 0.175,
+    "part": 0.09,
     "device": 0.085,
     "device part": 0.14,
     "precision part": 0.14,
-    "framework": 0.085,
-    "framework part": 0.14,
+    "framework": 0.07,
+    "framework part": 0.11,
     "place": 0.085,
     "place part": 0.175,
 }

@@ -97,8 +97,9 @@ def weights_of_shapes(block: Block, g: Grid) -> Array:
 
 
 def stays(one: Kept, g: Grid) -> Array:
-    """Which share of a row is not recomputed: all, nothing, or half where every second product is."""
-    whole = int(one.group & ~Group.ALTERNATE)
+    """Which share of a row is not recomputed: all, nothing, or half where every second product is. Experts' products
+    are one operator over all of them, which is none of those that recompute by operator keeps."""
+    whole = int((one.group | Group.ALTERNATE) if one.routed else one.group & ~Group.ALTERNATE)
     half = (g.recompute & int(one.group & Group.ALTERNATE)) > 0
     return np.where((g.recompute & whole) > 0, 0.0, np.where(half, 0.5, 1.0))
 

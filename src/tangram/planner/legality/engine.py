@@ -50,8 +50,6 @@ class Facts:
     kv_heads: tuple[int, ...] = ()
     experts: int = 0
     """Of the widest mixture."""
-    adapted: bool = False
-    """Whether adapters are trained beside a frozen model."""
 
 
 def facts_of(outline: Outline) -> Facts:
@@ -62,7 +60,6 @@ def facts_of(outline: Outline) -> Facts:
         heads=tuple(sorted({one.heads for one in scores})),
         kv_heads=tuple(sorted({one.kv_heads for one in scores})),
         experts=max((block.experts for block, _ in outline.kinds), default=0),
-        adapted=outline.adapted,
     )
 
 

@@ -62,11 +62,6 @@ UNSAID = (
         lambda f, at: "everything is kept on devices",
     ),
     Rule(
-        "all is trained",
-        lambda f, g: np.full(len(g), not f.adapted),
-        lambda f, at: "adapters and frozen bases are not trained from a plan",
-    ),
-    Rule(
         "states of CP ranks",
         lambda f, g: (g.context == 1) | (g.zero == 0) | (g.shard <= g.data),
         lambda f, at: "states are sharded over DP ranks alone, and not over those of a context axis",

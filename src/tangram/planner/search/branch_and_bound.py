@@ -31,7 +31,7 @@ from tangram.planner.search.uneven_stages import CACHED, all_cuts, best_cuts, ho
 from tangram.planner.space.grid import Grid, joined
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Found", "bounds_of", "exhaustive", "least_of", "search"]
+__all__ = ["Found", "bounds_of", "exhaustive", "least_of", "quickest", "search"]
 
 Floats = NDArray[np.float64]
 FIRST, BLOCK = 32, 2048
@@ -118,6 +118,14 @@ def exhaustive(
     every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
     wanted = Wanted(outline, setting, limit, scales, request.able)
     return _take(wanted, most, 0, every, lambda rows, last: rows, whole=True)
+
+
+def quickest(wanted: Wanted, g: Grid) -> Grid:
+    """Of some configurations the best, a grid of one; of none where none fits."""
+    g, step, need = wanted.evaluated(wanted.least_again(g))
+    cuts = best_cuts(wanted, g, step, need)
+    order = np.lexsort((cuts.need, cuts.step))[: int(np.isfinite(cuts.step).any())]
+    return cuts.grid.take(order)
 
 
 def _take(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import Learned
 from tangram.planner.legality.constraints import legal
 from tangram.planner.legality.enumerate import Request
-from tangram.planner.search.branch_and_bound import search
+from tangram.planner.search.branch_and_bound import quickest, search
 from tangram.planner.search.evaluate import Wanted
 from tangram.planner.search.strategy import Ask, Choice, described, safe, setting_of
-from tangram.planner.space.grid import grid
+from tangram.planner.space.grid import Grid, grid
 
-__all__ = ["Ranked", "by_step", "ranked", "reached"]
+__all__ = ["Ranked", "among", "by_step", "ranked", "reached"]
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,41 @@ def reached(
     Infinite where none of them is legal and fits."""
     least = math.inf
     for one in ask.each():
-        rows = [choice.at for choice in known if choice.precision == one.precision]
-        if not rows:
+        rows, setting = _rows(outline, request, one, known), setting_of(cluster, one)
+        if not len(rows):
             continue
-        columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-        parallel = (columns["tensor"] > 1) & (request.sequence % (columns["context"] * columns["tensor"]) == 0)
-        found = grid(
-            **columns | {"batch": request.batch, "sequence": request.sequence, "sequence_parallel": parallel * 1.0}
-        )
-        setting = setting_of(cluster, one)
         scales = learned.scales(setting.device.name, setting)
         wanted = Wanted(outline, setting, safe(limit), scales, request.able)
-        _, step, _ = wanted.evaluated(wanted.least_again(found.take(legal(outline, found))))
+        _, step, _ = wanted.evaluated(wanted.least_again(rows))
         least = min(least, float(step.min(initial=math.inf)))
     return least * (1 + 1e-9)  # as sums of floats in another order may be
+
+
+def among(
+    outline: Outline, cluster: Cluster, ask: Ask, request: Request, limit: float, learned: Learned,
+    known: Sequence[Choice],
+) -> tuple[Choice, ...]:  # fmt: skip
+    """The best for this request of the `known` strategies, with their layers cut and recomputed anew; none where none
+    fits. Of all strategies it is the best where the others that fit are no quicker now than they were before."""
+    found: list[Choice] = []
+    for one in ask.each():
+        rows, setting = _rows(outline, request, one, known), setting_of(cluster, one)
+        if not len(rows):
+            continue
+        wanted = Wanted(outline, setting, safe(limit), learned.scales(setting.device.name, setting), request.able)
+        best = quickest(wanted, replace(rows, ahead=np.zeros(len(rows)), behind=np.zeros(len(rows))))
+        found += described(outline, best, setting, one, limit, learned)
+    return by_step(found)[:1]
+
+
+def _rows(outline: Outline, request: Request, ask: Ask, known: Sequence[Choice]) -> Grid:
+    """Known strategies in one type, for this request, as far as they are legal."""
+    rows = [choice.at for choice in known if choice.precision == ask.precision]
+    columns = {name: np.array([row[name] for row in rows]) for name in known[0].at}
+    parallel = (columns["tensor"] > 1) & (request.sequence % (columns["context"] * columns["tensor"]) == 0)
+    columns |= {"batch": request.batch, "sequence": request.sequence, "sequence_parallel": parallel * 1.0}
+    found = grid(**columns)
+    return found.take(legal(outline, found))
 
 
 def by_step(choices: Sequence[Choice]) -> tuple[Choice, ...]:

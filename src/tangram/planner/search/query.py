@@ -19,7 +19,7 @@ from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import Learned, published
 from tangram.planner.legality.enumerate import Request
 from tangram.planner.legality.exclusions import without
-from tangram.planner.search.by_precision import ranked, reached
+from tangram.planner.search.by_precision import among, ranked, reached
 from tangram.planner.search.objectives import Aim
 from tangram.planner.search.strategy import Ask, Choice, assumed, families, limit_of, unlike
 from tangram.planner.search.suggest_fit import Change, would_fit
@@ -179,7 +179,10 @@ def _otherwise(
         asked = replace(ask, sequence=other.sequence)
         try:
             within = reached(outline, where, asked, other, most, learned, known) if most > 0 else 0.0
-            shown = ranked(outline, where, asked, other, most, 1, learned, within).choices if most > 0 else ()
+            if other is request and most <= limit and (within < known[-1].step or len(known) < AMONG * ask.most):
+                shown = among(outline, where, asked, other, most, learned, known)  # with less nothing is quicker
+            else:
+                shown = ranked(outline, where, asked, other, most, 1, learned, within).choices if most > 0 else ()
         except UserError:
             shown = ()
         found[name] = shown[0] if shown else None

@@ -27,9 +27,11 @@ class Framework:
     names: tuple[str, ...]
     since: str
     fused_attention: bool
+    attention_kernel: str
     fused_streams: bool
     kernels: str
     launch: float
+    hooks: float
     overlap_reduce: float
     overlap_gather: float
     overlap_tensor: float
@@ -44,6 +46,7 @@ class Framework:
     keeps_gathered: bool
     fresh_gradients: bool
     keeps_low_inputs: bool
+    cast_bytes: float
     keeps_expert_outputs: bool
     dropout: bool
     loss: str

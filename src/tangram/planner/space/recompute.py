@@ -49,7 +49,8 @@ WHOLE = (NOTHING, SOME, ALL_BLOCKS)
 SETS: dict[str, Group] = {"norms and activations": Group.NORM | Group.ACTIVATION}
 """Of all layers."""
 BY_OPERATOR = Group.NORM | Group.ACTIVATION | Group.ALTERNATE
-"""torchtitan's selective recompute by operator: every second matmul, and what is no matmul, attention or collective."""
+"""torchtitan's selective recompute by operator: every second matmul, and what is no matmul, attention or collective;
+grouped matmuls of experts are none of those that it keeps."""
 EXPLAINED: dict[str, Group] = {
     **SETS,
     "selective": Group.SCORES,

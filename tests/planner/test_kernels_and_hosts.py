@@ -1,0 +1,117 @@
+"""What kernels and hosts of a framework do to a step: attention, quick matmuls, norms, casts and hooks of Python."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench._planner import threads
+from bench._planner.predict import known, runs
+from bench._planner.rows import cases, read
+from tangram.hardware import curves
+from tangram.hardware.devices import device
+from tangram.models.outline import Dims, decoder
+from tangram.planner.cost.calibration import published
+from tangram.planner.cost.memory import memory
+from tangram.planner.cost.step_time import seconds
+from tangram.planner.space.framework_profiles import Framework, framework, frameworks
+from tangram.planner.space.grid import Grid, grid
+from tangram.planner.space.recompute import BY_OPERATOR
+from tangram.planner.space.setting import Setting
+
+SMALL = decoder(Dims(24, 2048, 16, 151936, ffn=5504, kv_heads=16), "dense")
+MIXED = decoder(Dims(8, 2048, 32, 32000, kv_heads=4, experts=128, per_token=8, expert_ffn=768), "mixed")
+
+
+def one(**given: float) -> Grid:
+    """A grid of one configuration."""
+    return grid(**{"batch": 8, "sequence": 4096, **given})
+
+
+def step(outline: object, of: Grid, name: str, by: Framework, precision: str = "bf16") -> float:
+    """Seconds on a device."""
+    return float(seconds(outline, of, Setting(device(name), by, precision)).step[0])  # type: ignore[arg-type]
+
+
+def test_flash_2_on_hopper_is_what_was_measured_of_it() -> None:
+    size = curves.AttentionSizes(1, 16384, 16384, 16, 16, 128)
+    flops = 4 * 16 * 16384.0**2 * 128 / 2
+
+    def rate(name: str, kernel: str, *, backward: bool) -> float:
+        took = curves.attention_seconds(device(name), "bf16", size, backward=backward, kernel=kernel)
+        return float(flops * (2.5 if backward else 1.0) / took / 1e12)
+
+    assert rate("h100", "flash-2", backward=False) == pytest.approx(335, rel=0.1)
+    assert rate("h100", "flash-2", backward=True) == pytest.approx(322, rel=0.15)
+    assert rate("h100", curves.NEWEST, backward=False) > 500
+    assert rate("a100", "flash-2", backward=False) == rate("a100", curves.NEWEST, backward=False)  # its newest
+
+
+def test_frameworks_on_torchs_attention_are_slower_on_hopper_alone() -> None:
+    fsdp, of = framework("fsdp"), one(sequence=32768)
+    newest = replace(fsdp, attention_kernel=curves.NEWEST)
+    assert step(SMALL, of, "h100", fsdp) > 1.2 * step(SMALL, of, "h100", newest)
+    assert step(SMALL, of, "a100", fsdp) == step(SMALL, of, "a100", newest)
+
+
+@pytest.mark.parametrize("name", ["mi300x", "mi325x", "mi355x", "gaudi3", "gaudi2"])
+def test_no_matmul_is_quicker_than_the_quickest_that_was_measured(name: str) -> None:
+    took = curves.product_seconds(device(name), "bf16", 8192.0 * np.arange(1, 9), 8192, 8192)
+    rates = 2 * 8192.0**3 * np.arange(1, 9) / took
+    best = device(name).best_matmul or 0.0
+    assert 0.9 * best < rates.max() <= best
+    assert not curves.measured(name)  # one figure is no table: intervals stay wide
+
+
+def test_every_framework_has_a_kernel_of_attention_that_there_is() -> None:
+    assert {one.attention_kernel for one in frameworks()} == {*curves.KERNELS}
+
+
+def test_modules_that_zero_gathers_one_by_one_take_the_host_as_long_at_any_length() -> None:
+    by = framework("deepspeed")
+    gathered, whole = one(zero=3, sequence=256, data=1), one(zero=2, sequence=256, data=1)
+    short = step(SMALL, gathered, "a100", by)
+    host = 24 * 6 * 2 * 8 * by.hooks  # layers, modules, forward and backward, micro-batches
+    assert host < short < 1.25 * host  # it starts kernels, too, and the optimiser comes after
+    assert step(SMALL, one(zero=3, sequence=512, data=1), "a100", by) < 1.1 * short
+    assert step(SMALL, whole, "a100", by) < 0.5 * short
+    assert framework("fsdp").hooks == 0
+
+
+def test_recompute_by_operator_keeps_nothing_of_experts() -> None:
+    by, tokens = framework("torchtitan"), 4096
+    some = memory(MIXED, one(recompute=int(BY_OPERATOR), micro=1), Setting(None, by)).first.activations[0]
+    none = memory(MIXED, one(micro=1), Setting(None, by)).first.activations[0]
+    routed = 8 * tokens * 8 * 2 * (2048 + 2 * 768 + 768 + 2048)  # layers, tokens, experts, bytes: in, up, after, out
+    assert none - some > routed
+    whole = seconds(MIXED, one(recompute=int(BY_OPERATOR)), Setting(device("h100"), by))
+    assert whole.products[0] > 1.25 * seconds(MIXED, one(), Setting(device("h100"), by)).products[0]
+
+
+def test_norms_of_single_operators_move_float32() -> None:
+    eager = framework("transformers")
+    fused = replace(eager, fused_streams=True, kernels="fused")
+    left = seconds(SMALL, one(), Setting(device("a100"), eager)).streams[0]
+    assert left > 2 * seconds(SMALL, one(), Setting(device("a100"), fused)).streams[0]
+
+
+def test_casts_that_norms_and_activations_write_themselves_cost_nothing() -> None:
+    own = framework("megatron-core")
+    apart = replace(own, keeps_low_inputs=False)
+
+    def casts(by: Framework) -> float:
+        of = [float(seconds(SMALL, one(), Setting(device("h100"), by, kind)).streams[0]) for kind in ("fp8", "bf16")]
+        return of[0] - of[1]
+
+    assert 0.4 * casts(apart) < casts(own) < 0.8 * casts(apart)
+    assert casts(framework("torchtitan")) == pytest.approx(
+        2 * casts(replace(framework("torchtitan"), cast_bytes=4.0)), rel=0.05
+    )
+
+
+def test_runs_of_public_threads_are_mostly_right() -> None:
+    told = [case for case in cases(read(threads.THREADS)) if known(case.gpu)]
+    found = [threads.verdict(case, run, published()) for case, run in zip(told, runs(told), strict=True)]
+    assert sum(said.inside and said.right for said in found) >= 21
+    assert len(found) == 24
+    assert all(said.right for said in found)
