@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capture import GROUPED, grouped, quiet
+from tangram.models.capture import quiet
+from tangram.models.opened import GROUPED, grouped
 from tangram.models.twin import fake_twin
 from tangram.sharding.local_ops.random_ops import drawing, shape_of
 
