@@ -188,6 +188,8 @@ def _mid() -> dict[str, nn.Module]:
 
 
 _ROWS = "mid: b/tp h"
+
+
 def _routed(m: Any, x: Tensor) -> Tensor:
     """Every token by its two best experts, weighted by their scores."""
     scores, chosen = torch.softmax(x @ m.router.T, -1).topk(2, -1)
