@@ -72,6 +72,15 @@ def test_experts_are_whole_on_a_rank() -> None:
     assert laid_out("qwen3", "ep=2", ModelAxis("ep", "expert", "sequence")) is None
 
 
+@pytest.mark.parametrize("way", ["gathered", "ring", "heads"])
+def test_marks_that_name_nothing_of_a_model_are_not_said_to_cut_it_unevenly(way: Any) -> None:
+    config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=64)
+    model = build_on_meta(config)
+    graph = sample_graph(model, 32, torch.float32, 1)
+    axis = ModelAxis("cp", "context", way)
+    assert axes_layouts(config, model, graph, Mesh.parse("cp=2"), [axis], None) is None
+
+
 def test_samples_between_experts_need_samples() -> None:
     axis = ModelAxis("ep", "expert", "samples")
     assert isinstance(laid_out("qwen3_moe", "ep=2", axis, samples=2), TensorLayouts)

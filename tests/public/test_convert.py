@@ -560,3 +560,54 @@ def test_names_that_are_kept(weights: Mapping[str, Tensor], tmp_path: Path, caps
     same(tmp_path / "hf", odd)
     assert convert(tmp_path / "hf", tmp_path / "again", to="dcp") == 0
     assert main(["checkpoint", "diff", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
+
+
+def test_a_head_that_is_tied_is_in_no_index(weights: Mapping[str, Tensor], tmp_path: Path) -> None:
+    """pytorch/torchtitan#3764: the index that was written named a head which is tied, and its file held nothing."""
+    own = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    config = beside(tmp_path / "config", {**FIELDS, "tie_word_embeddings": True})
+    source = saved(own, tmp_path / "dcp")
+    assert convert(source, tmp_path / "hf", "--config", config, "--shard-size", "1KB") == 0
+    listed: dict[str, str] = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
+    held = {path.name: load_file(path) for path in (tmp_path / "hf").glob("*.safetensors")}
+    assert {(name, file) for file, some in held.items() for name in some} == {*listed.items()}
+    assert all(held.values())
+    found = {name: one for some in held.values() for name, one in some.items()}
+    assert found.keys() == own.keys() - {"lm_head.weight"}
+    assert all(torch.equal(one, own[name]) for name, one in found.items())
+
+
+def test_the_head_of_a_tied_pair_alone(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
+    """huggingface/transformers#38870: of a tied pair the head was stored, and the embeddings were drawn anew."""
+    own = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    del own["model.embed_tokens.weight"]
+    source = beside(tmp_path / "source", {**FIELDS, "tie_word_embeddings": True})
+    save_file(own, source / "model.safetensors")
+    assert convert(source, tmp_path / "core", to="torch_dist") == 2
+    assert "there is no tensor model.embed_tokens.weight" in capsys.readouterr().err
+    assert convert(source, tmp_path / "hf") == 0  # as it is: transformers 5 takes the head for both
+    same(tmp_path / "hf", own)
+
+
+TITANS = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def test_norms_and_fewer_heads_of_keys_by_torchtitans_names(
+    weights: Mapping[str, Tensor], tmp_path: Path, config: Path
+) -> None:
+    """pytorch/torchtitan#1454: norms before attention and MLP were taken for each other; ggml-org/llama.cpp#3364: keys
+    were put in another order by the number of heads of queries."""
+    titan: dict[str, Tensor] = {}
+    for name, one in weights.items():
+        if "q_proj" in name or "k_proj" in name:  # from halves of a head to pairs of neighbours
+            one = one.unflatten(0, (-1, 2, 2)).transpose(1, 2).flatten(0, 2)
+        for own, theirs in TITANS.items():
+            name = name.replace(own, theirs)
+        titan[name] = one
+    assert convert(saved(titan, tmp_path / "dcp"), tmp_path / "hf", "--config", config) == 0
+    same(tmp_path / "hf", weights)

@@ -63,6 +63,17 @@ def test_the_backward_of_a_scatter_add(ran: Ran) -> None:
     _is_right(ran("xla#42481"))
 
 
+def test_a_log_softmax_over_a_cut_vocabulary_that_no_cross_entropy_takes(ran: Ran) -> None:
+    """pytorch/pytorch#190746: its gradient was that of the loss which it was taken to be a part of."""
+    _is_right(ran("pytorch#190746"))
+
+
+@pytest.mark.parametrize("report", ["pytorch#160285", "torchtitan#1805"])
+def test_experts_by_expert_and_in_their_hidden_dim(ran: Ran, report: str) -> None:
+    """pytorch/pytorch#160285, pytorch/torchtitan#1805: gradients were twice what they are, or a part of it."""
+    _is_right(ran(report))
+
+
 def test_the_largest_of_a_cut_dim(ran: Ran) -> None:
     """tenstorrent/tt-mlir#8623: argmax over a cut dim gave the sum of each part's place."""
     _is_right(ran("tt-mlir#8623"))

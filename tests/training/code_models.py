@@ -188,6 +188,16 @@ def _mid() -> dict[str, nn.Module]:
 
 
 _ROWS = "mid: b/tp h"
+
+
+def _routed(m: Any, x: Tensor) -> Tensor:
+    """Every token by its two best experts, weighted by their scores."""
+    scores, chosen = torch.softmax(x @ m.router.T, -1).topk(2, -1)
+    weights = torch.zeros(len(x), 4).scatter(1, chosen, scores)
+    found = torch.einsum("eio,beo->bei", m.down, torch.einsum("eoi,bi->beo", m.experts, x).relu())
+    return (found * weights[:, :, None]).sum(1)
+
+
 PUBLIC: Mapping[str, Small] = {
     "jax#21403": Small(lambda m, x: m.mid(x).cumsum(0) @ m.w.T, (_ROWS,), SQUARE, modules=_mid),
     "jax#39301": Small(lambda m, x: torch.roll(m.mid(x), 3, 0) @ m.w.T, (_ROWS,), SQUARE, (2, 8), _mid),
@@ -219,6 +229,13 @@ PUBLIC: Mapping[str, Small] = {
     "pytorch#141335": Small(lambda m, x: m.mid(x), ("mid.weight: o i/tp",), {"w": (1,)}, (9, 7),
                             lambda: {"mid": nn.Linear(7, 10)}),
     "pytorch#143372": Small(lambda m, x: torch.tanh(m.mid(x)).view(-1), ("mid: b/tp h",), {"w": (1,)}, (5, 8), _mid),
+    "pytorch#190746": Small(
+        lambda m, x: F.log_softmax(x @ m.w.T, -1).square() + F.log_softmax(x @ m.w.T, -1), ("w: o/tp i",), SQUARE
+    ),
+    "pytorch#160285": Small(_routed, ("experts: e/tp o i", "down: e/tp i o"),
+                            {"router": (4, 8), "experts": (4, 16, 8), "down": (4, 8, 16)}),
+    "torchtitan#1805": Small(_routed, ("experts: e o/tp i", "down: e i o/tp"),
+                             {"router": (4, 8), "experts": (4, 16, 8), "down": (4, 8, 16)}),
     "torchtitan#4637": Small(
         lambda m, x: m.words(x) @ m.w.T, ("words.weight: v/tp h",), SQUARE, (4, 6),
         lambda: {"words": nn.Embedding(16, 8, padding_idx=3)}, integers=16,

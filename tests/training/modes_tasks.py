@@ -171,6 +171,11 @@ def run_kinds() -> Ran:
     trained(model, 2, until=2)
     (said,) = drawn_apart([("Drawn", SOURCES[model])])
     assert "whole batch: rrelu" in said, said
+    model = Drawn(lambda x: F.dropout(x.unflatten(0, (2, -1)), 0.4).flatten(0, 1))
+    SOURCES[model] = parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x_BSH": X[:2]})
+    trained(model, 2, until=2)
+    (said,) = drawn_apart([("Drawn", SOURCES[model])])
+    assert "with one sample more it does not run" in said, said
     return Ran(off, 0.0, {}, 0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -18,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.relayout.exchange.peers import Peers
 from tangram.sharding.local_ops.random_numbers import DrawNumbers, Key, NumberSpan, Samples, bernoulli
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.local_ops.samples import Placed
 from tangram.training.data import Batch, RankBatches
-from tangram.training.mesh.drawing import Drawer, DrawSource, drawing, drawn_apart, seed_for
+from tangram.training.mesh.drawing import Drawer, DrawSource, counts_of_stages, drawing, drawn_apart, seed_for
 
 ROWS, LENGTH, WIDTH = 4, 6, 8
 X = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -246,6 +248,10 @@ WHY: Mapping[str, tuple[Callable[[], Draws], str]] = {
         lambda: Draws(lambda x: x * F.dropout(torch.ones(len(x) * len(x), WIDTH), 0.4)[: len(x), None]),
         r"samples stand in no dim of the \[4, 8\] that .* in Draws draws",
     ),
+    "pairs": (
+        lambda: Draws(lambda x: F.dropout(x.unflatten(0, (2, -1)), 0.4).flatten(0, 1)),
+        r"with one sample more it does not run, .*test_drawing.py:\d+: ",
+    ),
 }
 
 
@@ -263,6 +269,41 @@ def test_what_is_not_drawn_as_by_one_process_is_told_once_with_the_reason(kind: 
     )
     trained(model, 2)
     assert drawn_apart([(type(model).__name__, SOURCES[model])]) == []
+
+
+class Asking(nn.Module):
+    """Code that looks at a value, which no run without memory has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(8, WIDTH)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        return self.inner(input_ids) * int(input_ids[0, 0])
+
+
+def test_stages_of_a_model_that_does_not_run_without_values_are_refused_with_its_line() -> None:
+    plan: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(stages=(("inner",), ())), data=SimpleNamespace(sequence=LENGTH)
+    )
+    with pytest.raises(UserError, match=r"Asking does not run without values, .*test_drawing.py:\d+: "):
+        counts_of_stages(Asking(), plan)
+
+
+def test_what_other_ranks_stages_have_drawn_is_told_on_the_first_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[list[str]] = []
+
+    def said(_: Peers, own: list[str]) -> list[list[str]]:
+        words.append(own)
+        return [own, ["of the second stage"], ["of the second stage"]]
+
+    monkeypatch.setattr(Peers, "all_words", said)
+    model = WHY["other rows"][0]()
+    SOURCES[model] = Drawer(model, compiled=False)
+    trained(model, 2, until=2)
+    (first, second) = drawn_apart([("stage 0", SOURCES[model])], Peers())
+    assert words == [[first]]
+    assert second == "of the second stage"
 
 
 def test_nothing_is_told_of_a_model_that_draws_as_one_process_or_not_at_all() -> None:

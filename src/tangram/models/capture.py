@@ -32,15 +32,15 @@ from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportU
 from tangram.errors import UserError
 from tangram.models.answers import ASKING, Known
 from tangram.models.called import ChecksHold, Log, caller, line_of, named_results
+from tangram.models.custom import Customs
 from tangram.models.graph import Graph, Kind, Node, Ref, Size, Value, following, refs
 from tangram.models.noted import listening
-from tangram.models.opened import Opening, plain, plainly
+from tangram.models.opened import GROUPED, Opening, grouped, plain, plainly
 from tangram.models.overwrites import BACK, CUTTING, unsaid
 from tangram.models.reasons import place_and_reason
 from tangram.models.stages import Through
 from tangram.models.twin import dtype_of, fake_input, fake_twin, names_of_symbols
 
-GROUPED = torch.ops.aten._grouped_mm.default
 _ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
 """Give what they take: no operators of the graph, but where a gradient ends."""
 _CONSTANT = torch.ops.aten.lift_fresh.default  # of numbers in a model's code: what it takes nobody else has
@@ -114,6 +114,7 @@ class _Recorder(Opening):
         self._bearers: dict[int, list[Tensor]] = {}
         """By number, the tensors that bear it: torch makes new ones for the same elements."""
         self._log = Log(lambda tensor: self._numbers.get(id(tensor)), lambda: len(self._nodes))
+        self._customs = Customs(lambda tensor: self._numbers.get(id(tensor)), self._bearers)
         self._of_sequence: dict[int, int] = {}
         self._constants: dict[str, Tensor] = {}
         self._differentiable: set[int] = set()
@@ -121,7 +122,7 @@ class _Recorder(Opening):
         """By module, the first tensor that it gives."""
         self._arguments: Mapping[str, Any] = {}
         """Of the node that is being written."""
-        self._backward = False
+        self._backward = self._grad = False
         names = cast("Iterable[tuple[str, Tensor]]", model.named_parameters())
         for name, tensor in names:
             self._seen(tensor, "parameter", name)
@@ -134,6 +135,7 @@ class _Recorder(Opening):
     def run(self, fake: FakeTensorMode, loss: Callable[[Any], Tensor] | None, grad: bool) -> Graph:
         """Run the model, and the backward where there is a loss."""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._grad = grad
         with ExitStack() as stack:
             for name, module in cast("Iterable[tuple[str, nn.Module]]", self._model.named_modules()):
                 if isinstance(module, Through):
@@ -176,6 +178,7 @@ class _Recorder(Opening):
             calls=tuple(self._log.calls),
             changed=changed,
             answers=tuple(self._log.answers),
+            customs=self._customs.tried(self._nodes, self._values, fake),
         )
 
     def _changed(self, before: Mapping[str, tuple[int, int]]) -> dict[str, int]:
@@ -190,6 +193,8 @@ class _Recorder(Opening):
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._log.enter(name, args, kwargs)
+            if self._grad:
+                self._customs.see(sys._getframe(1), len(self._nodes), len(self._log.runs) - 1)  # pyright: ignore
 
         return enter
 
@@ -241,6 +246,8 @@ class _Recorder(Opening):
         taken = self._arguments = tree_map(self._taken, dict(arguments))
         at = len(self._nodes)
         module, of = self._log.module, None
+        if not self._backward and self._grad:
+            self._customs.see(sys._getframe(2), at)  # pyright: ignore[reportPrivateUsage]
         if self._backward:
             node = cast(Any, torch)._C._current_autograd_node()
             of = None if node is None else self._of_sequence.get(node._sequence_nr())
@@ -363,15 +370,6 @@ class _Recorder(Opening):
         """Whether they are in two pieces of something that was cut up."""
         pieces = self._pieces.get(other, {})
         return any(pieces.get(node, piece) != piece for node, piece in self._pieces.get(one, {}).items())
-
-
-def grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The grouped product, which torch can only fake in bfloat16, in any type."""
-
-    def rounded(x: Any) -> Any:
-        return x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return func(*map(rounded, args), **{name: rounded(x) for name, x in kwargs.items()}).to(args[0].dtype)
 
 
 def _with_gradient(x: Any) -> bool:

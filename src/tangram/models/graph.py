@@ -161,6 +161,28 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Custom:
+    """A `torch.autograd.Function` of the model's own that was applied, with gradients on."""
+
+    name: str
+    line: str
+    """`file:line` where it is applied."""
+    first: int
+    stop: int
+    """The nodes."""
+    values: tuple[int, ...]
+    """What it and its backward take, and what is made in it."""
+    late: tuple[int, ...]
+    """Of these, what its backward alone takes."""
+    runs: tuple[int, ...]
+    """The runs of modules in it."""
+    each: bool
+    """Whether forward and backward are element by element."""
+    draws: bool
+    """Whether its backward draws random numbers outside of any module's forward."""
+
+
+@dataclass(frozen=True)
 class Block:
     """Nodes of one layer: `first` up to and without `stop`."""
 
@@ -198,6 +220,8 @@ class Graph:
     """The buffers that the forward changes, by name: what they are after it."""
     answers: tuple[Answer, ...] = ()
     """What code has read out of tensors."""
+    customs: tuple[Custom, ...] = ()
+    """In the order in which they were applied."""
     rules: str = ""
     """Op rules of operators of one's own that it may have (`tangram.sharding.discover.own_rules`), one a line."""
 

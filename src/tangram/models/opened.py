@@ -48,6 +48,9 @@ PRIMITIVE = (
 """Of torch's primitives, those that are an operator of the same name."""
 
 
+GROUPED = aten._grouped_mm.default
+
+
 def _norm_of(v: Tensor, dim: int) -> Tensor:
     others = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else [*range(v.ndim)]
     return v.square().sum(others, keepdim=True).sqrt() if others else v.abs()
@@ -82,6 +85,15 @@ def _slice_backward(y: Tensor, sizes: Sequence[int], dim: int, start: int, end: 
 
 def _norm(x: Tensor, p: float = 2) -> Tensor:
     return cast(Tensor, cast(Any, torch.linalg).vector_norm(x, p))
+
+
+def grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The grouped product, which torch can only fake in bfloat16, in any type."""
+
+    def rounded(x: Any) -> Any:
+        return x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return func(*map(rounded, args), **{name: rounded(x) for name, x in kwargs.items()}).to(args[0].dtype)
 
 
 OPENED: Mapping[OpOverload, Callable[..., Any]] = {

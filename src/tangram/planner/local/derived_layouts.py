@@ -126,10 +126,10 @@ def axes_layouts(
         own = fitting(graph, by_heads(config, graph, found, mesh) if parts else found, mesh, parts=parts)
         if axis.way == "weights":
             own = [mark for mark in own if on_parameters(graph, mark)]
-        if not found:
+        between = [_of_text(text, axis) for text in WAYS.get((axis.role, axis.way), ())[:1]]
+        if not found or not any(names_any(graph, mark) for mark in between or found):
             return None
-        between = WAYS.get((axis.role, axis.way), ())[:1]
-        if not own or not all(fitting(graph, [_of_text(text, axis)], mesh) for text in between):
+        if not own or not all(fitting(graph, [mark], mesh) for mark in between):
             return _nothing(config, mesh, axis.name)
         marks += own
     tensor = {axis.name for axis in axes if axis.role == "tensor"}

@@ -18,6 +18,7 @@ from tangram.hardware.cluster import Cluster, moved_seconds, product_seconds
 from tangram.sharding.choose.options import CommOptions, Options, States, still
 from tangram.sharding.choose.saved_tensors import memories, saved
 from tangram.sharding.choose.transition_time import StepTimes
+from tangram.sharding.derive.customs import Customs
 from tangram.sharding.derive.problem.folding import FoldedStep, far_from_borders
 from tangram.sharding.derive.problem.rates import effort
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
@@ -107,7 +108,7 @@ def _each_work(options: Options, cluster: Cluster) -> Iterator[tuple[FoldedStep,
 def _moved(options: Options, steps: StepTimes, found: Both) -> None:
     """What it takes to bring tensors from how they are kept or made to how they are used and needed."""
     folded = options.folded
-    far = far_from_borders(folded)
+    far, customs = far_from_borders(folded), Customs.of(folded)
     for v, own in options.lies.items():
         value = folded.value(v)
         kind = "kept" if value.kind == "parameter" else "plain"
@@ -118,9 +119,11 @@ def _moved(options: Options, steps: StepTimes, found: Both) -> None:
         name, moves = ("move", step.number), options.moves[step.number]
         for v, given in _given(step, moves):
             table = _with_far(_table(options, steps, v, given, options.used[v]), far.get(v, 1))
+            table = customs.staying(step, given, options.used[v], table)
             found.seconds.pair(name, ("used", v), table * step.times)
         for v, needed, _ in _needed(step, moves):
             table = _with_far(_table(options, steps, v, options.used[v], needed), 1 + far.get(v, 1))
+            table = customs.staying(step, options.used[v], needed, table)
             found.seconds.pair(("used", v), name, table * step.times)
 
 

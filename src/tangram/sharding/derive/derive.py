@@ -27,10 +27,11 @@ from tangram.sharding.derive.collectives_between import (
     place_of,
     row_comms,
 )
+from tangram.sharding.derive.customs import Customs
 from tangram.sharding.derive.linked import passed
 from tangram.sharding.derive.marking.apply_marks import ConflictError, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.problem.folding import Folded, FoldedStep, far_at_taker, far_from_borders, fold
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep, far_at_taker, far_from_borders, fold, led
 from tangram.sharding.derive.problem.rates import WorkRates, effort
 from tangram.sharding.derive.problem.states import (
     SAME,
@@ -147,13 +148,14 @@ class AxisProblem:
         self.opened, self.linked = opened, within.linked
         self.given_back = {folded.classes[v] for v in folded.graph.outputs.values()}
         self.free = self._free()
-        self.led = self._led()
+        self.led = led(folded, self.free)
         self.far = far_from_borders(folded)
+        self.customs = Customs.of(folded) if within.customs else Customs({}, {})
         self.regions = regions_of(folded) if within.routed else Regions(folded)
         self.outers: dict[int, list[int]] = {}
         self.states = self._all_states()
         self.moves = {step.number: self._moves(step) for step in folded.steps}
-        self.used = {v: self._used_states(v) for v in self._values()}
+        self.used = {v: self.customs.states(v, self._used_states(v)) for v in self._values()}
         made = {v for step in folded.steps for v in step.outputs}
         self.lying = {v: self._lying_states(v) for v in self.used if v not in made}
 
@@ -169,29 +171,6 @@ class AxisProblem:
             if {v for v in step.inputs if v is not None} & bound:
                 bound.update(v for v in step.outputs if v in self.folded.standing)
         return self.folded.standing - bound
-
-    def _led(self) -> frozenset[int]:
-        """The classes that go, element by element, into products with parameters without marks.
-
-        Not those that meet a marked one, too: its mark says how they are cut.
-        """
-        found: set[int] = set()
-        marked: set[int] = set()
-        for step in reversed(self.folded.steps):
-            sides = [
-                (v, dims) for v, dims in zip(step.inputs, step.bound.inputs, strict=True) if v is not None and dims
-            ]
-            kept = {f for dim in step.bound.outputs[0] for f in dim}
-            for v, dims in sides:
-                looked = step.bound.rule.note("looked") is not None and v == step.inputs[0]
-                if looked or kept.issuperset(f for dim in dims for f in dim):  # an element goes into elements
-                    found.update([v] if found & {*step.outputs} else [])
-                    marked.update([v] if marked & {*step.outputs} else [])
-                summed = {f for dim in dims for f in dim if step.bound.after(f, 0) == "sum"}
-                met = [w for w, own in sides if w != v and summed & {f for dim in own for f in dim}]
-                if v not in self.folded.standing and not self.folded.standing.isdisjoint(met):
-                    (found if self.free.issuperset(met) else marked).add(v)
-        return frozenset(found - marked)
 
     # ------------------------------------------------------------ states
 
@@ -270,7 +249,8 @@ class AxisProblem:
         found += [*row_comms(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
         before = [over.moves[step.number] for over in self.done]
         found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
-        return [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]
+        found = [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]
+        return self.customs.moves(step, found)
 
     def _before(self, step: FoldedStep) -> list[Before]:
         """What an operator does over the axes before."""
@@ -302,16 +282,22 @@ class AxisProblem:
     # ------------------------------------------------------------ costs
 
     def solved(self) -> Over:
-        """The cheapest states and moves. Raises ConflictError where no states fit the marks."""
+        """The cheapest states and moves. Raises ConflictError."""
         costs = self.costs()
         found = bounded(costs)
         if not np.isfinite(found.bound):
-            raise ConflictError(
-                f"no layout over {self.axis} fits the marks: they contradict each other, or an operator needs whole "
-                "what one of them cuts",
-                self.axis,
-            )
+            because = self._because()
+            said = because or "they contradict each other, or an operator needs whole what one of them cuts"
+            raise ConflictError(f"no layout over {self.axis} fits the marks: {said}", self.axis, because)
         return replace(self.over(found.choice), gap=gap(costs, found))
+
+    def _because(self) -> str:
+        """Which of the model's own Functions is why no states fit; "" where none is."""
+        if not self.customs.nodes:
+            return ""
+        within = WithinOperators(customs=False)
+        other = AxisProblem(self.folded, self.axis, self.k, self.done, self.fixed, self.rates, within=within)
+        return self.customs.said if np.isfinite(bounded(other.costs()).bound) else ""
 
     def costs(self) -> SolverCosts:
         """What is to be made small: `("used", v)`, `("lies", v)` choose of states, `("move", n)` of moves."""
@@ -328,12 +314,14 @@ class AxisProblem:
             name, some = ("move", step.number), self.moves[step.number]
             for i, v in enumerate(step.outputs):
                 given = [move.outputs[i] for move in some]
-                costs.pair(name, ("used", v), self._table(v, given, self.used[v], self.far.get(v, 1)) * step.times)
+                table = self._table(v, given, self.used[v], self.far.get(v, 1))
+                costs.pair(name, ("used", v), self.customs.staying(step, given, self.used[v], table) * step.times)
             for i, v in enumerate(step.inputs):
                 needed = [move.inputs[i] for move in some]
                 if v is not None and None not in needed:
                     some_needed = [state for state in needed if state is not None]
                     table = self._table(v, self.used[v], some_needed, far_at_taker(step, i, self.far.get(v, 1)))
+                    table = self.customs.staying(step, self.used[v], some_needed, table)
                     costs.pair(("used", v), name, table * step.times)
         return costs
 

@@ -31,8 +31,20 @@ def graph_of(
 
     `grad`: whether gradients are on; `rules`: of operators of one's own. Raises UserError where it cannot be captured.
     """
-    graph = folded(capture(model, inputs, dtype=dtype, grad=grad), block_names(model))
-    return replace(graph, rules=rules)
+    seeds: list[int] = []
+    with torch.random.fork_rng(devices=()):
+        before, state = torch.initial_seed(), torch.get_rng_state()
+        graph = capture(model, inputs, dtype=dtype, grad=grad)
+        if (seed := torch.initial_seed()) != before:
+            torch.set_rng_state(state)
+            capture(model, inputs, dtype=dtype, grad=grad)
+            seeds = [seed, torch.initial_seed()]
+    if len({*seeds}) > 1:
+        raise UserError(
+            f"{type(model).__name__} seeds torch's generator in its forward by another number on every rank and at "
+            "every call, as torch.seed does: seed it outside of the model, or by a number that stays the same"
+        )
+    return replace(folded(graph, block_names(model)), rules=rules)
 
 
 def derive_model(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool = False) -> Derived:

@@ -52,6 +52,8 @@ class WithinOperators:
     """Sort rows of their own, and send them."""
     linked: bool = True
     """Read of each other."""
+    customs: bool = True
+    """Leave whole what a model's own `torch.autograd.Function` takes."""
 
 
 BOTH = WithinOperators()

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.capture import GROUPED, grouped, quiet
+from tangram.models.capture import quiet
 from tangram.models.graph import Ref, refs
+from tangram.models.opened import GROUPED, grouped
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.find_rule import bound as find_bound

@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capture import GROUPED, grouped, quiet
+from tangram.models.capture import quiet
+from tangram.models.opened import GROUPED, grouped
+from tangram.models.reasons import place_and_reason
 from tangram.models.twin import fake_twin
 from tangram.sharding.local_ops.random_ops import drawing, shape_of
 
@@ -105,7 +107,11 @@ def places_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
     one = draws_of(model, args, kwargs, {})
     if not one:
         return Placed(False, {}, "")
-    after = _places(one, draws_of(model, args, kwargs, {count: count + 1}), count)
+    try:
+        more = draws_of(model, args, kwargs, {count: count + 1})
+    except Exception as error:  # noqa: BLE001  whatever a model's code raises
+        return Placed(True, {}, f"with one sample more it does not run, {place_and_reason(error)}")
+    after = _places(one, more, count)
     unknown = next((draw for draw in one if draw.shape not in after), None)
     if unknown is None:
         return Placed(True, after, "")

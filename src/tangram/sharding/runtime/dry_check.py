@@ -42,6 +42,7 @@ from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.transitions import Change, sizes_after
 from tangram.sharding.local_ops.local_call import arguments_of
 from tangram.sharding.ops.calls import OpCall
+from tangram.sharding.runtime.called_again import refuse_called_again, refuse_parts_again
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import cut_classes, lower, places_of
 from tangram.sharding.runtime.operators import Operators
@@ -92,7 +93,8 @@ def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtyp
     unfit = [_rehearsed_by(rank, program, model, inputs, dtype) for rank in unlike(found)]
     for action in (action for own in program.actions.values() for action in own.values()):
         _see_what_is_written(found.folded.graph, action)
-        _refuse_called_again(found.folded.graph.calls[action.call])
+        refuse_called_again(found.folded.graph, found.folded.graph.calls[action.call])
+    refuse_parts_again(found)
     for rank in unlike(found):
         for said, run in lost_views(program, Operators(found, rank).as_it_is):
             raise _OtherWayError(said, run)
@@ -125,15 +127,6 @@ def _rehearsed_by(
         raise _OtherWayError(place_and_reason(error), rehearsal.last) from error
     rehearsal.refuse_left_out()
     return rehearsal.unfit
-
-
-def _refuse_called_again(call: Called) -> None:
-    """In the backward nobody would see the call: it would be made as it is, and draw other numbers."""
-    if call.again:
-        raise UserError(
-            f"{call.line}: {call.function} is done otherwise on a part, and torch.utils.checkpoint calls it again "
-            "outside of any module's forward: checkpoint a module instead of a function"
-        )
 
 
 def _see_what_is_written(graph: Graph, action: OpAction) -> None:

@@ -50,6 +50,8 @@ class _Lowering:
         self.found, self.graph = found, found.folded.graph
         self.steps = steps_of_nodes(found)
         self.call_of = {i: c for c, call in enumerate(self.graph.calls) for i in range(call.first, call.stop)}
+        self.inner = {run for one in self.graph.customs for run in one.runs}
+        """The runs in a Function of the model's own, whose backward knows nothing of what would be done there."""
         self.makers = makers(self.graph)
         self.maker = {v: i for v, (i, _) in self.makers.items()}
         self.takers: dict[int, list[Place]] = {}
@@ -233,7 +235,7 @@ class _Lowering:
         at: int | None = self.graph.calls[self._call(node)].run
         found: list[int] = []
         while at is not None:
-            found.append(at)
+            found += [at] if at not in self.inner else []
             at = self.graph.runs[at].parent
         return found
 
@@ -249,6 +251,11 @@ class _Lowering:
 
     def _action(self, node: int) -> OpAction:
         c = self._call(node)
+        if custom := next((one for one in self.graph.customs if node in range(one.first, one.stop)), None):
+            raise UserError(
+                f"{custom.line}: {custom.name} is an autograd.Function, within which no tensor can be moved: give "
+                "what it takes as the result of a module or of a function of torch"
+            )
         return self.actions.setdefault(c, OpAction(c))
 
     # ------------------------------------------------------------ functions

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 from tangram.errors import UserError
 from tangram.models.reasons import place_and_reason
 from tangram.models.twin import without_memory
+from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.local_ops.random_numbers import DrawNumbers, Samples
 from tangram.sharding.local_ops.random_ops import DrawMode
@@ -123,8 +124,11 @@ DrawSource = Drawer | DerivedModel
 """What draws in a forward: a plain model or stage, or a derived one by its programs."""
 
 
-def drawn_apart(sources: Iterable[tuple[str, DrawSource]]) -> list[str]:
-    """A sentence, once, for each of these, by name, that has drawn numbers which are not those of one process."""
+def drawn_apart(sources: Iterable[tuple[str, DrawSource]], peers: Peers | None = None) -> list[str]:
+    """A sentence, once, for each of these, by name, that has drawn numbers which are not those of one process.
+
+    `peers`: other ranks with other stages, whose sentences are told on all. Collective over them.
+    """
     found: list[str] = []
     for name, source in sources:
         if source.numbers.apart:
@@ -133,7 +137,7 @@ def drawn_apart(sources: Iterable[tuple[str, DrawSource]]) -> list[str]:
                 f"the whole batch: {source.numbers.apart}"
             )
             source.numbers.apart = ""
-    return found
+    return [*dict.fromkeys(sentence for some in (peers or Peers()).all_words(found) for sentence in some)]
 
 
 class Draws:
@@ -214,13 +218,19 @@ def drawing(sources: Sequence[DrawSource], seed: int, batches: RankBatches) -> G
 def counts_of_stages(model: nn.Module, plan: Plan) -> Sequence[int]:
     """How many draws a forward has had when it comes to each stage of a pipeline. `model`: with all its stages.
 
-    Raises UserError where it draws outside of their modules.
+    Raises UserError where it draws outside of their modules, and where that is not known.
     """
     if plan.pipeline is None:
         return ()
     ids = torch.empty(2, plan.data.sequence, dtype=torch.long, device="meta")
     template = without_memory(model).train()
-    found = draws_of(template, (), {"input_ids": ids, "use_cache": False}, {})
+    try:
+        found = draws_of(template, (), {"input_ids": ids, "use_cache": False}, {})
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} does not run without values, so it is not known what each stage of a pipeline "
+            f"draws: {place_and_reason(error)}"
+        ) from error
     stage_of = {name: number for number, names in enumerate(plan.pipeline.stages) for name in names}
     counted: Counter[int] = Counter()
     for draw in found:

@@ -77,6 +77,15 @@ class Trained:
     """Why it ended before the last step: "time" or "signal"."""
 
 
+def _tell_draws(model: ParallelModel, hooks: Hooks, *, all_ranks: bool) -> None:
+    """`all_ranks`: what stages of other ranks have drawn, too; collective."""
+    world = model.world
+    if all_ranks or world.index == 0:
+        for sentence in drawn_apart(model.named_draw_sources, world.peers if all_ranks else None):
+            if world.index == 0:
+                hooks.emit(Note(sentence))
+
+
 def train_steps(
     model: ParallelModel,
     state: JobState,
@@ -118,10 +127,9 @@ def train_steps(
             else:
                 hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
-        for sentence in drawn_apart(model.named_draw_sources) if world.index == 0 else ():
-            hooks.emit(Note(sentence))
         stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
+        _tell_draws(model, hooks, all_ranks=world.stages > 1 and (step == first or last))
         if done.skipped is None:
             state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):

@@ -48,15 +48,18 @@ class Conflict:
     tables: tuple[str, ...]
     """The operators between, with the factors of their tensors and what the marks cut of them."""
     fixes: tuple[Fix, ...]
+    because: str = ""
+    """What is why, if it is known."""
 
     @property
     def sentence(self) -> str:
         """What is wrong, in one sentence."""
         names, marks = " and ".join(self.tensors), " and ".join(f"`{mark}`" for mark in self.marks)
         layers = " (equal layers lie alike)" if self.alike else ""
+        because = self.because and f": {self.because}"
         if len(self.marks) == 1:
-            return f"no layout over {self.axis} fits the mark {marks} on {names}{layers}"
-        return f"the marks {marks} contradict each other on {names}{layers} over {self.axis}"
+            return f"no layout over {self.axis} fits the mark {marks} on {names}{layers}{because}"
+        return f"the marks {marks} contradict each other on {names}{layers} over {self.axis}{because}"
 
     @property
     def lines(self) -> list[str]:
@@ -101,6 +104,7 @@ def conflict(
         alike,
         tuple(_table(plain, step, own, error.axis, mesh.axes[error.axis][0]) for step in steps[:3]),
         tuple(_fixes(plain, graph, marks, needed, at, mesh, rates)),
+        error.because,
     )
 
 

@@ -13,11 +13,11 @@ from tangram.sharding.derive.problem.states import SAME, State
 
 
 class ConflictError(UserError):
-    """Marks that no layouts fit, over `axis`; `derive.conflicts` looks for what would work."""
+    """Marks that no layouts fit, over `axis`; `derive.conflicts` looks for what would work. `because`: if known."""
 
-    def __init__(self, said: str, axis: str) -> None:
+    def __init__(self, said: str, axis: str, because: str = "") -> None:
         super().__init__(said)
-        self.axis = axis
+        self.axis, self.because = axis, because
 
 
 def fixed_by(

@@ -96,6 +96,28 @@ def far_at_taker(step: FoldedStep, place: int, far: int) -> int:
     return 0 if place in TOGETHER.get(step.call.name, ()) else 1 + far
 
 
+def led(folded: Folded, free: frozenset[int]) -> frozenset[int]:
+    """The classes that go, element by element, into products with `free`: parameters without marks.
+
+    Not those that meet a marked one, too: its mark says how they are cut.
+    """
+    found: set[int] = set()
+    marked: set[int] = set()
+    for step in reversed(folded.steps):
+        sides = [(v, dims) for v, dims in zip(step.inputs, step.bound.inputs, strict=True) if v is not None and dims]
+        kept = {f for dim in step.bound.outputs[0] for f in dim}
+        for v, dims in sides:
+            looked = step.bound.rule.note("looked") is not None and v == step.inputs[0]
+            if looked or kept.issuperset(f for dim in dims for f in dim):  # an element goes into elements
+                found.update([v] if found & {*step.outputs} else [])
+                marked.update([v] if marked & {*step.outputs} else [])
+            summed = {f for dim in dims for f in dim if step.bound.after(f, 0) == "sum"}
+            met = [w for w, own in sides if w != v and summed & {f for dim in own for f in dim}]
+            if v not in folded.standing and not folded.standing.isdisjoint(met):
+                (found if free.issuperset(met) else marked).add(v)
+    return frozenset(found - marked)
+
+
 def fold(graph: Graph, table: RuleTable | None = None) -> Folded:
     """Fold a graph, by the built-in rules and its own where no table is given.
 
