@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tangram.layout import Layout
 from tangram.layout.syntax import REST, VOID, Dim
-from tangram.schema.tables import Positive, TomlTable
+from tangram.schema.tables import PathText, Positive, TomlTable
 
 TaskName = Literal["pretrain", "sft"]
 """What is trained on: documents from end to end; or conversations, of which only the answers are in the loss."""
@@ -57,6 +57,13 @@ class LoraPlan(TomlTable):
     """Train the length of each output's weights, too (Liu et al. 2024)."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of names of modules that are trained whole, and saved with the adapters."""
+    start: PathText | None = None
+    """A directory of adapters as peft writes it, relative to the file, whose values these begin with."""
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        """What `models.adapters.add_adapters` takes: which modules stand beside which."""
+        return self.model_dump(exclude={"start"})
 
 
 _OWN = re.compile(

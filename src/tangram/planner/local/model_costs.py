@@ -29,7 +29,7 @@ from tangram.schema.plan import Plan, matches
 def frozen(model: nn.Module, job: Job) -> nn.Module:
     """The model with the job's adapters, and with the parameters frozen that the job freezes."""
     if job.lora is not None:
-        add_adapters(model, **job.lora.model_dump())
+        add_adapters(model, **job.lora.modules)
     for name, parameter in model.named_parameters():
         if matches(job.model.freeze, name):
             parameter.requires_grad_(False)

@@ -100,7 +100,7 @@ def freeze(model: nn.Module, plan: Job) -> None:
     What is already there stays. Beside adapters all else is frozen.
     """
     if plan.lora is not None:
-        add_adapters(model, **plan.lora.model_dump())
+        add_adapters(model, **plan.lora.modules)
     names = [name for name, _ in model.named_parameters()]
     for pattern in plan.model.freeze:
         if not any(matches((pattern,), name) for name in names):

@@ -192,9 +192,10 @@ TEMPERATURE = 0.7
 @torch.no_grad()
 def sample_text(model: PreTrainedModel, tokens: Tokens, inputs_BS: Tensor, seed: int = 0) -> tuple[str, str]:
     """A prompt, from the first row of a batch, and how the model goes on; the same for a seed."""
-    prompt_BS = inputs_BS[:1, :PROMPT]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT + LENGTH
+    prompt_BS = inputs_BS[:1, : min(PROMPT, positions // 2)]
     chosen = GenerationConfig(
-        max_new_tokens=LENGTH,
+        max_new_tokens=min(LENGTH, positions - prompt_BS.shape[1]),
         do_sample=True,
         temperature=TEMPERATURE,
         top_k=20,

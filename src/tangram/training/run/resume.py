@@ -69,6 +69,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "lora.rslora": _REFUSED,
         "lora.dora": _REFUSED,
         "lora.modules_to_save": _REFUSED,
+        "lora.start": _FREE,
         "data.sources.path": _TEXT,
         "data.sources.pattern": _TEXT,
         "data.sources.field": _TEXT,

@@ -137,4 +137,4 @@ def _fill(
     if values:
         load_pretrained(Path(source.weights or ""), model, plan, world, plain)
         if plan.lora is not None:
-            begin_adapters(model, plan.seed)
+            begin_adapters(model, plan, plain)

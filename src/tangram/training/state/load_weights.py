@@ -22,7 +22,7 @@ from tangram.checkpoint.formats import huggingface
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Statement
-from tangram.models.adapters import initial_adapters
+from tangram.models.adapters import initial_adapters, stored_adapters
 from tangram.models.build import build_on_meta
 from tangram.models.conversions import Conversion, Part, read_conversion
 from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
@@ -81,9 +81,10 @@ def _planned(
     # The directory is of the whole model, without adapters; of a stage only what it has is read.
     all_of_it = plan.pipeline is None and plan.lora is None
     whole = model if all_of_it else build_on_meta(cast(Any, model).config)
-    everything = targets if all_of_it else whole.state_dict()
+    first = _first_names(whole, targets if all_of_it else whole.state_dict())
+    everything = targets if all_of_it else dict.fromkeys(first.values())  # of what is tied one name
     conversion = read_conversion(whole, {name: spec.shape for name, spec in index.specs.items()})
-    parts = _tied(folder, conversion.parts, _first_names(whole, everything))
+    parts = _tied(folder, conversion.parts, first)
     _refuse_others(folder, whole, conversion, parts, everything)
     parts = [some for some in parts if not targets.keys().isdisjoint(name for part in some for name in part.shapes)]
     wider = new_embedding_rows.wider(whole, index, parts, {name: entry.spec.shape for name, entry in targets.items()})
@@ -104,9 +105,12 @@ def _planned(
 
 
 @torch.no_grad()
-def begin_adapters(model: nn.Module, seed: int) -> None:
+def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -> None:
     """Give the adapters of a model whose weights are there the values that they begin with. Collective for DoRA."""
-    fill(model, initial_adapters(model, seed))
+    lora = plan.lora
+    assert lora is not None
+    shapes = {name: part.shape for name, part in plain.items()}
+    fill(model, initial_adapters(model, plan.seed, shapes), plain)
     for name, parameter in model.named_parameters():
         if ".modules_to_save." in name:
             copied = model.get_parameter(name.replace(".modules_to_save.default.", ".original_module."))
@@ -116,6 +120,10 @@ def begin_adapters(model: nn.Module, seed: int) -> None:
             weight = cast(Tensor, layer.get_base_layer().weight)
             full = cast(Any, weight).full_tensor() if isinstance(weight, DTensor) else weight
             put(parameter, cast(Tensor, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1)))
+    if lora.start is not None:
+        alike = {key: value for key, value in lora.modules.items() if key in ("rank", "alpha", "rslora", "dora")}
+        whole = plan.pipeline is None
+        fill(model, stored_adapters(model, Path(lora.start), **alike, all_of_it=whole, shapes=shapes), plain)
 
 
 def local_part(tensor: Tensor) -> Tensor:
