@@ -39,6 +39,8 @@ class Traced:
     norms: tuple[float, ...]
     """Of the whole gradient, before it is clipped; on the first rank."""
     gradients: Named
+    kept_bytes: int = 0
+    """Of parameters, buffers and the optimiser's states on the rank, at the end."""
 
 
 def write_folder(folder: Path, *, tied: bool = False) -> Path:
@@ -111,7 +113,13 @@ def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *
     if keep:
         checkpointer.save(begun.state, wait=True)
     checkpointer.close()
-    return Traced(trained.losses, tuple(norms), gradients)
+    return Traced(trained.losses, tuple(norms), gradients, _kept_bytes(model.module, begun.state.optimiser))
+
+
+def _kept_bytes(model: nn.Module, optimiser: Any) -> int:
+    states = [value for of_one in optimiser.state.values() for value in of_one.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states]
+    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
 
 
 def whole(tensor: Tensor) -> npt.NDArray[np.float32]:

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
 
-__all__ = ["ALL", "add_adapters", "initial_adapters", "merge_adapters", "save_adapters", "stored_adapters"]
+__all__ = ["ALL", "add_adapters", "initial_adapters", "merge_adapters", "named_by", "save_adapters", "stored_adapters"]
 
 ALL = "all-linear"
 PREFIX = "base_model.model."
@@ -53,14 +53,14 @@ def add_adapters(
     peft = _peft()
     names = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     some = (targets,) if isinstance(targets, str) else tuple(targets)
-    adapted = [] if some == (ALL,) else [name for target in some for name in _named(target, "targets", names)]
+    adapted = [] if some == (ALL,) else [name for target in some for name in named_by(target, "targets", names)]
     if unfit := [name for name in adapted if not isinstance(names[name], _ADAPTED)]:
         kind = type(names[unfit[0]]).__name__
         raise UserError(
             f"lora.targets names {unfit[0]}, a {kind}: adapters stand beside linear layers and embeddings; a module of "
             "another kind can be trained whole by lora.modules_to_save"
         )
-    saved = [name for one in modules_to_save for name in _named(one, "modules_to_save", names)]
+    saved = [name for one in modules_to_save for name in named_by(one, "modules_to_save", names)]
     if both := set(adapted) & set(saved):
         raise UserError(f"{min(both)} is in lora.targets and in lora.modules_to_save: give it in one of them")
     _refuse_tied(model, {*adapted, *saved}, names)
@@ -195,7 +195,7 @@ def _stored_name(name: str) -> str:
     return f"{PREFIX}{bare}{weight}"
 
 
-def _named(pattern: str, key: str, names: dict[str, nn.Module]) -> list[str]:
+def named_by(pattern: str, key: str, names: dict[str, nn.Module]) -> list[str]:
     """The modules of a name's end or a pattern. Raises UserError for none."""
     found = [n for n in names if n and (n == pattern or n.endswith(f".{pattern}") or fnmatchcase(n, pattern))]
     if not found:
