@@ -146,7 +146,7 @@ def test_of_tables_what_is_not_alike_is_shown(plan: Plan) -> None:
 def test_leaves_are_the_keys_of_the_schema(plan: Plan) -> None:
     whole = {re.sub(r"\.\d+", "", key) for key in leaves(plan)}
     assert whole <= schema_keys(Plan)
-    unset = {"model.path", "model.code", "model.rules", "precision.accumulate", "pipeline.table"}
+    unset = {"model.path", "model.code", "model.rules", "lora.start", "precision.accumulate", "pipeline.table"}
     assert schema_keys(Plan) - whole == unset
 
 

@@ -21,7 +21,7 @@ from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_
 from tangram.training.observe.events import StepDone
 from tangram.training.run.launch import Rank
 from tangram.training.run.rank import RankJob, begin
-from tangram.training.state.checkpointer import Checkpointer
+from tangram.training.state.checkpointer import Checkpointer, newest
 from tangram.training.step import loop
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, TURNS, tokenizer_of
@@ -39,6 +39,8 @@ class Traced:
     norms: tuple[float, ...]
     """Of the whole gradient, before it is clipped; on the first rank."""
     gradients: Named
+    kept_bytes: int = 0
+    """Of parameters, buffers and the optimiser's states on the rank, at the end."""
 
 
 def write_folder(folder: Path, *, tied: bool = False) -> Path:
@@ -71,9 +73,23 @@ def run_plans(rank: Rank, work: tuple[Mapping[tuple[str, str], Plan], Path]) -> 
     return found
 
 
-def run_plan(rank: Rank, plan: Plan, folder: Path) -> Traced:
+def run_in_turn(
+    rank: Rank, work: tuple[Mapping[tuple[str, str], Plan], Path, Mapping[tuple[str, str], tuple[str, str]]]
+) -> dict[tuple[str, str], Traced]:
+    """The same; what another goes on from (the last of `work`: whose checkpoint) is saved."""
+    plans, folder, after = work
+    found: dict[tuple[str, str], Traced] = {}
+    for key, plan in plans.items():
+        before = after.get(key)
+        resume = None if before is None else newest(folder / "-".join(before))
+        found[key] = run_plan(rank, plan, folder / "-".join(key), resume, keep=key in after.values())
+    return found
+
+
+def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *, keep: bool = False) -> Traced:
+    """`keep`: save what comes of it in the folder."""
     corpus = open_corpus(plan.data, tokens_of(plan))
-    begun = begin(rank, RankJob(plan, folder, corpus.digest, loop.StepCosts()))
+    begun = begin(rank, RankJob(plan, folder, corpus.digest, loop.StepCosts(), resume))
     model, plan, world = begun.model, begun.model.plan, begun.model.world
     batches = step_batches(
         corpus, plan.data, seed=plan.seed, first_sample=0, index=world.data_index, size=world.data_size,
@@ -94,7 +110,16 @@ def run_plan(rank: Rank, plan: Plan, folder: Path) -> Traced:
     hooks = loop.Hooks(hear, lambda: False)
     checkpointer = Checkpointer(folder, plan, world)
     trained = loop.train_steps(model, begun.state, begun.corpus, checkpointer, hooks)
-    return Traced(trained.losses, tuple(norms), gradients)
+    if keep:
+        checkpointer.save(begun.state, wait=True)
+    checkpointer.close()
+    return Traced(trained.losses, tuple(norms), gradients, _kept_bytes(model.module, begun.state.optimiser))
+
+
+def _kept_bytes(model: nn.Module, optimiser: Any) -> int:
+    states = [value for of_one in optimiser.state.values() for value in of_one.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states]
+    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
 
 
 def whole(tensor: Tensor) -> npt.NDArray[np.float32]:
@@ -107,7 +132,7 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
 
     Conversations are read, rendered, masked and padded here by transformers alone. `alpha`: another than the plan's.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     lora, folder = plan.lora, Path(str(plan.model.path))
     assert lora is not None
@@ -116,9 +141,13 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
     config = LoraConfig(
         r=lora.rank, lora_alpha=cast(int, alpha or lora.alpha), lora_dropout=lora.dropout, target_modules=targets,
         use_rslora=lora.rslora, use_dora=lora.dora, modules_to_save=list(lora.modules_to_save) or None,
+        fan_in_fan_out=plain.config.model_type == "gpt2",
     )  # fmt: skip
-    peft: Any = get_peft_model(plain, config)
-    begin_as(peft, plan)
+    if lora.start is None:
+        peft: Any = get_peft_model(plain, config)
+        begin_as(peft, plan)
+    else:
+        peft = PeftModel.from_pretrained(plain, lora.start, is_trainable=True)
     parameters = [p for p in peft.parameters() if p.requires_grad]
     o = plan.optimiser
     optimiser = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
 
-__all__ = ["ALL", "add_adapters", "initial_adapters", "merge_adapters", "save_adapters"]
+__all__ = ["ALL", "add_adapters", "initial_adapters", "merge_adapters", "named_by", "save_adapters", "stored_adapters"]
 
 ALL = "all-linear"
 PREFIX = "base_model.model."
@@ -50,14 +53,14 @@ def add_adapters(
     peft = _peft()
     names = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     some = (targets,) if isinstance(targets, str) else tuple(targets)
-    adapted = [] if some == (ALL,) else [name for target in some for name in _named(target, "targets", names)]
+    adapted = [] if some == (ALL,) else [name for target in some for name in named_by(target, "targets", names)]
     if unfit := [name for name in adapted if not isinstance(names[name], _ADAPTED)]:
         kind = type(names[unfit[0]]).__name__
         raise UserError(
             f"lora.targets names {unfit[0]}, a {kind}: adapters stand beside linear layers and embeddings; a module of "
             "another kind can be trained whole by lora.modules_to_save"
         )
-    saved = [name for one in modules_to_save for name in _named(one, "modules_to_save", names)]
+    saved = [name for one in modules_to_save for name in named_by(one, "modules_to_save", names)]
     if both := set(adapted) & set(saved):
         raise UserError(f"{min(both)} is in lora.targets and in lora.modules_to_save: give it in one of them")
     _refuse_tied(model, {*adapted, *saved}, names)
@@ -74,14 +77,18 @@ def add_adapters(
         ) from None
 
 
-def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+def initial_adapters(
+    model: nn.Module, seed: int, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Iterator[tuple[str, Tensor]]:
     """The values with which adapters begin, whole and by name: the model gives with them what it gave before.
+
+    `shapes`: of whole parameters, where those in the model are plain tensors of a rank's part.
 
     As in peft one of two factors is drawn, each by the seed and its own name, and the other is 0. Magnitudes of DoRA
     are not among them: they are lengths of weights.
     """
     for name, parameter in model.named_parameters():
-        shape, generator = tuple(parameter.shape), torch.Generator().manual_seed(_stream(seed, name))
+        shape, generator = shapes.get(name, tuple(parameter.shape)), torch.Generator().manual_seed(_stream(seed, name))
         if ".lora_A." in name:
             bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_ with a = sqrt(5)
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
@@ -89,6 +96,54 @@ def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]
             yield name, torch.empty(shape).normal_(generator=generator)
         elif ".lora_B." in name or ".lora_embedding_A." in name:
             yield name, torch.zeros(shape)
+
+
+def stored_adapters(
+    model: nn.Module,
+    folder: Path,
+    *,
+    rank: int,
+    alpha: float,
+    rslora: bool,
+    dora: bool,
+    all_of_it: bool,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Iterator[tuple[str, Tensor]]:
+    """The values of adapters in a directory that peft has written, whole and by the names that they have in a model.
+
+    `all_of_it`: the model has all of its modules, and no stage; `shapes`: as of `initial_adapters`. Raises UserError
+    for adapters that do not fit it.
+    """
+    said = _config_of(folder)
+    for key, own, its in (
+        ("rank", rank, said.get("r")),
+        ("alpha", alpha, said.get("lora_alpha")),
+        ("rslora", rslora, bool(said.get("use_rslora"))),
+        ("dora", dora, bool(said.get("use_dora"))),
+    ):
+        if own != its:
+            raise UserError(f'the adapters in "{folder}" have {key} {its}, and lora.{key} is {own}: take theirs')
+    names = {_stored_name(n): n for n, p in model.named_parameters() if p.requires_grad}
+    file = folder / "adapter_model.safetensors"
+    try:
+        with cast(Any, safe_open(file, framework="pt")) as stored:
+            there = {str(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+            missing, surplus = sorted(names.keys() - there), sorted(there - names.keys()) if all_of_it else []
+            if missing or surplus:
+                what = f"lack {missing[0]}" if missing else f"have {surplus[0]}, which these have not"
+                raise UserError(
+                    f'the adapters in "{folder}" {what}: give the targets and modules_to_save in [lora] that they have'
+                )
+            for name, own in names.items():
+                value = cast(Tensor, stored.get_tensor(name))
+                if tuple(value.shape) != (shape := shapes.get(own, tuple(model.get_parameter(own).shape))):
+                    raise UserError(
+                        f'{name} in "{folder}" has the shape {list(value.shape)}, not {list(shape)}: they are '
+                        "adapters of another model"
+                    )
+                yield own, value
+    except (OSError, SafetensorError) as error:
+        raise UserError(f'"{file}" cannot be read: {error}') from None
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
@@ -116,7 +171,31 @@ def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
     config.inference_mode = False
 
 
-def _named(pattern: str, key: str, names: dict[str, nn.Module]) -> list[str]:
+def _config_of(folder: Path) -> dict[str, Any]:
+    file = folder / "adapter_config.json"
+    try:
+        said: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f'lora.start names "{folder}", of which {file.name} cannot be read: {error}') from None
+    if not isinstance(said, dict) or cast("dict[str, Any]", said).get("peft_type") != "LORA":
+        raise UserError(f'the adapters in "{folder}" are not LoRA: give a directory of those')
+    table = cast("dict[str, Any]", said)
+    if own := next((key for key in ("rank_pattern", "alpha_pattern", "target_parameters") if table.get(key)), None):
+        raise UserError(
+            f'the adapters in "{folder}" have {own}, and those of a job are all alike: train them with peft'
+        )
+    return table
+
+
+def _stored_name(name: str) -> str:
+    """The name in peft's files of a parameter that is trained beside others."""
+    plain = name.replace(".modules_to_save.default.", ".").replace(".default.weight", ".default")
+    bare = plain.removesuffix(".default")
+    weight = "" if bare == plain or ".lora_embedding_" in bare or ".lora_magnitude_vector" in bare else ".weight"
+    return f"{PREFIX}{bare}{weight}"
+
+
+def named_by(pattern: str, key: str, names: dict[str, nn.Module]) -> list[str]:
     """The modules of a name's end or a pattern. Raises UserError for none."""
     found = [n for n in names if n and (n == pattern or n.endswith(f".{pattern}") or fnmatchcase(n, pattern))]
     if not found:

@@ -131,10 +131,11 @@ def absolute(plan: _Any, folder: Path) -> _Any:
     file, colon, function = (plan.model.code or "").partition(".py:")
     code = file and full(f"{file}.py" if colon else file) + (f":{function}" if colon else "")
     model = plan.model.model_copy(update={**paths, "code": code or None})
+    lora = plan.lora and plan.lora.model_copy(update={"start": plan.lora.start and full(plan.lora.start)})
     pipeline = {}
     if isinstance(plan, Plan) and plan.pipeline is not None and plan.pipeline.table is not None:
         pipeline = {"pipeline": plan.pipeline.model_copy(update={"table": full(plan.pipeline.table)})}
-    return plan.model_copy(update={"data": data, "model": model, **pipeline})
+    return plan.model_copy(update={"data": data, "model": model, "lora": lora, **pipeline})
 
 
 def _read(path: Path) -> str:

@@ -298,6 +298,16 @@ class Job(TomlTable):
     run: RunPlan
 
     @model_validator(mode="after")
+    def _base_fits(self) -> Self:
+        if self.lora is None or self.lora.base == "parameters":
+            return self
+        if self.lora.dora:
+            raise Mistake("lora.dora", "lora.dora reads a base's weights outside of its layers: leave out one of both")
+        if self.run.compile:
+            raise Mistake("run.compile", "compiled blocks would keep the weights that lora.base makes: set it to false")
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         optimiser, steps = self.optimiser, self.run.steps
         if optimiser.warmup_steps >= steps:

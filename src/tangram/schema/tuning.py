@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tangram.layout import Layout
 from tangram.layout.syntax import REST, VOID, Dim
-from tangram.schema.tables import Positive, TomlTable
+from tangram.schema.tables import PathText, Positive, TomlTable
 
 TaskName = Literal["pretrain", "sft"]
 """What is trained on: documents from end to end; or conversations, of which only the answers are in the loss."""
@@ -57,6 +57,31 @@ class LoraPlan(TomlTable):
     """Train the length of each output's weights, too (Liu et al. 2024)."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of names of modules that are trained whole, and saved with the adapters."""
+    base: Literal["parameters", "nf4"] = "parameters"
+    """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
+    bits with scales (`models.nf4`), of which a layer's weight is made again whenever it is used."""
+    base_skip: tuple[str, ...] = ()
+    """Ends of names of linear layers, or patterns, whose weights stay numbers beside a quantised base."""
+    start: PathText | None = None
+    """A directory of adapters as peft writes it, relative to the file, whose values these begin with."""
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        """What `models.adapters.add_adapters` takes: which modules stand beside which."""
+        return self.model_dump(exclude={"start", "base", "base_skip"})
+
+
+COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64})
+"""By the end of the name of a tensor that a quantised weight is kept in, for how many of its columns one of that is."""
+
+
+def packed(name: str) -> tuple[str, int]:
+    """The weight that a tensor keeps, and for how many of its columns one of the tensor's is; itself and 1 for others.
+
+    `X.weight_nf4` and `X.weight_absmax` are of `X.weight`.
+    """
+    end = next((end for end in COLUMNS if name.endswith(f".weight{end}")), "")
+    return name.removesuffix(end), COLUMNS.get(end, 1)
 
 
 _OWN = re.compile(
@@ -68,6 +93,7 @@ _OWN = re.compile(
 def base_of(name: str) -> tuple[str, str]:
     """The tensor of the model without adapters that one is, or is beside; and which part it is: "" for the tensor
     itself or a copy that is trained, else "A", "B", "embedding_A", "embedding_B" or "magnitude_vector"."""
+    name = packed(name)[0]
     found = _OWN.fullmatch(name)
     if found is None:
         return name, ""

@@ -11,13 +11,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import cast
 
 from torch import nn
 
 from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, validate
+from tangram.layout.blocks import in_blocks
 from tangram.layout.locate import partitions
 from tangram.models.attention import refuse_unable
+from tangram.models.base_layers import base_layers
 from tangram.models.capture import capture
 from tangram.models.costs import block_names
 from tangram.models.graph import Graph
@@ -26,6 +29,7 @@ from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.planner.legality.engine import nearest, uneven
 from tangram.planner.legality.plan_as_grid import marks_on, refused
 from tangram.schema.plan import Plan
+from tangram.schema.tuning import COLUMNS, packed
 from tangram.sharding.derive.marking.marks import Mark, matched
 
 MOST_RANKS = 1_000_000
@@ -57,6 +61,11 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         cutting |= layout.axes & data
         _covers(layout, name, mesh)
+    if plan.lora is not None and plan.lora.base == "nf4":
+        for name, layer in base_layers(model, plan.lora.base_skip).items():
+            rows, columns = cast(nn.Parameter, layer.weight).shape
+            for end, count in COLUMNS.items():
+                bound_layout(plan, f"{name}.weight{end}", (rows, columns // count))
     if len(cutting) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(sorted(cutting))}: one of them may")
     _refuse_uneven(plan, model, mesh)
@@ -130,9 +139,12 @@ def _refuse_marks(plan: Plan, graph: Graph) -> None:
 
 def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
     """The layout of a parameter with every size known. Raises UserError where it does not fit the shape."""
-    text = plan.layout_of(name)
+    text, columns = plan.layout_of(name), packed(name)[1] if plan.lora is not None else 1
     try:
-        layout = _bound(text, shape, tuple(sorted(plan.layouts.sizes.items())))
+        whole = (*shape[:-1], shape[-1] * columns) if columns > 1 else shape
+        layout = _bound(text, whole, tuple(sorted(plan.layouts.sizes.items())))
+        if columns > 1:
+            layout = in_blocks(layout, columns, Mesh.parse(plan.mesh))
         if layout.at:  # of plans that did not go through their checks; who has it, the stages say
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         return replace(layout, at=plan.held_at(name))

@@ -3,7 +3,8 @@
 Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own layouts, so uneven cuts count):
 
     parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
-                2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters
+                2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters; of a base in
+                NF4 0.516 P (`models.nf4`)
     activations what the backward of a micro-batch keeps; of layers in run.recompute only their input, and of the one
                 that is recomputed all
     logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
@@ -11,6 +12,7 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
                 where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
                 pipeline all of its stages and their gradients. Of full replicas there is no FSDP2, but gradients are
                 there twice where they are summed after each of several micro-batches
+                and of a base in NF4 the weight of the largest layer, while it is made
     process     a constant (`hardware.overheads`)
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
@@ -38,6 +40,7 @@ from tangram.hardware import overheads
 from tangram.hardware.rates import Rates
 from tangram.kernels.cross_entropy import chunk_bytes
 from tangram.layout import Layout, Mesh, region
+from tangram.models import nf4
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.local.derived_layouts import Moves
 from tangram.planner.local.stage_shares import Share, recomputed, shares
@@ -183,26 +186,41 @@ def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[s
     shards = shard_size(plan)
     units: dict[str, float] = {OUTSIDE: 0.0}
     for one in parameters:
-        gathered = min(one.size, held[one.name] * shards)
+        share = nf4.BYTES / BYTES[plan.precision.compute] if one.quantised else 1
+        gathered = min(one.size, held[one.name] * shards) * share
         units[one.block] = units.get(one.block, 0.0) + gathered
     return units
 
 
 def _memory(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> Memory:
     parameters, local = stage.parameters, stage.local
-    numbers = sum(held[one.name] for one in parameters)
+    kept = sum(held[one.name] * _bytes_of(plan, one) for one in parameters)
     trained = sum(held[one.name] for one in parameters if one.trained)
     again = [part for part in local.blocks if recomputed(plan, part.name)]
     activations = stage.activations + max((part.kept_bytes for part in again), default=0.0)
     return Memory(
-        parameters=BYTES[plan.precision.parameters] * numbers,
+        parameters=kept,
         gradients=BYTES[plan.gradients] * trained,
         optimiser=BYTES[plan.precision.masters] * trained * (2 if _own_masters(plan) else 3),
         activations=activations,
         logits=_logits(plan, local, kind),
-        gathered=_gathered(plan, parameters, held),
+        gathered=_gathered(plan, parameters, held) + _made(plan, parameters, held),
         process=overheads.PROCESS_BYTES,
     )
+
+
+def _bytes_of(plan: Plan, one: Parameter) -> float:
+    """For each number that a rank keeps of a parameter."""
+    return nf4.BYTES if one.quantised else BYTES[plan.precision.parameters]
+
+
+def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
+    """Of a quantised base, what the largest layer's weight takes: the part that TP leaves, and some of it in float32,
+    two times, while it is made."""
+    shards = shard_size(plan)
+    largest = max((min(one.size, held[one.name] * shards) for one in parameters if one.quantised), default=0)
+    types = {plan.precision.parameters, plan.precision.compute}
+    return float(sum(BYTES[name] for name in types) * largest + 8 * min(largest, nf4.AT_ONCE))
 
 
 def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:

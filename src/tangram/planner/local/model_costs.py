@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.models.adapters import add_adapters
+from tangram.models.base_layers import base_layers
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.graph import Graph
@@ -29,7 +30,7 @@ from tangram.schema.plan import Plan, matches
 def frozen(model: nn.Module, job: Job) -> nn.Module:
     """The model with the job's adapters, and with the parameters frozen that the job freezes."""
     if job.lora is not None:
-        add_adapters(model, **job.lora.model_dump())
+        add_adapters(model, **job.lora.modules)
     for name, parameter in model.named_parameters():
         if matches(job.model.freeze, name):
             parameter.requires_grad_(False)
@@ -97,7 +98,12 @@ class Counted:
     def _count(self, model: nn.Module) -> tuple[ModelCosts, ModelCosts]:
         dtype = getattr(torch, self.job.precision.compute)
         one, two = (costs(model, self.job.data.sequence, batch, dtype) for batch in (1, 2))
-        return one, two
+        lora = self.job.lora
+        if lora is None or lora.base == "parameters" or model is not self.model:
+            return one, two
+        packed = {f"{name}.weight" for name in base_layers(model, lora.base_skip)}
+        parameters = tuple(replace(p, quantised=p.name in packed) for p in one.parameters)
+        return replace(one, parameters=parameters), replace(two, parameters=parameters)
 
     def _narrowed(self, tensor: int, vocabulary: bool) -> _Narrow | None:
         """The model of one of so many TP ranks; None where no configuration says it."""

@@ -6,6 +6,7 @@ from tangram.layout import Mesh
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import simulate
+from tangram.schema.tuning import LoraPlan
 
 Row = tuple[str, str]
 
@@ -27,7 +28,7 @@ def _model(plan: Job) -> list[Row]:
         found.append(("not trained", ", ".join(model.freeze)))
     if (lora := plan.lora) is not None:
         beside = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
-        found.append(("adapters", f"of rank {lora.rank} beside {beside}; all else is frozen"))
+        found.append(("adapters", f"of rank {lora.rank} beside {beside}; all else is frozen{_kept_in(lora)}"))
     if plan.task != "pretrain":
         found.append(("task", f"{plan.task}: answers are in the loss"))
     total = sum(source.weight for source in plan.data.sources)
@@ -38,6 +39,10 @@ def _model(plan: Job) -> list[Row]:
         ("tokens", {"model": "of the model (bytes for a preset)"}.get(plan.data.tokenizer, plan.data.tokenizer))
     )
     return found
+
+
+def _kept_in(lora: LoraPlan) -> str:
+    return "" if lora.base == "parameters" else f", linear layers but the head in {lora.base}"
 
 
 def _strategy(plan: Plan) -> list[Row]:

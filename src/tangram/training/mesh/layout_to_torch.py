@@ -47,16 +47,19 @@ class ParameterCuts:
 
 def cuts_of(model: nn.Module, plan: Plan) -> dict[nn.Parameter, ParameterCuts]:
     """How each parameter is cut. Raises UserError for a layout that this version cannot train."""
-    mesh, axes = Mesh.parse(plan.mesh), axes_of(plan)
     found: dict[nn.Parameter, ParameterCuts] = {}
     for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        layout = replace(bound_layout(plan, name, shape), at=())  # a rank that has it at all
-        cuts = _cuts(layout, shape, mesh, axes)
-        if isinstance(cuts, str):
-            raise UserError(f'the layout "{plan.layout_of(name)}" of {name}, of shape {shape}, {cuts}')
-        found[parameter] = cuts
+        found[parameter] = cuts_of_one(name, tuple(parameter.shape), plan)
     return found
+
+
+def cuts_of_one(name: str, shape: tuple[int, ...], plan: Plan) -> ParameterCuts:
+    """How a parameter of this name and shape is cut. Raises UserError for a layout that this version cannot train."""
+    layout = replace(bound_layout(plan, name, shape), at=())  # a rank that has it at all
+    cuts = _cuts(layout, shape, Mesh.parse(plan.mesh), axes_of(plan))
+    if isinstance(cuts, str):
+        raise UserError(f'the layout "{plan.layout_of(name)}" of {name}, of shape {shape}, {cuts}')
+    return cuts
 
 
 @lru_cache(maxsize=4096)
@@ -119,14 +122,14 @@ def _compared(mesh: Mesh) -> list[int]:
 def _part(shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, rank: int, axes: Axes) -> Region:
     """What a rank will have: model axes cut first, FSDP chunks what is left."""
     at = mesh.coords(rank)
-    sets = [_over_model(shape, cuts, mesh, at, d) for d in range(len(shape))]
+    sets = [over_model_axes(shape, cuts, mesh, at, d) for d in range(len(shape))]
     if cuts.shard is not None:
         n, axis = intervals.size(sets[cuts.shard]), axes.shard[0]
         sets[cuts.shard] = intervals.take(sets[cuts.shard], MAPS[""].holds(n, mesh.axes[axis][0], at[axis], ()))
     return Region.of([tuple(sets)])
 
 
-def _over_model(
+def over_model_axes(
     shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, at: Mapping[str, int], dim: int
 ) -> intervals.IntSet:
     """What a rank has of a dim by the model axes alone."""
@@ -139,7 +142,7 @@ def _over_model(
 def _left(shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, ranks: Iterable[int]) -> int:
     """What divides what ranks have of the dim that FSDP cuts, before it does."""
     assert cuts.shard is not None
-    return gcd(*(intervals.size(_over_model(shape, cuts, mesh, mesh.coords(rank), cuts.shard)) for rank in ranks))
+    return gcd(*(intervals.size(over_model_axes(shape, cuts, mesh, mesh.coords(rank), cuts.shard)) for rank in ranks))
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

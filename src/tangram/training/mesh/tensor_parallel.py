@@ -58,7 +58,7 @@ from tangram.sharding.runtime.routes import RankRoutes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, add_up, devices_of, proved_rules
 from tangram.training.mesh.layout_to_torch import ParameterCuts
-from tangram.training.mesh.local_parts import LocalParts, as_dtensors, local, own_part
+from tangram.training.mesh.local_parts import LocalParts, PlainParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -325,6 +325,17 @@ class DerivedModel:
         """This rank's part of what lies as a parameter. Of parts that torch has no word for, as heads that an axis does
         not divide, the parameter is a plain tensor, and no DTensor says so."""
         return own_part(full, self._lies[name], self._mesh, self._coords)
+
+    def cut_beside(self, module: nn.Module, lies: Mapping[str, States]) -> PlainParts:
+        """Cut more parameters of a module, which no program speaks of, over the model axes; those that are plain."""
+        states = {key: {axis: own.get(axis, SAME) for axis in self._mesh.axes} for key, own in lies.items()}
+        holder = nn.Module()
+        for key in states:
+            holder.register_parameter(key, module.get_parameter(key))
+        found = as_dtensors(holder, states, self._mesh, self._coords, self._devices)
+        for key in states:
+            module.register_parameter(key, holder.get_parameter(key))
+        return found
 
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""

@@ -36,6 +36,7 @@ from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import PipelineRun, own_results
 from tangram.training.parallel.precision import keep_parameters
+from tangram.training.parallel.quantised_base import quantise
 from tangram.training.parallel.recompute import recompute
 
 
@@ -74,6 +75,8 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
         for block in itertools.chain(*blocks.values()):
             block.forward = torch.compile(block.forward)
     recompute(blocks, plan)
+    for part, own in zip(parts, derived, strict=True):
+        plain |= quantise(part, plan, cuts, world, own)
     data_parallel = [shard(part, blocks[part], plan, cuts, world) for part in parts]
     stage = world.group if of_routers is None and of_experts is None else of_stage(world)
     own = tuple(
@@ -100,7 +103,7 @@ def freeze(model: nn.Module, plan: Job) -> None:
     What is already there stays. Beside adapters all else is frozen.
     """
     if plan.lora is not None:
-        add_adapters(model, **plan.lora.model_dump())
+        add_adapters(model, **plan.lora.modules)
     names = [name for name, _ in model.named_parameters()]
     for pattern in plan.model.freeze:
         if not any(matches((pattern,), name) for name in names):

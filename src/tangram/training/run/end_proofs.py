@@ -30,6 +30,7 @@ from tangram.training.data import Corpus, Tokens, held_out_batches
 from tangram.training.objective.model_inputs import logits_in_order, token_order
 from tangram.training.observe.events import Doing, Note
 from tangram.training.observe.text_tables import printable
+from tangram.training.parallel.quantised_base import dequantise
 from tangram.training.run.rank import RankReport, probe_batch
 from tangram.training.run.run_folder import near
 from tangram.training.state.build_model import build_unsharded
@@ -91,6 +92,7 @@ def prove(
     device = pick_device(plan.run.device, 0, 1)
     model = build_unsharded(plan, source, device)
     load(checkpoint, JobState(model, None), plan, None)
+    dequantise(model)
     assert measured.probe is not None  # the caller has seen to it
     computed = as_computed(model, plan)
     loss = relative = None
@@ -192,9 +194,10 @@ TEMPERATURE = 0.7
 @torch.no_grad()
 def sample_text(model: PreTrainedModel, tokens: Tokens, inputs_BS: Tensor, seed: int = 0) -> tuple[str, str]:
     """A prompt, from the first row of a batch, and how the model goes on; the same for a seed."""
-    prompt_BS = inputs_BS[:1, :PROMPT]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT + LENGTH
+    prompt_BS = inputs_BS[:1, : min(PROMPT, positions // 2)]
     chosen = GenerationConfig(
-        max_new_tokens=LENGTH,
+        max_new_tokens=min(LENGTH, positions - prompt_BS.shape[1]),
         do_sample=True,
         temperature=TEMPERATURE,
         top_k=20,

@@ -10,7 +10,7 @@ rows are the mean of those that are stored, in their type, on any layout.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,21 +19,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tangram.checkpoint.formats import huggingface
+from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
-from tangram.layout import Statement
-from tangram.models.adapters import initial_adapters
+from tangram.layout import Region, Statement
+from tangram.models.adapters import initial_adapters, stored_adapters
 from tangram.models.build import build_on_meta
 from tangram.models.conversions import Conversion, Part, read_conversion
 from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.schema.plan import Plan
-from tangram.schema.tuning import base_of, of_adapters
+from tangram.schema.tuning import base_of, of_adapters, packed
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.parallel.apply import fill, put
+from tangram.training.parallel.quantised_base import GROUPS, MEAN, QuantisedWeight, quantised_weights
 from tangram.training.state import new_embedding_rows
 from tangram.training.state.state import JobState, StateEntry, TensorPlaces, entries
 
@@ -50,42 +52,103 @@ def load_pretrained(
     The model has memory already; buffers that are not part of its state keep their values. Without a world the model is
     whole in this process. Not collective. Raises UserError for a directory that is not whole or has other tensors.
     """
-    copies, memory, sources = _planned(folder, model, plan, world, plain)
-    read = huggingface.mapped_reader(folder)
-    execute(copies, new_embedding_rows.reading(read), memory)
-    trained = {base_of(name)[0] for name, _ in model.named_parameters()}
-    for (_, name), local in memory.items():
-        if name in trained and not is_finite(local):
-            raise UserError(_not_finite(folder, name, sources[name], read))
+    targets = _targets(model, plan, world, plain)
+    opened = _opened(folder, model, plan, targets.keys())
+    dense = {name: entry for name, entry in targets.items() if packed(name)[1] == 1}
+    _copy(opened, dense, {base_of(name)[0] for name, _ in model.named_parameters()})
+    for name, weight in quantised_weights(model).items():
+        _copy_quantised(opened, model.get_submodule(name), name, weight, targets)
 
 
 def plan_pretrained(
     folder: Path, model: nn.Module, plan: Plan, world: World | None
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor]]:
-    """What `load_pretrained` will copy, and the memory that it goes to, by place and name. No values are read."""
-    return _planned(folder, model, plan, world, NO_PARTS)[:2]
+    """What `load_pretrained` will copy, and the memory that it goes to, by place and name. No values are read.
+
+    Of a model whose base is not quantised.
+    """
+    targets = _targets(model, plan, world, NO_PARTS)
+    return _planned(_opened(folder, model, plan, targets.keys()), targets)[:2]
 
 
-def _planned(
-    folder: Path, model: nn.Module, plan: Plan, world: World | None, plain: PlainParts
-) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
-    """The same, and the pieces that each tensor of the model is made of."""
+@dataclass(frozen=True)
+class _Opened:
+    """A directory that fits a model."""
+
+    folder: Path
+    index: HuggingFaceIndex
+    whole: nn.Module
+    """The model that the directory is of: without adapters, and with all stages."""
+    parts: list[list[Part]]
+    """How each tensor of it is made."""
+
+
+def _targets(model: nn.Module, plan: Plan, world: World | None, plain: PlainParts) -> dict[str, StateEntry]:
+    """The tensors to fill, by the names that a model without adapters has; of a quantised weight those that keep it, by
+    their own names."""
+    found: dict[str, StateEntry] = {}
+    quantised = quantised_weights(model)
+    beside = {f"{name}.{key}" for name in quantised for key in (GROUPS, MEAN)}
+    for entry in entries(JobState(model, None, plain=plain), TensorPlaces(plan, world)):
+        name = entry.name.removeprefix("model.")
+        if not of_adapters(name) and name not in beside:
+            found[name if packed(name)[1] > 1 and quantised else base_of(name)[0]] = entry
+    return found
+
+
+def _opened(folder: Path, model: nn.Module, plan: Plan, targets: Collection[str]) -> _Opened:
+    """Raises UserError for a directory that is not whole or has other tensors."""
     index = huggingface.read_index(folder)
     if (codes := next(matched(index.specs), None)) is not None:
         raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
-    targets = {
-        base_of(name)[0]: entry
-        for entry in entries(JobState(model, None, plain=plain), TensorPlaces(plan, world))
-        if not of_adapters(name := entry.name.removeprefix("model."))
-    }
     # The directory is of the whole model, without adapters; of a stage only what it has is read.
     all_of_it = plan.pipeline is None and plan.lora is None
     whole = model if all_of_it else build_on_meta(cast(Any, model).config)
-    everything = targets if all_of_it else whole.state_dict()
+    first = _first_names(whole, targets if all_of_it else whole.state_dict())
+    everything = targets if all_of_it else dict.fromkeys(first.values())  # of what is tied one name
     conversion = read_conversion(whole, {name: spec.shape for name, spec in index.specs.items()})
-    parts = _tied(folder, conversion.parts, _first_names(whole, everything))
+    parts = _tied(folder, conversion.parts, first)
     _refuse_others(folder, whole, conversion, parts, everything)
-    parts = [some for some in parts if not targets.keys().isdisjoint(name for part in some for name in part.shapes)]
+    return _Opened(folder, index, whole, parts)
+
+
+def _copy(opened: _Opened, targets: Mapping[str, StateEntry], parameters: Collection[str]) -> None:
+    """Fill tensors. Raises UserError for parameters whose values are not finite."""
+    copies, memory, sources = _planned(opened, targets)
+    read = huggingface.mapped_reader(opened.folder)
+    execute(copies, new_embedding_rows.reading(read), memory)
+    for (_, name), local in memory.items():
+        if name in parameters and not is_finite(local):
+            raise UserError(_not_finite(opened.folder, name, sources[name], read))
+
+
+def _copy_quantised(
+    opened: _Opened, layer: nn.Module, name: str, weight: QuantisedWeight, targets: Mapping[str, StateEntry]
+) -> None:
+    """Fill what keeps a weight: all of that one weight is read, since its scales are kept by their mean."""
+    shape, target = weight.shape, base_of(weight.name)[0]
+    spec = TensorSpec(shape, str(weight.dtype).removeprefix("torch."))
+    whole = torch.empty(shape, dtype=weight.dtype)
+    _copy(opened, {target: StateEntry(target, spec, Region.full(shape), whole)}, {target})
+
+    def picked(key: str, tensor: Tensor) -> Tensor:
+        entry = targets[f"{name}.{key}"]
+        across = tensor.shape[1] // entry.spec.shape[1]
+        for dim, some in enumerate(entry.region.boxes[0] if entry.region else ((), ((0, entry.spec.shape[1]),))):
+            times = across if dim else 1
+            slices = [tensor.narrow(dim, times * first, times * (last - first)) for first, last in some]
+            tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim) if slices else tensor[:0]
+        return tensor
+
+    weight.keep(layer, whole.to(layer.get_buffer(MEAN).device), picked)
+
+
+def _planned(
+    opened: _Opened, targets: Mapping[str, StateEntry]
+) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
+    """What to copy, the memory that it goes to, and the pieces that each tensor is made of."""
+    folder, index, whole = opened.folder, opened.index, opened.whole
+    parts = [some for some in opened.parts if any(name in targets for part in some for name in part.shapes)]
     wider = new_embedding_rows.wider(whole, index, parts, {name: entry.spec.shape for name, entry in targets.items()})
     statements = [_statement(folder, some, index.specs, targets, wider) for some in parts]
     used = {name for some in parts for part in some for name in part.sources}
@@ -104,9 +167,12 @@ def _planned(
 
 
 @torch.no_grad()
-def begin_adapters(model: nn.Module, seed: int) -> None:
+def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -> None:
     """Give the adapters of a model whose weights are there the values that they begin with. Collective for DoRA."""
-    fill(model, initial_adapters(model, seed))
+    lora = plan.lora
+    assert lora is not None
+    shapes = {name: part.shape for name, part in plain.items()}
+    fill(model, initial_adapters(model, plan.seed, shapes), plain)
     for name, parameter in model.named_parameters():
         if ".modules_to_save." in name:
             copied = model.get_parameter(name.replace(".modules_to_save.default.", ".original_module."))
@@ -116,6 +182,10 @@ def begin_adapters(model: nn.Module, seed: int) -> None:
             weight = cast(Tensor, layer.get_base_layer().weight)
             full = cast(Any, weight).full_tensor() if isinstance(weight, DTensor) else weight
             put(parameter, cast(Tensor, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1)))
+    if lora.start is not None:
+        alike = {key: value for key, value in lora.modules.items() if key in ("rank", "alpha", "rslora", "dora")}
+        whole = plan.pipeline is None
+        fill(model, stored_adapters(model, Path(lora.start), **alike, all_of_it=whole, shapes=shapes), plain)
 
 
 def local_part(tensor: Tensor) -> Tensor:

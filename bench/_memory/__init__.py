@@ -1,0 +1,1 @@
+"""Memory policies, one after the other, of one model."""

@@ -1,0 +1,38 @@
+"""The counter of `tangram bench memory`, and the bench itself."""
+
+import json
+
+import pytest
+import torch
+
+from bench._memory.counter import FlowCounter
+from tangram.cli import main
+
+
+def test_what_operators_make_is_counted_until_it_is_gone() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    with FlowCounter([weight]) as counter:
+        one = weight * 2  # 4,000 bytes
+        two = one.view(10, 100)  # a view
+        weight.data.mul_(1.0)  # in place
+        three = two.exp()  # 4,000 more, which the backward keeps
+        assert counter.flow.now == 8000
+        del one, two
+        assert counter.flow.now == 4000
+        three.sum().backward()
+    assert counter.flow.peaks["forward"] == 8000
+    assert counter.flow.peaks["backward"] >= 8000
+    assert counter.flow.peaks["update"] == 0
+    assert weight.grad is not None
+    del three
+    assert counter.flow.now == weight.grad.nbytes
+
+
+@pytest.mark.slow
+def test_the_bench_predicts_states(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quick", "--repeats", "1", "--only", "AdamW in float32", "--only", "LoRA on NF4", "--json"]
+    assert main(["bench", "memory", *words]) == 0
+    rows = {row["figure"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["LoRA on NF4: states"]["ours"] < 0.25 * rows["AdamW in float32: states"]["ours"]
+    for policy in ("AdamW in float32", "LoRA on NF4"):
+        assert rows[f"{policy}: states, prediction off by"]["met"]
