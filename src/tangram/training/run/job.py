@@ -93,7 +93,8 @@ Run = Callable[[RankJob, OnEvent], RankReport]
 def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
     """Start all ranks on this machine."""
     refuse_too_many(job.plan.ranks)
-    return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=job.plan.run.device)[0]
+    device, trace = job.plan.run.device, job.trace
+    return run_ranks(train_rank, job, world=job.plan.ranks, on_event=on_event, device=device, trace=trace)[0]
 
 
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:

@@ -37,6 +37,9 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device, usable_cores
 from tangram.relayout.exchange.peers import lost_peer
+from tangram.tracing.recorder import UNTRACED, Trace
+from tangram.tracing.settings import TraceSettings, traced_rank
+from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note
 from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_held_back
 from tangram.training.run.signals import POLITE, Stop, on_signals
@@ -69,6 +72,8 @@ class Rank:
     emit: Callable[[object], None]
     stop: Stop
     """Whether to stop after this step; the ranks have to agree on the answer, as a signal may reach only one."""
+    trace: Trace = UNTRACED
+    """Where it says what it does."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ class _Job(Generic[Result]):
     stopping: bool = False
     results: dict[int, Result] = field(default_factory=dict[int, Result])
     failures: dict[int, _Failure] = field(default_factory=dict[int, _Failure])
+    watch: Watch | None = None
 
     def listen(self, on_event: Callable[[object], None], timeout: float | None = None) -> None:
         """Take in what there is to hear now: one message of each rank that has one, and the wish to stop."""
@@ -180,6 +186,21 @@ class _Job(Generic[Result]):
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
             self.failures[rank] = _Failure(float("-inf"), _death(process.exitcode), "", by_user=False)
 
+    def look(self, on_event: Callable[[object], None]) -> None:
+        """Look whether the ranks do what they should; a hang is a failure of the rank that is to blame."""
+        fresh, hang = self.watch.look() if self.watch is not None else ([], None)
+        for one in fresh:
+            on_event(Note(one.text))
+        if hang is not None:
+            details = "\n".join(line for one in hang.findings for line in (one.text, *one.details))
+            self.failures[hang.rank] = _Failure(float("-inf"), hang.sentence, details, by_user=False)
+
+    def leave_word(self, rank: int, failure: _Failure) -> None:
+        """Say in the trace how the run ended."""
+        if self.watch is not None:
+            dead = rank if failure.at == float("-inf") else None
+            self.watch.end(f"rank {rank} of {len(self.processes)} ended the job: {failure.error}", dead)
+
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
         for rank, process in enumerate(self.processes):
@@ -208,17 +229,18 @@ def run_ranks(
     world: int,
     on_event: Callable[[object], None],
     device: str = "auto",
+    trace: TraceSettings | None = None,
 ) -> list[Result]:
     """Run `task(rank, payload)` on `world` processes joined in the default process group; their results in rank order.
 
     Whatever a task emits reaches `on_event` in the caller's thread. The first rank to fail ends all: a `UserError` is
-    raised as it is, anything else as `RankError`.
+    raised as it is, anything else as `RankError`, as is a hang of ranks that are traced.
     """
     pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
     context = context_of_ranks()
     threads = threads_of_a_rank(world)
     wishes, wish = context.Pipe(duplex=False)
-    job = _Job[Result](wishes)
+    job = _Job[Result](wishes, watch=None if trace is None else Watch(trace))
     with (
         on_signals(POLITE, wish.send, _interrupt),
         tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,
@@ -227,7 +249,7 @@ def run_ranks(
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
-                start = _Start(Inherited(), index, world, device, threads, Path(meeting, "store"))
+                start = _Start(Inherited(), index, world, device, threads, Path(meeting, "store"), trace)
                 arguments = (start, task, payload, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
@@ -242,7 +264,8 @@ def run_ranks(
                 job.orders.append(order)
                 job.lines[receiver] = index
             while job.lines and not job.failures:
-                job.listen(on_event)
+                job.listen(on_event, None if job.watch is None else LOOK_SECONDS)
+                job.look(on_event)
             _raise_first(job, on_event, world)
         finally:
             job.end()
@@ -261,6 +284,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     while job.lines and (left := deadline - time.monotonic()) > 0:
         job.listen(on_event, timeout=left)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
+    job.leave_word(rank, first)
     if first.by_user:
         raise UserError(first.error)
     raise RankError(rank, world, first.error, first.details)
@@ -277,6 +301,7 @@ class _Start:
     threads: int
     store: Path
     """A file in a folder of the job, where ranks meet."""
+    trace: TraceSettings | None
 
 
 def _rank_main(
@@ -300,14 +325,15 @@ def _rank_main(
             if here.type != "cpu":
                 torch.accelerator.set_device_index(index)
             met = dist.FileStore(str(start.store), world)
-            dist.init_process_group(
-                dist.get_default_backend_for_device(here),
-                store=met,
-                rank=index,
-                world_size=world,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop), payload)
+            backend = dist.get_default_backend_for_device(here)
+            with traced_rank(start.trace, index, world, backend) as traced:
+                dist.init_process_group(
+                    traced.backend, store=met, rank=index, world_size=world, timeout=COLLECTIVE_TIMEOUT
+                )
+                rank = Rank(index, world, here, lambda value: line.send(_Event(value)), stop, traced.trace)
+                if traced.note:
+                    rank.emit(Note(traced.note))
+                result = task(rank, payload)
             line.send(_Done(result))
             _leave_together(met, index, world)
             dist.destroy_process_group()

@@ -21,6 +21,8 @@ from tangram.planner.local.estimate import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
+from tangram.tracing.format import Phase
+from tangram.tracing.settings import TraceSettings
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, tokens_of
 from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.world import World, make_world
@@ -54,6 +56,8 @@ class RankJob:
     profile: bool = False
     memory: Memory | None = None
     """What the planner predicts of a rank."""
+    trace: TraceSettings | None = None
+    """None: nothing is traced."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +135,13 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder)
+        rank.trace.label(part.module for part in model.parts)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, rank.trace)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
+    rank.trace.phase(Phase.CHECKPOINT)
     checkpointer.save(state, wait=True)
+    rank.trace.phase(Phase.EVALUATION)
     for event in checkpointer.close():
         rank.emit(event)
         if isinstance(event, SaveFailed) and event.step == state.progress.step:

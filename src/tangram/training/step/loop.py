@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from torch.optim import AdamW
 from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.schema.plan import Plan
+from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
+from tangram.tracing.recorder import UNTRACED, Trace
 from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
@@ -62,6 +65,7 @@ class Hooks:
     after_step: Callable[[], None] = lambda: None
     folder: Path | None = None
     """Of the run: where it is written what a step was trained on that has gone astray."""
+    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True)
@@ -96,15 +100,21 @@ def train_steps(
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
-        step = state.progress.step
+        step, trace = state.progress.step, hooks.trace
+        trace.step(step + 1)
+        trace.phase(Phase.DATA)
         batches = _batches(corpus, state.progress, plan, world)
         late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         stops = (late, hooks.stop_requested())
         try:
-            done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
+            check = step == first
+            done = train_step(
+                model, optimiser, batches, lr=lr, stop_requests=stops, check=check, guard=guard, trace=trace
+            )
         except AstrayError as error:
             raise located(error, hooks.folder, corpus, plan, world, state.progress) from error
+        trace.phase(Phase.OTHER)
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
@@ -122,17 +132,31 @@ def train_steps(
         if done.skipped is None:
             state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
-            loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
-            if world.index == 0:
-                hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
-            model.module.train()
+            _evaluate(model, state, corpus, hooks, time.monotonic() - started)
         if not last and _due(step + 1, plan.checkpoint.every_steps):
+            trace.phase(Phase.CHECKPOINT)
             checkpointer.save(state)
         for event in checkpointer.poll():
             hooks.emit(event)
+        _tell_failure(world, hooks)
         hooks.after_step()
     loads.close()
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
+
+
+def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks, seconds: float) -> None:
+    """Measure the held-out loss, so many seconds after training began."""
+    hooks.trace.phase(Phase.EVALUATION)
+    loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
+    if model.world.index == 0:
+        hooks.emit(Evaluated(state.progress.step, loss, seconds))
+    model.module.train()
+
+
+def _tell_failure(world: World, hooks: Hooks) -> None:
+    """Say, once, that nothing is traced any more."""
+    if failure := hooks.trace.failure():
+        hooks.emit(Note(f"rank {world.index}: {failure}"))
 
 
 def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
@@ -247,6 +271,7 @@ def train_step(
     stop_requests: tuple[bool, ...] = (),
     check: bool = False,
     guard: Guard | None = None,
+    trace: Trace = UNTRACED,
 ) -> StepResult:
     """One step on a global batch; `loss_sum` is next-token prediction unless said otherwise.
 
@@ -261,7 +286,8 @@ def train_step(
     optimiser.zero_grad()
     modules = [part.module for part in model.parts]
     before = buffers.before_step(modules)
-    loss_part = backward(model, batches, loss_sum, scale)
+    loss_part = backward(model, batches, loss_sum, scale, trace)
+    trace.phase(Phase.OPTIMISER)
     model.sum_gradients()
     buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
@@ -276,9 +302,13 @@ def train_step(
         if part.capacity is not None:
             sums[3] += part.capacity.pop_dropped() * world.stages / world.size  # all ranks of a stage have the same
     sums[4:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
+    own = sums[:2].clone()
     loss, square, of_routers, dropped, *wishes = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     stops = tuple(wish > 0 for wish in wishes)
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
+        trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
         buffers.undo(modules, before)
@@ -289,19 +319,26 @@ def train_step(
     return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped)
 
 
-def backward(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None = None, scale: float = 1.0) -> Tensor:
+def backward(
+    model: ParallelModel,
+    batches: RankBatches,
+    loss_sum: LossSum | None = None,
+    scale: float = 1.0,
+    trace: Trace = UNTRACED,
+) -> Tensor:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss, a float64 scalar.
 
     The gradients are `scale` times as large; a power of two rounds nothing.
     """
     with drawing(model.draw_sources, model.plan.seed, batches) as draws:
         if model.pipeline is not None:
+            trace.phase(Phase.PIPELINE)
             return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
-        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale)
+        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale, trace)
 
 
 def _backward_of_model(
-    part: ModelPart, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
+    part: ModelPart, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float, trace: Trace
 ) -> Tensor:
     losses: list[Tensor] = []
     routers, capacity = part.routers, part.capacity
@@ -311,10 +348,12 @@ def _backward_of_model(
             part.data_parallel.before(last=micro + 1 == len(batches.micro))
         if capacity is not None:
             capacity.before(model_inputs(part.tokens, batch))
+        trace.phase(Phase.FORWARD)
         loss = trained = loss_of(part, batch, loss_sum) / max(1, batches.counted)
         if routers is not None:
             ordered = model_inputs(part.tokens, batch).batch
             trained = loss + routers.loss(routers.sums(ordered.labels_BS), batches.counted)
+        trace.phase(Phase.BACKWARD)
         (trained * scale if scale != 1 else trained).backward()
         if routers is not None:
             routers.forget()
