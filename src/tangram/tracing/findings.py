@@ -57,7 +57,8 @@ class Finding:
     @staticmethod
     def of_json(words: Mapping[str, Any]) -> Finding:
         """The inverse. Raises KeyError or TypeError for what is no finding."""
-        return Finding(**{**words, "ranks": (*words["ranks"],), "details": (*words["details"],)})
+        lists: dict[str, Any] = {"ranks": (*words["ranks"],), "details": (*words["details"],)}
+        return Finding(**{**words, **lists})
 
 
 @dataclass(frozen=True)

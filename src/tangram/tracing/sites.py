@@ -17,7 +17,7 @@ from torch import nn
 
 DEEPEST = 120
 """Frames that are looked at."""
-_INSIDE = ("torch.", "tangram.", "importlib", "contextlib", "threading")
+_INSIDE = ("torch.", "tangram.", "importlib", "contextlib", "threading", "multiprocessing")
 Labels = Mapping[int, str]
 """The names of modules and parameters by the ids of the objects."""
 
