@@ -37,7 +37,7 @@ class Slow:
     phase: Phase
     """Where it takes longer."""
     axes: str
-    """Over which its peers wait for it, most of all."""
+    """Over which its peers wait for it, most of all: "tp", "dp and tp"."""
 
 
 def slow_ranks(traces: Sequence[RankTrace]) -> list[Slow]:
@@ -104,7 +104,7 @@ def change(excess: npt.NDArray[np.float64]) -> int:
 
 
 def _waited_over(slow: RankTrace, peers: list[RankTrace]) -> str:
-    """The axes over which the others wait longer than the slow rank, by the most."""
+    """The axes over which the others wait longer than the slow rank, by the most, and by half of that."""
     waits: dict[str, list[float]] = {}
     for trace in peers:
         for group in trace.groups.values():
@@ -112,4 +112,5 @@ def _waited_over(slow: RankTrace, peers: list[RankTrace]) -> str:
                 mean = float(trace.rows["wait_us"][1:, int(group["slot"])].mean())
                 waits.setdefault(str(group["axes"]), []).append(mean if trace is not slow else -mean)
     best = {axes: max(own) + min(own) for axes, own in waits.items()}
-    return max(best, key=lambda axes: best[axes]) if best else ""
+    most = max(best.values(), default=0.0)
+    return " and ".join(sorted((axes for axes in best if best[axes] > most / 2), key=lambda axes: -best[axes]))
