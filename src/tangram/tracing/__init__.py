@@ -3,13 +3,14 @@
 with record("trace") as recording:                       # a program of one's own; `tangram train` traces by itself
     torch.distributed.init_process_group(recording.backend)
     ...
-traces = read(Path("trace"))                             # also while it runs, and after it was killed
+traces = read("trace")                                   # also while it runs, and after it was killed
 for finding in findings(traces):
     print(finding.text)
 """
 
 from tangram.tracing.findings import Finding, findings
+from tangram.tracing.format import Phase
 from tangram.tracing.reading import RankTrace, read
 from tangram.tracing.settings import Recording, record
 
-__all__ = ["Finding", "RankTrace", "Recording", "findings", "read", "record"]
+__all__ = ["Finding", "Phase", "RankTrace", "Recording", "findings", "read", "record"]

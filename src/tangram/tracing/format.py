@@ -69,6 +69,8 @@ class Phase(IntEnum):
     EVALUATION = 6
     CHECKPOINT = 7
     OTHER = 8
+    STEP = 9
+    """A step of a program that says no more of it."""
 
     @property
     def word(self) -> str:
@@ -76,8 +78,10 @@ class Phase(IntEnum):
         return self.name.lower()
 
 
-CHECKED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE, Phase.OPTIMISER})
+CHECKED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE, Phase.OPTIMISER, Phase.STEP})
 """The phases whose calls are the same in every step."""
+COUNTED = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE, Phase.OPTIMISER, Phase.STEP)
+"""The phases that every step has; evaluations and checkpoints are other work."""
 PATIENT = frozenset({Phase.START, Phase.EVALUATION, Phase.CHECKPOINT, Phase.OTHER})
 """The phases in which a rank may be busy for long while others wait for it."""
 

@@ -147,8 +147,9 @@ def op_word(op: int) -> str:
     return OPS[op] if op < len(OPS) else f"call {op}"
 
 
-def trace_folder(folder: Path) -> Path:
+def trace_folder(folder: Path | str) -> Path:
     """The folder of the newest trace of a run, or the one that is given. Raises UserError where there is none."""
+    folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f'there is no folder "{folder}"')
     below = sorted((p for p in folder.glob("trace*") if p.is_dir() and any(p.glob("rank-*.ring"))), key=_number)
@@ -164,7 +165,7 @@ def _number(path: Path) -> int:
     return int(digits) if digits.isdigit() else 1
 
 
-def read(folder: Path) -> list[RankTrace]:
+def read(folder: Path | str) -> list[RankTrace]:
     """The traces of all ranks that have one, in order. Raises UserError for what is no trace or one of several runs."""
     folder = trace_folder(folder)
     found = [read_rank(path) for path in sorted(folder.glob("rank-*.ring")) if _RING.fullmatch(path.name)]

@@ -13,8 +13,9 @@ import numpy as np
 
 from tangram.layout import Mesh
 from tangram.tracing.findings import Finding, findings
-from tangram.tracing.format import End, Phase
+from tangram.tracing.format import End
 from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
+from tangram.tracing.slow import own_times
 from tangram.tracing.stacks import ranks_said
 from tangram.tracing.watch import outside_of
 
@@ -115,7 +116,7 @@ def _row(trace: RankTrace, axes: Sequence[str]) -> tuple[str, ...]:
     """The medians of its steps but the first, which is longer."""
     rows = trace.rows[1:] if len(trace.rows) > 1 else trace.rows
     slots = {str(group["axes"]): int(group["slot"]) for group in trace.groups.values()}
-    own = rows["own_us"][:, [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE, Phase.OPTIMISER]].sum(1)
+    own = own_times(trace)[-len(rows) :].sum(1)
     waits = (rows["wait_us"][:, slots[one]] if one in slots else None for one in axes)
     return (
         str(trace.rank),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tangram.errors import UserError
-from tangram.tracing.format import End, file_of
+from tangram.tracing.format import End, Phase, file_of
 from tangram.tracing.groups import back_end
 from tangram.tracing.recorder import UNTRACED, Recorder, Trace
 from tangram.tracing.ring import TraceFiles
@@ -90,8 +90,9 @@ class Recording:
     """What `torch.distributed.init_process_group` is to be given as its backend."""
 
     def step(self, number: int) -> None:
-        """A training step begins, from 1."""
+        """A training step begins, from 1. Its calls are held against those of other steps, until another phase."""
         self.trace.step(number)
+        self.trace.phase(Phase.STEP)
 
 
 @contextlib.contextmanager

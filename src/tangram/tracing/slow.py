@@ -14,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.layout import Mesh
-from tangram.tracing.format import Phase
+from tangram.tracing.format import COUNTED, Phase
 from tangram.tracing.reading import RankTrace
 
 SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 """More than the peers' median by this share and so many microseconds, in this part of the steps."""
 FEWEST = 5
 """Steps below which nobody is called slow."""
-COUNTED = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE, Phase.OPTIMISER)
-"""Phases that every step has: evaluations and checkpoints are other work."""
 
 
 @dataclass(frozen=True)
