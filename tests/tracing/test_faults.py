@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bench._tracing import jobs
+from bench._tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, Case, train
 from tangram.errors import UserError
 from tangram.tracing.findings import Finding
 from tangram.tracing.format import CHECKED, End, Kind
@@ -13,7 +15,6 @@ from tangram.tracing.report import TraceReport, report
 from tangram.tracing.settings import TraceSettings
 from tangram.training.observe.events import Note
 from tangram.training.run.launch import RankError, run_ranks
-from tests.tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, Case, train
 
 HANG = 2.0  # seconds
 
@@ -56,15 +57,15 @@ def test_a_clean_run_is_read_back_and_nothing_is_found(tmp_path: Path) -> None:
         exits = trace.events[trace.events["kind"] == Kind.EXIT]
         assert enters["number"].tolist() == exits["site"].tolist()
         words = [str(trace.in_words(one)) for one in enters[enters["step"] == 9]]
-        assert words[1] == f"all-reduce over tp in 1 (tracing/jobs.py:{_line('dist.all_reduce(x, group=self.group)')})"
-        assert words[3] == f"all-reduce over dp (tracing/jobs.py:{_line('dist.all_reduce(grad, group=group)')})"
+        assert words[1] == f"all-reduce over tp in 1 (_tracing/jobs.py:{_line('dist.all_reduce(x, group=self.group)')})"
+        assert words[3] == f"all-reduce over dp (_tracing/jobs.py:{_line('dist.all_reduce(grad, group=group)')})"
         assert words[6].startswith("all-reduce over dp tp")
         times = trace.rows["own_us"][:, [*CHECKED]].sum(1) + trace.rows["wait_us"].sum(1)
         assert (times <= trace.rows["nanoseconds"] / 1e3 + 1).all()
 
 
 def _line(text: str) -> int:
-    lines = Path(__file__).with_name("jobs.py").read_text().splitlines()
+    lines = Path(jobs.__file__).read_text().splitlines()
     return next(i for i, line in enumerate(lines, 1) if text in line)
 
 
@@ -82,7 +83,7 @@ def test_a_stopped_rank_is_named_by_report_while_it_hangs_and_after(tmp_path: Pa
 @pytest.mark.parametrize(
     ("case", "kind", "axes", "words"),
     [
-        (Case("skip", rank=2, step=9, layer=1), "skipped", "tp", "rank 2 skipped all-reduce over tp in 1 (tracing/"),
+        (Case("skip", rank=2, step=9, layer=1), "skipped", "tp", "rank 2 skipped all-reduce over tp in 1 (_tracing/"),
         (Case("skip-grad", rank=1, step=9, layer=2), "skipped", "dp", "rank 1 skipped all-reduce over dp"),
         (Case("extra", rank=3, step=8, layer=0), "extra", "tp", "which is not due"),
         pytest.param(
@@ -98,7 +99,7 @@ def test_a_call_that_is_not_due_is_named_in_its_step_and_the_hang_is_put_down_to
     one = first(found)
     assert (one.kind, one.ranks, one.step, one.axes) == (kind, (case.rank,), case.step, axes)
     assert words in one.text
-    assert one.line.startswith("tracing/jobs.py:")
+    assert one.line.startswith("_tracing/jobs.py:")
     assert notes, "it was told of while it ran"
     assert notes[0] == one.text
     assert f"rank {case.rank} of 4 ended the job" in error, error
@@ -144,7 +145,7 @@ def test_a_rank_that_sleeps_is_named_by_its_stack(step: int, tmp_path: Path) -> 
         assert "rank 3 stands" not in error
     one = first(found)
     assert (one.kind, one.ranks) == ("absent", (3,))
-    assert "at tracing/jobs.py" in error
+    assert "at _tracing/jobs.py" in error
 
 
 @pytest.mark.slow
