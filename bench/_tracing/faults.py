@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench._tracing.jobs import LAYERS, MESH, Case, train
-from tangram.tracing.findings import Finding
+from tangram.tracing.blame import Finding
 from tangram.tracing.report import report
 from tangram.tracing.settings import TraceSettings
 from tangram.training.run.launch import RankError, run_ranks

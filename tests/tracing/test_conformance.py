@@ -59,7 +59,13 @@ def test_a_deviation_is_called_what_it_is(step: str, kinds: list[str], text: str
 
 def test_what_a_job_calls_from_some_step_on_is_told_of_once_and_then_usual() -> None:
     found = run([*USUAL, "A a B b C", "A a B b C", "A a B b C", "A a B b C", "A a B b"])
-    assert [(one.kind, one.step) for one in found] == [("extra", 4), ("extra", 5), ("skipped", 8)]
+    assert [(one.kind, one.step) for one in found] == [("extra", 4)]
+
+
+def test_steps_of_two_kinds_in_turn_are_told_of_once_each() -> None:
+    found = run([*USUAL, *(["A a B b C", "A a B b", "A a"] * 5)])
+    assert [(one.kind, one.step) for one in found] == [("extra", 4), ("skipped", 6)]
+    assert [one.step for one in run([*USUAL, *(["A a B b C", "A a B b"] * 5), "A B b"])] == [4, 14]
 
 
 def test_the_first_steps_may_differ() -> None:

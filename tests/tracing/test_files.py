@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tangram.errors import UserError
-from tangram.tracing.findings import Outside, findings
+from tangram.tracing.blame import Outside, findings
 from tangram.tracing.format import EVENTS, HEADER_BYTES, LOSS_NOT_FINITE, ROW_DTYPE, ROWS, Kind, Phase, file_of
 from tangram.tracing.reading import Peek, read
 from tangram.tracing.recorder import Recorder

@@ -3,7 +3,7 @@
 A step of a plan calls the same collectives every time. The sequence is taken from the rank's own first steps: as soon
 as two of them after the first are equal (the first may do more: checks, buffers) it is the sequence, and every later
 call is held against it when it is made. What the ranks of a group have learned is compared between them by who reads
-the trace (`findings`), so that a rank that errs from its first step on is seen, too.
+the trace (`blame`), so that a rank that errs from its first step on is seen, too.
 
     the call that is due comes                  nothing
     of the same kind and group, another size    mis-sized
@@ -24,6 +24,8 @@ from tangram.tracing.sites import Carrier, Site, call_words
 
 AHEAD = 32
 """Calls that are looked through for the one that came instead."""
+KEPT = 8
+"""Sequences that are known beside the usual one."""
 AT_MOST = 4
 """Deviations of a step that are told of: one mistake makes others."""
 
@@ -79,6 +81,8 @@ class Cursor:
     strayed: bool = False
     changed: bool = False
     """Whether the sequence was learned anew in this step."""
+    others: list[list[Expected]] = field(default_factory=list[list[Expected]])
+    """Sequences of steps that deviated and came to their end, told of once: some steps do more than others."""
     alike: list[bool] = field(default_factory=list[bool])
     """Of each expected call: whether only the module tells it from the next one."""
 
@@ -105,20 +109,45 @@ class Cursor:
         if due is not None and due.key == one.key and _later(expected, self.at, one) is None:
             self.at += 1  # another module object, and nothing that says which
             return False
+        if not self.strayed and self._switch(one):
+            return False
         if not self.strayed:
             self.learned = expected[: self.at]
             self.strayed = True
         self.learned.append(one)
         return True
 
+    def _switch(self, one: Expected) -> bool:
+        """Go on by another known sequence, where this call is its next; whether there is one."""
+        for other in self.others:
+            if self.at < len(other) and _same(other[self.at], one) and _alike(other[: self.at], self._done()):
+                self._expect(other)
+                self.at += 1
+                return True
+        return False
+
+    def ends(self) -> bool:
+        """Whether a step may end here."""
+        expected = self.expected
+        return expected is None or self.at >= len(expected) or any(_alike(o, self._done()) for o in self.others)
+
+    def _done(self) -> list[Expected]:
+        return (self.expected or [])[: self.at]
+
+    def _expect(self, sequence: list[Expected]) -> None:
+        self.expected = sequence
+        pairs = zip(sequence, [*sequence[1:], None], strict=True)
+        self.alike = [b is not None and a.key == b.key and a.site.layer != b.site.layer for a, b in pairs]
+
     def begin(self) -> None:
         """A step begins: what the last one was like decides what is expected of this one."""
         self.changed = False
+        if self.strayed and self.expected is not None:
+            self.others = [self.expected, *self.others, self.learned][-KEPT:]
         if self.expected is None or self.strayed:
             if self.before is not None and _alike(self.before, self.learned) and self.learned:
-                self.expected, self.before, self.changed = self.learned, None, True
-                pairs = zip(self.learned, [*self.learned[1:], None], strict=True)
-                self.alike = [b is not None and a.key == b.key and a.site.layer != b.site.layer for a, b in pairs]
+                self._expect(self.learned)
+                self.before, self.changed = None, True
             else:
                 self.before = self.learned
         elif self.before is not None:
@@ -165,9 +194,10 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
 def left_out(cursor: Cursor, step: int, groups: list[str]) -> Deviation | None:
     """At the end of a step: the calls that were due and have not come."""
     expected = cursor.expected
-    if expected is None or cursor.at >= len(expected) or not cursor.strict:
+    if expected is None or not cursor.strict or cursor.ends():
         return None
-    cursor.strayed = True
+    if not cursor.strayed:
+        cursor.learned, cursor.strayed = expected[: cursor.at], True
     due, text = expected[cursor.at], _left(expected, cursor.at, len(expected), groups)
     return Deviation("skipped", step, due.key.group, f"ended step {step} without {text}", due.site)
 

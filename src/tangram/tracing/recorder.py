@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Protocol, cast
 
 import torch
@@ -44,6 +45,8 @@ from tangram.tracing.ring import TraceFiles
 from tangram.tracing.sites import caller, site_of
 
 BEAT_SECONDS = 0.25
+UNSETTLED = 16
+"""Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
 _LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
 _EVENT = EVENT.pack_into
 _now = time.monotonic_ns
@@ -111,6 +114,7 @@ class Recorder:
         self._turns: list[int] = []
         self._axes: dict[str, int] = {}
         self._sites: dict[object, int] = {}
+        self._seen: dict[Key, int] = {}
         self._labels: dict[int, str] = {}
         self._checked, self._others = Cursor(strict=True), {p: Cursor(strict=False) for p in Phase if p not in CHECKED}
         self._cursor = self._others[Phase.START]
@@ -173,9 +177,12 @@ class Recorder:
         turn = self._turns[group]
         _EVENT(self._memory, at, event, now, now - since, number & 0xFFFFFFFF, turn, group, 2, op, self._step)
 
-    def _unexpected(self, key: Key, start: object) -> int:
+    def _unexpected(self, key: Key, start: FrameType) -> int:
         """The site of a call that was not found to be due; says where that is a deviation."""
-        site, carrier = site_of(self._labels, start)  # pyright: ignore[reportArgumentType]  a frame
+        seen = self._seen.get(key) if self._step > UNSETTLED and self._cursor.expected is None else None
+        if seen is not None:  # steps are never alike, so that looking at the stack would be for each call
+            return seen
+        site, carrier = site_of(self._labels, start)
         known = key, site
         number = self._sites.get(known)
         if number is None:
@@ -183,6 +190,7 @@ class Recorder:
             words = {"site": number, "op": OPS[key.op], "group": key.group, "bytes": key.nbytes, "peer": key.peer}
             dtype = str(key.dtype).removeprefix("torch.")
             self.files.name(words | {"dtype": dtype, "what": site.what, "layer": site.layer, "line": site.line})
+        self._seen[key] = number
         came = Expected(key, site, number, carrier)
         if self._cursor.came(came):
             self._deviated(deviation(self._cursor, came, self._step, self._groups))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from tangram.layout import Mesh
-from tangram.tracing.findings import Finding, findings
+from tangram.tracing.blame import Finding, findings
 from tangram.tracing.format import End
 from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
 from tangram.tracing.slow import own_times
