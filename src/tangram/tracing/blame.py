@@ -72,6 +72,8 @@ class Outside:
     stopped: frozenset[int] = frozenset()
     """Ranks whose process a signal has stopped."""
     stacks: Mapping[int, Stack] = field(default_factory=dict[int, Stack])
+    still_ns: float = STILL_SECONDS * 1e9
+    """A wait that has lasted for so long is no matter of a step."""
 
 
 def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[Finding]:
@@ -79,10 +81,10 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     last = max((trace.live.step for trace in traces), default=0)
     strayed = _deviations(traces)
     now, before = [one for one in strayed if one.step == last], [one for one in strayed if one.step != last]
-    found = [*now, *_lifeless(traces, outside), *before, *_unlike(traces)]
-    if not now and not any(one.kind in ("died", "stopped") for one in found):
-        absent = _absent(traces, outside)
-        found += (absent and _odd(traces)) or absent
+    still = _lifeless(traces, outside)
+    absent = [] if still or now else _absent(traces, outside)
+    odd = _odd(traces) if (still or absent) and not now else []
+    found = [*now, *odd, *still, *before, *([] if odd else [*_unlike(traces), *absent])]
     return [*found, *_not_finite(traces), *slow_ranks_found(traces)]
 
 
@@ -166,23 +168,24 @@ def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
 
 
 def _unlike(traces: Sequence[RankTrace]) -> list[Finding]:
-    """Groups whose ranks have learned different calls, and which of them differ from the most."""
+    """Groups whose ranks have called different collectives in a step that was learned from, the first step of each."""
     found: list[Finding] = []
     done: set[tuple[tuple[int, ...], str]] = set()
-    by_rank = {trace.rank: trace for trace in traces if trace.sequence}
-    for trace in by_rank.values():
+    by_rank = {trace.rank: trace for trace in traces}
+    for trace in traces:
         for group in trace.groups.values():
             known = tuple(group["ranks"]), str(group["axes"])
             if known in done or len(known[0]) < 2 or any(rank not in by_rank for rank in known[0]):
                 continue
             done.add(known)
-            found += _unlike_in(*known, by_rank)
+            steps = [step for step in sorted(trace.sequences) if all(step in by_rank[r].sequences for r in known[0])]
+            found += next((some for step in steps if (some := _unlike_in(*known, step, by_rank))), [])
     return found
 
 
-def _unlike_in(ranks: tuple[int, ...], axes: str, by_rank: Mapping[int, RankTrace]) -> list[Finding]:
-    sequences = {rank: _of_group(by_rank[rank], ranks, axes) for rank in ranks}
-    shared = {rank: tuple((op, nbytes) for op, nbytes, _ in own) for rank, own in sequences.items()}
+def _unlike_in(ranks: tuple[int, ...], axes: str, step: int, by_rank: Mapping[int, RankTrace]) -> list[Finding]:
+    sequences = {rank: _of_group(by_rank[rank], ranks, axes, step) for rank in ranks}
+    shared = {rank: tuple(_shared(site) for site in own) for rank, own in sequences.items()}
     counts = [*shared.values()]
     if len(set(counts)) == 1:
         return []
@@ -190,27 +193,36 @@ def _unlike_in(ranks: tuple[int, ...], axes: str, by_rank: Mapping[int, RankTrac
     odd = [rank for rank in ranks if shared[rank] != usual]
     alike = next(rank for rank in ranks if shared[rank] == usual)
     one, other = sequences[odd[0]], sequences[alike]
-    at = next(
-        (i for i, (a, b) in enumerate(zip(shared[odd[0]], usual, strict=False)) if a != b), min(len(one), len(usual))
-    )
-    here = f"{one[at][0]} of {one[at][1]:,} bytes" if at < len(one) else "nothing more"
-    there = f"{other[at][0]} of {other[at][1]:,} bytes" if at < len(other) else "nothing more"
-    site: Mapping[str, Any] = one[at][2] if at < len(one) else other[at][2] if at < len(other) else {}
+    pairs = zip(shared[odd[0]], usual, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    site = (one if at < len(one) else other)[at]
     text = (
-        f"{ranks_said(odd)} and {ranks_said(set(ranks) - {*odd})} call unlike collectives over {axes} in every step: "
-        f"as its call {at + 1} rank {odd[0]} calls {here}, rank {alike} {there}"
+        f"{ranks_said(odd)} and {ranks_said({*ranks} - {*odd})} called unlike collectives over {axes} in step {step}: "
+        f"as its call {at + 1} rank {odd[0]} called {_sized(one, at)}, rank {alike} {_sized(other, at)}"
     )
-    return [Finding("unlike", tuple(odd), text, 0, axes, str(site.get("layer", "")), str(site.get("line", "")))]
+    return [Finding("unlike", tuple(odd), text, step, axes, str(site["layer"]), str(site["line"]))]
 
 
-def _of_group(trace: RankTrace, ranks: tuple[int, ...], axes: str) -> list[tuple[str, int, Mapping[str, Any]]]:
-    """The collectives of a step in one group; sends and what only one rank gives are not alike on all of them."""
-    found: list[tuple[str, int, Mapping[str, Any]]] = []
-    for number in trace.sequence:
+def _sized(sites: Sequence[Mapping[str, Any]], at: int) -> str:
+    if at >= len(sites):
+        return "nothing more"
+    site = sites[at]
+    return f"{site['op']} of {site['bytes']:,} bytes of {site['dtype']}"
+
+
+def _shared(site: Mapping[str, Any]) -> tuple[object, ...]:
+    """What calls of the ranks of a group have in common."""
+    return (site["op"],) if site["op"] == "all-to-all" else (site["op"], site["bytes"], site["dtype"])
+
+
+def _of_group(trace: RankTrace, ranks: tuple[int, ...], axes: str, step: int) -> list[Mapping[str, Any]]:
+    """The sites of a step's calls in one group; sends and what only one rank gives are not alike on all of them."""
+    found: list[Mapping[str, Any]] = []
+    for number in trace.sequences[step]:
         site = trace.sites.get(number, {})
         group = trace.groups.get(int(site.get("group", -1)), {})
         if tuple(group.get("ranks", ())) == ranks and group.get("axes") == axes and site["op"] in ALIKE:
-            found.append((str(site["op"]), -1 if site["op"] == "all-to-all" else int(site["bytes"]), site))
+            found.append(site)
     return found
 
 
@@ -222,7 +234,7 @@ def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     for trace in waiting:
         call = trace.waiting
         assert call is not None
-        if not _waits_long(trace, traces, outside.now):
+        if not _waits_long(trace, traces, outside):
             continue
         for rank in call.ranks:
             other = by_rank.get(rank)
@@ -273,14 +285,14 @@ def calls_of_step(trace: RankTrace, step: int) -> list[tuple[object, Call]]:
     """The collectives of a step that the ring still has, with what peers have in common of each."""
     some = trace.events[(trace.events["step"] == step) & (trace.events["kind"] == Kind.ENTER)]
     calls = [trace.in_words(event) for event in some]
-    return [((call.op, call.axes, call.nbytes), call) for call in calls]
+    return [((call.op, call.axes, call.nbytes, call.dtype), call) for call in calls]
 
 
-def _waits_long(trace: RankTrace, traces: Sequence[RankTrace], now: int | None) -> bool:
+def _waits_long(trace: RankTrace, traces: Sequence[RankTrace], outside: Outside) -> bool:
     """Whether a rank has waited for so long that it is no matter of a step; where the run ended, until then."""
     some = trace.events["time"][trace.events["number"] == trace.live.waiting]
-    until = now or max(one.live.beat for one in traces if one.host == trace.host)
-    return len(some) > 0 and trace.live.end is not End.FINISHED and until - int(some[0]) > STILL_SECONDS * 1e9
+    until = outside.now or max(one.live.beat for one in traces if one.host == trace.host)
+    return len(some) > 0 and trace.live.end is not End.FINISHED and until - int(some[0]) > outside.still_ns
 
 
 def _waits_for(trace: RankTrace, late: Mapping[int, Call]) -> bool:

@@ -79,15 +79,13 @@ class Cursor:
     """Places that were skipped in this step."""
     deviations: int = 0
     strayed: bool = False
-    changed: bool = False
-    """Whether the sequence was learned anew in this step."""
     others: list[list[Expected]] = field(default_factory=list[list[Expected]])
     """Sequences of steps that deviated and came to their end, told of once: some steps do more than others."""
     alike: list[bool] = field(default_factory=list[bool])
     """Of each expected call: whether only the module tells it from the next one."""
 
-    def due(self, key: Key, start: FrameType) -> Expected | None:
-        """The expected call, where it is this one, made from `start`; moves on."""
+    def due(self, key: tuple[object, ...], start: FrameType) -> Expected | None:
+        """The expected call, where it is this one, made from `start`; moves on. `key`: the fields of a `Key`."""
         expected, at = self.expected, self.at
         if expected is None or at >= len(expected):
             return None
@@ -141,13 +139,12 @@ class Cursor:
 
     def begin(self) -> None:
         """A step begins: what the last one was like decides what is expected of this one."""
-        self.changed = False
         if self.strayed and self.expected is not None:
             self.others = [self.expected, *self.others, self.learned][-KEPT:]
         if self.expected is None or self.strayed:
             if self.before is not None and _alike(self.before, self.learned) and self.learned:
                 self._expect(self.learned)
-                self.before, self.changed = None, True
+                self.before = None
             else:
                 self.before = self.learned
         elif self.before is not None:

@@ -73,6 +73,7 @@ class Call:
     turn: int
     """Which call of the group it is, from 1."""
     nbytes: int
+    dtype: str = ""
     site: Site = field(default_factory=Site)
 
     def __str__(self) -> str:
@@ -102,8 +103,8 @@ class RankTrace:
     deviations: tuple[Mapping[str, Any], ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of the run: the text of its mesh, the axes of stages, the seconds after which it is taken to hang."""
-    sequence: tuple[int, ...] = ()
-    """The sites of the calls of a step, as the rank has learned them."""
+    sequences: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """The sites of the calls of the steps that the rank has learned from, by step."""
 
     @property
     def last(self) -> int:
@@ -130,6 +131,7 @@ class RankTrace:
             ranks=tuple(group.get("ranks", ())),
             turn=int(event["turn"]),
             nbytes=int(event["size"]),
+            dtype=str(site.get("dtype", "")),
             site=Site(*(str(site.get(part, "")) for part in ("what", "layer", "line"))),
         )
 
@@ -216,7 +218,7 @@ def read_rank(path: Path) -> RankTrace:
         sites={int(one["site"]): one for one in names if "site" in one},
         deviations=tuple(one for one in names if "deviation" in one),
         about=next((cast("dict[str, Any]", one["run"]) for one in names if "run" in one), dict[str, Any]()),
-        sequence=tuple(next((one["sequence"] for one in reversed(names) if "sequence" in one), ())),
+        sequences={int(one["step"]): tuple(one["sequence"]) for one in names if "sequence" in one},
     )
 
 

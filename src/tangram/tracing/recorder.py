@@ -45,11 +45,13 @@ from tangram.tracing.ring import TraceFiles
 from tangram.tracing.sites import caller, site_of
 
 BEAT_SECONDS = 0.25
+SHOWN_STEPS = 4
+"""Steps after the begin whose calls are all written down."""
 UNSETTLED = 16
 """Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
 _LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
 _EVENT = EVENT.pack_into
-_now = time.monotonic_ns
+_now, _thread = time.monotonic_ns, threading.get_ident
 
 
 class Trace(Protocol):
@@ -108,7 +110,7 @@ class Recorder:
         self.files = files
         self._memory = files.memory
         self._numbers = itertools.count(1)
-        self._thread = threading.get_ident()
+        self._thread = _thread()
         self._groups: list[str] = []
         self._slots: list[int] = []
         self._turns: list[int] = []
@@ -144,22 +146,23 @@ class Recorder:
         """A call of a collective begins, made by the caller's caller; the number of the event."""
         number = next(self._numbers)
         turn = self._turns[group] = self._turns[group] + 1
-        key = Key(group, op, nbytes, dtype, peer)
-        if threading.get_ident() == self._thread:
+        key = group, op, nbytes, dtype, peer
+        if _thread() == self._thread:
             start = caller(2)
             one = self._cursor.due(key, start)
-            site = self._unexpected(key, start) if one is None else one.number
+            site = self._unexpected(Key(*key), start) if one is None else one.number
             self._calls += 1
         else:
             site = 0
         at = HEADER_BYTES + (number % EVENTS) * 40
-        _EVENT(self._memory, at, number, _now(), max(nbytes, 0), site, turn, group, 1, op, self._step)
+        size = nbytes if nbytes > 0 else 0
+        _EVENT(self._memory, at, number, _now(), size, site, turn, group, 1, op, self._step)
         return number
 
     def waits(self, number: int) -> int:
         """The rank waits for a call from now on; the time, for `waited`."""
         now = _now()
-        if threading.get_ident() == self._thread:
+        if _thread() == self._thread:
             self._own[self._phase] += now - self._mark
             self._mark = now
             _LONG(self._memory, WAITING_AT, number)
@@ -168,7 +171,7 @@ class Recorder:
     def waited(self, number: int, group: int, op: int, since: int) -> None:
         """It has waited: the call has ended."""
         now = _now()
-        if threading.get_ident() == self._thread:
+        if _thread() == self._thread:
             self._waits[self._slots[group]] += now - since
             self._mark = now
             _LONG(self._memory, WAITING_AT, 0)
@@ -220,9 +223,9 @@ class Recorder:
         self._step = number
         _INT(self._memory, STEP_AT, number)
         self._event(Kind.STEP)
+        if number > 1 and (number <= SHOWN_STEPS or self._checked.strayed):
+            self._write_sequence(number - 1)
         self._checked.begin()
-        if self._checked.changed:
-            self._write_sequence()
         for cursor in self._others.values():
             cursor.begin()
 
@@ -278,10 +281,11 @@ class Recorder:
         self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
         self._begun, self._flags, self._calls = now, 0, 0
 
-    def _write_sequence(self) -> None:
-        """What was learned, for who compares ranks: the number of each call's site, in order."""
-        expected = self._checked.expected or []
-        self.files.name({"sequence": [one.number for one in expected], "step": self._step})
+    def _write_sequence(self, step: int) -> None:
+        """What was called in a step, for who compares ranks: the number of each call's site, in order."""
+        cursor = self._checked
+        calls = cursor.learned if cursor.strayed or cursor.expected is None else cursor.expected
+        self.files.name({"sequence": [one.number for one in calls], "step": step})
 
     # ------------------------------------------------------------ heartbeat
 

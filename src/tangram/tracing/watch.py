@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tangram.errors import UserError
@@ -90,7 +90,8 @@ class Watch:
             return None
         pids = {trace.rank: trace.pid for trace in traces if trace.rank not in outside.stopped}
         seen = stacks.request(self._settings.folder, pids, STACK_SECONDS)
-        found = tuple(findings(traces, Outside(outside.now, outside.gone, outside.stopped, seen)))
+        patience = 0.9e9 * min(self._settings.hang_seconds, STILL_SECONDS)
+        found = tuple(findings(traces, replace(outside, stacks=seen, still_ns=patience)))
         blamed = [one for one in found if one.kind != "slow"]
         rank = blamed[0].ranks[0] if blamed else next(trace.rank for trace in traces if trace.waiting)
         why = (
