@@ -79,7 +79,7 @@ def plain_world(world: World) -> World:
 def step_of(plan: Plan, world: World, trace: Trace) -> Callable[[], float]:
     """A step on samples from the stream, its phases told to a trace."""
     corpus = data.open_corpus(plan.data, data.BYTES)
-    model = build(plan, source_of(plan, data.BYTES), world, values=True)
+    model = replace(build(plan, source_of(plan, data.BYTES), world, values=True), trace=trace)
     model.module.train()
     trace.label([part.module for part in model.parts])
     optimiser = make_adamw(model.module, plan.optimiser)
@@ -90,9 +90,7 @@ def step_of(plan: Plan, world: World, trace: Trace) -> Callable[[], float]:
         nonlocal done
         done += 1
         trace.step(done)
-        trace.phase(Phase.DATA)
-        batches = next(stream)
-        loss = train_step(model, optimiser, batches, lr=LR, stop_requests=(False, False), trace=trace).loss
+        loss = train_step(model, optimiser, next(stream), lr=LR, stop_requests=(False, False)).loss
         trace.phase(Phase.OTHER)
         return loss
 

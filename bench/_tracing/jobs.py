@@ -73,7 +73,6 @@ def train(rank: Rank, case: Case) -> int:
     trace.label([net])
     for step in range(1, case.steps + 1):
         trace.step(step)
-        trace.phase(Phase.DATA)
         mine = case.rank == rank.index
         here = case.fault if mine and step == case.step else ""
         slow = case.fault if mine and step >= case.step else ""

@@ -179,7 +179,7 @@ def _unlike(traces: Sequence[RankTrace]) -> list[Finding]:
                 continue
             done.add(known)
             steps = [step for step in sorted(trace.sequences) if all(step in by_rank[r].sequences for r in known[0])]
-            found += next((some for step in steps if (some := _unlike_in(*known, step, by_rank))), [])
+            found += next((some for step in steps if (some := _unlike_in(*known, step, by_rank))), list[Finding]())
     return found
 
 
@@ -189,7 +189,9 @@ def _unlike_in(ranks: tuple[int, ...], axes: str, step: int, by_rank: Mapping[in
     counts = [*shared.values()]
     if len(set(counts)) == 1:
         return []
-    usual = max(set(counts), key=lambda some: (counts.count(some), some == counts[0]))
+    # Two ranks have no majority: then those of other groups over these axes say what is usual.
+    elsewhere = [tuple(map(_shared, own)) for own in _elsewhere(axes, step, by_rank)]
+    usual = max(set(counts), key=lambda some: (counts.count(some), elsewhere.count(some), some == counts[0]))
     odd = [rank for rank in ranks if shared[rank] != usual]
     alike = next(rank for rank in ranks if shared[rank] == usual)
     one, other = sequences[odd[0]], sequences[alike]
@@ -201,6 +203,16 @@ def _unlike_in(ranks: tuple[int, ...], axes: str, step: int, by_rank: Mapping[in
         f"as its call {at + 1} rank {odd[0]} called {_sized(one, at)}, rank {alike} {_sized(other, at)}"
     )
     return [Finding("unlike", tuple(odd), text, step, axes, str(site["layer"]), str(site["line"]))]
+
+
+def _elsewhere(axes: str, step: int, by_rank: Mapping[int, RankTrace]) -> list[list[Mapping[str, Any]]]:
+    """The calls of every rank in its own group over some axes."""
+    return [
+        _of_group(trace, tuple(group["ranks"]), axes, step)
+        for trace in by_rank.values()
+        for group in trace.groups.values()
+        if group["axes"] == axes and step in trace.sequences
+    ]
 
 
 def _sized(sites: Sequence[Mapping[str, Any]], at: int) -> str:

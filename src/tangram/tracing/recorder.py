@@ -58,7 +58,7 @@ class Trace(Protocol):
     """What a rank tells of itself."""
 
     def step(self, number: int) -> None:
-        """A step begins, from 1."""
+        """A step begins, from 1, with its data."""
         ...
 
     def phase(self, phase: Phase) -> None:
@@ -218,7 +218,7 @@ class Recorder:
     # ------------------------------------------------------------ steps
 
     def step(self, number: int) -> None:
-        """A step begins, from 1, and with it what is expected of its calls."""
+        """A step begins, from 1, with its data, and so does what is expected of its calls."""
         self._end_step()
         self._step = number
         _INT(self._memory, STEP_AT, number)
@@ -228,6 +228,7 @@ class Recorder:
         self._checked.begin()
         for cursor in self._others.values():
             cursor.begin()
+        self.phase(Phase.DATA)
 
     def phase(self, phase: Phase) -> None:
         """From now on it does this."""

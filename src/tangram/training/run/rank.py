@@ -122,8 +122,9 @@ def begin(rank: Rank, job: RankJob) -> Begun:
 def train_rank(rank: Rank, job: RankJob) -> RankReport:
     """The task of a rank."""
     begun = begin(rank, job)
-    model, corpus, state = begun.model, begun.corpus, begun.state
+    model, corpus, state = replace(begun.model, trace=rank.trace), begun.corpus, begun.state
     plan, world = model.plan, model.world
+    rank.trace.label(part.module for part in model.parts)
     tell = rank.emit if rank.index == 0 else _nowhere
     checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world)
     tell(Doing("making ready to save"))
@@ -135,8 +136,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        rank.trace.label(part.module for part in model.parts)
-        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, rank.trace)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     rank.trace.phase(Phase.CHECKPOINT)

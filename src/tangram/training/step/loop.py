@@ -27,7 +27,7 @@ from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.schema.plan import Plan
 from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
-from tangram.tracing.recorder import UNTRACED, Trace
+from tangram.tracing.recorder import Trace
 from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
@@ -65,7 +65,6 @@ class Hooks:
     after_step: Callable[[], None] = lambda: None
     folder: Path | None = None
     """Of the run: where it is written what a step was trained on that has gone astray."""
-    trace: Trace = UNTRACED
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,14 @@ def train_steps(
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
-        step, trace = state.progress.step, hooks.trace
+        step, trace = state.progress.step, model.trace
         trace.step(step + 1)
-        trace.phase(Phase.DATA)
         batches = _batches(corpus, state.progress, plan, world)
         late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         stops = (late, hooks.stop_requested())
         try:
-            check = step == first
-            done = train_step(
-                model, optimiser, batches, lr=lr, stop_requests=stops, check=check, guard=guard, trace=trace
-            )
+            done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
         except AstrayError as error:
             raise located(error, hooks.folder, corpus, plan, world, state.progress) from error
         trace.phase(Phase.OTHER)
@@ -138,7 +133,7 @@ def train_steps(
             checkpointer.save(state)
         for event in checkpointer.poll():
             hooks.emit(event)
-        _tell_failure(world, hooks)
+        _tell_failure(model, hooks)
         hooks.after_step()
     loads.close()
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
@@ -146,17 +141,17 @@ def train_steps(
 
 def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks, seconds: float) -> None:
     """Measure the held-out loss, so many seconds after training began."""
-    hooks.trace.phase(Phase.EVALUATION)
+    model.trace.phase(Phase.EVALUATION)
     loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
     if model.world.index == 0:
         hooks.emit(Evaluated(state.progress.step, loss, seconds))
     model.module.train()
 
 
-def _tell_failure(world: World, hooks: Hooks) -> None:
+def _tell_failure(model: ParallelModel, hooks: Hooks) -> None:
     """Say, once, that nothing is traced any more."""
-    if failure := hooks.trace.failure():
-        hooks.emit(Note(f"rank {world.index}: {failure}"))
+    if failure := model.trace.failure():
+        hooks.emit(Note(f"rank {model.world.index}: {failure}"))
 
 
 def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
@@ -271,7 +266,6 @@ def train_step(
     stop_requests: tuple[bool, ...] = (),
     check: bool = False,
     guard: Guard | None = None,
-    trace: Trace = UNTRACED,
 ) -> StepResult:
     """One step on a global batch; `loss_sum` is next-token prediction unless said otherwise.
 
@@ -286,8 +280,8 @@ def train_step(
     optimiser.zero_grad()
     modules = [part.module for part in model.parts]
     before = buffers.before_step(modules)
-    loss_part = backward(model, batches, loss_sum, scale, trace)
-    trace.phase(Phase.OPTIMISER)
+    loss_part = backward(model, batches, loss_sum, scale)
+    model.trace.phase(Phase.OPTIMISER)
     model.sum_gradients()
     buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
@@ -308,7 +302,7 @@ def train_step(
     stops = tuple(wish > 0 for wish in wishes)
     if not math.isfinite(loss) or not math.isfinite(norm):
         of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
-        trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
+        model.trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
         buffers.undo(modules, before)
@@ -319,22 +313,16 @@ def train_step(
     return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped)
 
 
-def backward(
-    model: ParallelModel,
-    batches: RankBatches,
-    loss_sum: LossSum | None = None,
-    scale: float = 1.0,
-    trace: Trace = UNTRACED,
-) -> Tensor:
+def backward(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None = None, scale: float = 1.0) -> Tensor:
     """Add the gradients of this rank's micro-batches; its part of the global batch's loss, a float64 scalar.
 
     The gradients are `scale` times as large; a power of two rounds nothing.
     """
     with drawing(model.draw_sources, model.plan.seed, batches) as draws:
         if model.pipeline is not None:
-            trace.phase(Phase.PIPELINE)
+            model.trace.phase(Phase.PIPELINE)
             return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
-        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale, trace)
+        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale, model.trace)
 
 
 def _backward_of_model(
