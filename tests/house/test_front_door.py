@@ -30,7 +30,7 @@ from tests.ranks import start
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tangram"
-FACES = ("", "layout", "relayout", "checkpoint", "planner", "training", "sharding", "models", "hardware")
+FACES = ("", "layout", "relayout", "checkpoint", "planner", "tracing", "training", "sharding", "models", "hardware")
 LAZY = ("", "checkpoint", "training", "sharding", "models", "hardware")
 INNER = ("training.data", "sharding.eager", "cli")
 """Parts of rooms that are public, too."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 # From the lowest to the highest; a room imports only rooms that stand before it.
 ROOMS = (
-    "layout hardware kernels models relayout checkpoint sharding schema planner training resilience cli".split()  # noqa: SIM905
+    "layout hardware kernels models relayout checkpoint sharding schema planner tracing training resilience cli".split()  # noqa: SIM905
 )
 # What lies beside the rooms: everybody may import these, nobody __main__; the package itself, its front door, offers
 # names of every room, and imports none of them before they are used (test_minimal_imports.py).

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "shard": "Derive the layouts of a model from a few marks; prove op rules by numbers.",
         "data": "Show what a job trains on, token by token.",
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
+        "trace": "Say what the ranks of a run did, and which is to blame for what went wrong.",
         "experts": "Say how evenly tokens went to experts, and place these anew.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",

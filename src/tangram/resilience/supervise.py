@@ -24,6 +24,7 @@ from tangram.resilience.policy import Cause, Failure, Limits, verdict
 from tangram.resilience.promoter import Promoter
 from tangram.resilience.tiers import Tiers, memory_of
 from tangram.schema.plan import Plan
+from tangram.tracing.settings import fresh_folder
 from tangram.training.observe.events import (
     CheckpointSaved,
     Evaluated,
@@ -174,7 +175,10 @@ class _Run:
         except OSError as error:
             self.on_event(Note(f'no snapshots in memory: "{error.filename}": {error.strerror}'))
             self.tiers = replace(self.tiers, memory=None)
-        job = replace(self.job, resume=resume, snapshots=snapshots)
+        trace = self.job.trace
+        if trace is not None and self.failures:  # that of the attempt before says what it died of
+            trace = replace(trace, folder=fresh_folder(self.job.folder))
+        job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace)
         self.seen.begin(from_memory=resume is not None and resume.parent != self.tiers.disk)
         results = run_ranks(
             train_rank,
@@ -184,6 +188,7 @@ class _Run:
             device=job.plan.run.device,
             on_start=self.on_start,
             spare=True,
+            trace=trace,
         )
         self._last_to_disk()
         return results[0]

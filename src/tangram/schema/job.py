@@ -272,6 +272,11 @@ class RunPlan(TomlTable):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens to a step whose loss or gradient is not finite, or whose loss has diverged: the run ends, or the
     step is not applied. Its samples are written to the folder of the run."""
+    trace: bool = True
+    """Whether each rank records its collectives and steps in the folder of the run (`tangram.tracing`)."""
+    hang_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """Of a traced run of this machine alone: after so many seconds in which no rank moves, though some wait, the run
+    ends and says for whom; 0: never."""
     skips_in_a_row: Positive = 10
     """Of steps that have gone astray; one more stops the run. Overflows that lower the loss scale are none of them."""
     diverged: DivergencePlan = DivergencePlan()

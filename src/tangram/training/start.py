@@ -25,7 +25,9 @@ from tangram.planner.local.ranking_table import Ranking
 from tangram.schema.files import dumps, load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
+from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.training.data import tokens_of
+from tangram.training.mesh.world import axes_of
 from tangram.training.objective import expert_capacity, router_loss
 from tangram.training.observe.events import Doing, Note, TableEvent
 from tangram.training.observe.text_tables import count
@@ -100,7 +102,8 @@ def train_request(
                 resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, config, request.allow, tell)
                 replace_plan(folder, dumps(chosen.plan))
             memory = None if chosen.predicted is None else chosen.predicted.memory
-            return RankJob(chosen.plan, folder, ready.corpus.digest, ready.costs, resume, request.profile, memory)
+            trace, digest = _trace_settings(chosen.plan, folder), ready.corpus.digest
+            return RankJob(chosen.plan, folder, digest, ready.costs, resume, request.profile, memory, trace)
 
         job = on_one(meeting, begin)
         if not leads:
@@ -120,7 +123,15 @@ def train_request(
 
 def _as_rank(meeting: Meeting, job: RankJob, on_event: OnEvent) -> RankReport:
     device = job.plan.run.device
-    return run_as_rank(train_rank, job, world=job.plan.ranks, on_event=on_event, device=device, meeting=meeting)
+    ranks = job.plan.ranks
+    return run_as_rank(train_rank, job, world=ranks, on_event=on_event, device=device, meeting=meeting, trace=job.trace)
+
+
+def _trace_settings(plan: Plan, folder: Path) -> TraceSettings | None:
+    if not plan.run.trace:
+        return None
+    stages = axes_of(plan).pipeline
+    return TraceSettings(fresh_folder(folder), mesh=plan.mesh, stages=stages, hang_seconds=plan.run.hang_seconds)
 
 
 def _nowhere(event: object) -> None:

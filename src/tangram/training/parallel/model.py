@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tangram.schema.plan import Plan
+from tangram.tracing.recorder import UNTRACED, Trace
 from tangram.training.mesh.drawing import DrawSource
 from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World
@@ -33,6 +34,8 @@ class ParallelModel:
     """What runs the stages; None where the model has none."""
     plain: PlainParts = field(default_factory=dict[str, PlainPart])
     """Parameters that model axes cut in parts that torch has no placement for."""
+    trace: Trace = UNTRACED
+    """Where this rank says what it does."""
 
     @property
     def draw_sources(self) -> Sequence[DrawSource]:

@@ -95,7 +95,8 @@ def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
     refuse_too_many(job.plan.ranks)
     plan = job.plan
     spare = plan.checkpoint.asynchronous and plan.checkpoint.every_steps > 0
-    return run_ranks(train_rank, job, world=plan.ranks, on_event=on_event, device=plan.run.device, spare=spare)[0]
+    device, trace = plan.run.device, job.trace
+    return run_ranks(train_rank, job, world=plan.ranks, on_event=on_event, device=device, spare=spare, trace=trace)[0]
 
 
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:

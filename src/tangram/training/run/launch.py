@@ -37,8 +37,11 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device, usable_cores
 from tangram.hardware.workers import Detached
-from tangram.relayout.exchange.peers import lost_peer
+from tangram.tracing.recorder import UNTRACED, Trace
+from tangram.tracing.settings import TraceSettings, traced_rank
+from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note
+from tangram.training.run.end_words import UNKNOWN, death, first_line
 from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_held_back
 from tangram.training.run.signals import POLITE, Stop, on_signals
 from tangram.training.run.spare import fork_spare
@@ -50,7 +53,6 @@ LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an ear
 MOST_RANKS = 256
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 _KILLED = float("-inf")  # when a rank failed that was killed: before whatever others say
-_UNKNOWN = 255  # what multiprocessing takes for the exit code of a process whose fork server is gone
 
 
 class RankError(Exception):
@@ -74,6 +76,8 @@ class Rank:
     """Whether to stop after this step; the ranks have to agree on the answer, as a signal may reach only one."""
     spare: Detached | None = None
     """A process that waits for a job, where there is one."""
+    trace: Trace = UNTRACED
+    """Where it says what it does."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,7 @@ class _Job(Generic[Result]):
     stopping: bool = False
     results: dict[int, Result] = field(default_factory=dict[int, Result])
     failures: dict[int, _Failure] = field(default_factory=dict[int, _Failure])
+    watch: Watch | None = None
 
     def listen(self, on_event: Callable[[object], None], timeout: float | None = None) -> None:
         """Take in what there is to hear now: one message of each rank that has one, and the wish to stop."""
@@ -183,27 +188,32 @@ class _Job(Generic[Result]):
         process.join()
         if rank not in self.results and rank not in self.failures:
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
-            self.failures[rank] = _Failure(_KILLED, _death(process.exitcode), "", by_user=False)
+            self.failures[rank] = _Failure(_KILLED, death(process.exitcode), "", by_user=False)
+
+    def look(self, on_event: Callable[[object], None]) -> None:
+        """Look whether the ranks do what they should; a hang is a failure of the rank that is to blame."""
+        fresh, hang = self.watch.look() if self.watch is not None else ([], None)
+        for one in fresh:
+            on_event(Note(one.text))
+        if hang is not None:
+            details = "\n".join(line for one in hang.findings for line in (one.text, *one.details))
+            self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False)
+
+    def leave_word(self, rank: int, failure: _Failure) -> None:
+        """Say in the trace how the run ended."""
+        if self.watch is not None:
+            dead = rank if failure.at == _KILLED else None
+            self.watch.end(f"rank {rank} of {len(self.processes)} ended the job: {failure.error}", dead)
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
         for rank, process in enumerate(self.processes):
             # Whose fork server was killed seems to have ended, and has not while its pipe is open.
-            if process.is_alive() or (process.exitcode == _UNKNOWN and rank in self.lines.values()):
+            if process.is_alive() or (process.exitcode == UNKNOWN and rank in self.lines.values()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(cast(int, process.pid), signal.SIGKILL)
         for process in self.processes:
             process.join()
-
-
-def _death(exitcode: int | None) -> str:
-    if exitcode == _UNKNOWN:
-        return "it ended without an error message, after the process that it was forked from had been killed"
-    if exitcode == -signal.SIGKILL:
-        return "killed by signal 9, as the kernel does when memory runs out"
-    if exitcode is not None and exitcode < 0:
-        return f"killed by signal {-exitcode}"
-    return f"exited with code {exitcode} without an error message"
 
 
 def run_ranks(
@@ -215,18 +225,19 @@ def run_ranks(
     device: str = "auto",
     on_start: Callable[[Sequence[int]], None] = lambda processes: None,
     spare: bool = False,
+    trace: TraceSettings | None = None,
 ) -> list[Result]:
     """Run `task(rank, payload)` on `world` processes joined in the default process group; their results in rank order.
 
-    Whatever a task emits reaches `on_event` in the caller's thread; `on_start` is given the processes' numbers. With
-    `spare` each rank has a helper that waits for a job. The first rank to fail ends all: a `UserError` is raised as it
-    is, anything else as `RankError`.
+    Whatever a task emits reaches `on_event` in the caller's thread; `on_start` is given the processes' numbers. The
+    first rank to fail ends all: a `UserError` is raised as it is, anything else as `RankError`, as is a hang of ranks
+    that are traced. With `spare` each rank has a process that waits for a job.
     """
     pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
     context = context_of_ranks()
     threads = threads_of_a_rank(world)
     wishes, wish = context.Pipe(duplex=False)
-    job = _Job[Result](wishes)
+    job = _Job[Result](wishes, watch=None if trace is None else Watch(trace))
     with (
         on_signals(POLITE, wish.send, _interrupt),
         tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,
@@ -235,7 +246,7 @@ def run_ranks(
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
-                start = _Start(Inherited(), index, world, device, threads, spare, Path(meeting, "store"))
+                start = _Start(Inherited(), index, world, device, threads, Path(meeting, "store"), spare, trace)
                 arguments = (start, task, payload, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
@@ -251,7 +262,8 @@ def run_ranks(
                 job.lines[receiver] = index
             on_start([process.pid or 0 for process in job.processes])
             while job.lines and not job.failures:
-                job.listen(on_event)
+                job.listen(on_event, None if job.watch is None else LOOK_SECONDS)
+                job.look(on_event)
             _raise_first(job, on_event, world)
         finally:
             job.end()
@@ -271,6 +283,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     while job.lines and (left := deadline - time.monotonic()) > 0:
         job.listen(on_event, timeout=left)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
+    job.leave_word(rank, first)
     if first.by_user:
         raise UserError(first.error)
     raise RankError(rank, world, first.error, first.details)
@@ -285,9 +298,10 @@ class _Start:
     world: int
     device: str
     threads: int
-    spare: bool
     store: Path
     """A file in a folder of the job, where ranks meet."""
+    spare: bool
+    trace: TraceSettings | None
 
 
 def _rank_main(
@@ -312,14 +326,15 @@ def _rank_main(
             if here.type != "cpu":
                 torch.accelerator.set_device_index(index)
             met = dist.FileStore(str(start.store), world)
-            dist.init_process_group(
-                dist.get_default_backend_for_device(here),
-                store=met,
-                rank=index,
-                world_size=world,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            result = task(Rank(index, world, here, lambda value: line.send(_Event(value)), stop, spare), payload)
+            backend = dist.get_default_backend_for_device(here)
+            with traced_rank(start.trace, index, world, backend) as traced:
+                dist.init_process_group(
+                    traced.backend, store=met, rank=index, world_size=world, timeout=COLLECTIVE_TIMEOUT
+                )
+                rank = Rank(index, world, here, lambda value: line.send(_Event(value)), stop, spare, traced.trace)
+                if traced.note:
+                    rank.emit(Note(traced.note))
+                result = task(rank, payload)
             line.send(_Done(result))
             _leave_together(met, index, world)
             dist.destroy_process_group()
@@ -352,14 +367,6 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def first_line(error: BaseException) -> str:
-    """An error as one sentence: its kind and the first line of what it says; of a rank that is gone what that means."""
-    if said := lost_peer(error):
-        return said
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -21,6 +21,8 @@ from tangram.planner.local.estimate import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
+from tangram.tracing.format import Phase
+from tangram.tracing.settings import TraceSettings
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, tokens_of
 from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.world import World, make_world
@@ -64,6 +66,8 @@ class RankJob:
     """What the planner predicts of a rank."""
     snapshots: Snapshots | None = None
     """Whoever starts the ranks brings some of them to the folder of checkpoints."""
+    trace: TraceSettings | None = None
+    """None: nothing is traced."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +132,14 @@ def begin(rank: Rank, job: RankJob) -> Begun:
 def train_rank(rank: Rank, job: RankJob) -> RankReport:
     """The task of a rank."""
     begun = begin(rank, job)
-    model, corpus, state = begun.model, begun.corpus, begun.state
+    model, corpus, state = replace(begun.model, trace=rank.trace), begun.corpus, begun.state
     plan, world = model.plan, model.world
+    rank.trace.label(part.module for part in model.parts)
     tell = rank.emit if rank.index == 0 else _nowhere
-    every = plan.checkpoint.every_steps
-    checkpointer = Checkpointer(job.folder / CHECKPOINTS, plan, world, spare=rank.spare)
-    if job.snapshots is not None:
-        every = job.snapshots.every
-        checkpointer = Checkpointer(job.snapshots.folder, plan, world, snapshots=True, spare=rank.spare)
+    to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)
+    checkpointer = Checkpointer(to.folder, plan, world, snapshots=job.snapshots is not None, spare=rank.spare)
     tell(Doing("making ready to save"))
-    if every:  # else there is only the last one, which is waited for
+    if to.every:  # else there is only the last one, which is waited for
         checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(begun.settled, corpus, plan)))
@@ -145,10 +147,12 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, every)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, to.every)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
+    rank.trace.phase(Phase.CHECKPOINT)
     checkpointer.save(state, wait=True)
+    rank.trace.phase(Phase.EVALUATION)
     for event in checkpointer.close():
         rank.emit(event)
         if isinstance(event, SaveFailed) and event.step == state.progress.step:

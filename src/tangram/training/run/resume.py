@@ -126,6 +126,8 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "run.reshard": _REPORTED,
         "run.reduce_every": _REPORTED,
         "run.on_nonfinite": _REPORTED,
+        "run.trace": _FREE,
+        "run.hang_seconds": _FREE,
         "run.skips_in_a_row": _REPORTED,
         "run.diverged.above": _REPORTED,
         "run.diverged.steps": _REPORTED,

@@ -30,9 +30,11 @@ import torch.distributed as dist
 
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device
+from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.training.observe.events import Note
+from tangram.training.run.end_words import first_line
 from tangram.training.run.environment import RankPlace, SaidElsewhere, place, speaks, started_by_torchrun
-from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, first_line, leave, threads_of_a_rank
+from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, leave, threads_of_a_rank
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
 Payload = TypeVar("Payload")
@@ -210,6 +212,7 @@ def run_as_rank(
     on_event: Callable[[object], None],
     device: str = "auto",
     meeting: Meeting,
+    trace: TraceSettings | None = None,
 ) -> Result:
     """Run `task(rank, payload)` as this rank of `world`, joined in the default process group; its own result.
 
@@ -230,14 +233,18 @@ def run_as_rank(
             chosen = pick_device(device, here.local_index, here.local_world)
             if chosen.type != "cpu":
                 torch.accelerator.set_device_index(here.local_index)
-            dist.init_process_group(
-                dist.get_default_backend_for_device(chosen),
-                store=dist.PrefixStore("group", meeting.store),
-                rank=here.index,
-                world_size=world,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            result = task(Rank(here.index, world, chosen, emit, stop), payload)
+            backend = dist.get_default_backend_for_device(chosen)
+            with traced_rank(trace, here.index, world, backend) as traced:
+                dist.init_process_group(
+                    traced.backend,
+                    store=dist.PrefixStore("group", meeting.store),
+                    rank=here.index,
+                    world_size=world,
+                    timeout=COLLECTIVE_TIMEOUT,
+                )
+                if traced.note:
+                    emit(Note(traced.note))
+                result = task(Rank(here.index, world, chosen, emit, stop, trace=traced.trace), payload)
         except BaseException as error:
             _last_words()
             if isinstance(error, UserError | SaidElsewhere) or not isinstance(error, Exception):

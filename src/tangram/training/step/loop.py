@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from torch.optim import AdamW
 from tangram.errors import UserError
 from tangram.hardware.machine import resident_mb
 from tangram.schema.plan import Plan
+from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
+from tangram.tracing.recorder import Trace
 from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
@@ -108,7 +111,8 @@ def train_steps(
     save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
-        step = state.progress.step
+        step, trace = state.progress.step, model.trace
+        trace.step(step + 1)
         batches = _batches(corpus, state.progress, plan, world)
         late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
@@ -117,6 +121,7 @@ def train_steps(
             done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
         except AstrayError as error:
             raise located(error, hooks.folder, corpus, plan, world, state.progress) from error
+        trace.phase(Phase.OTHER)
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
@@ -133,17 +138,31 @@ def train_steps(
         if done.skipped is None:
             state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
-            loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
-            if world.index == 0:
-                hooks.emit(Evaluated(step + 1, loss, time.monotonic() - started))
-            model.module.train()
+            _evaluate(model, state, corpus, hooks, time.monotonic() - started)
         if not last and _due(step + 1, save_every):
+            trace.phase(Phase.CHECKPOINT)
             checkpointer.save(state)
         for event in checkpointer.poll():
             hooks.emit(event)
+        _tell_failure(model, hooks)
         hooks.after_step()
     loads.close()
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
+
+
+def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks, seconds: float) -> None:
+    """Measure the held-out loss, so many seconds after training began."""
+    model.trace.phase(Phase.EVALUATION)
+    loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
+    if model.world.index == 0:
+        hooks.emit(Evaluated(state.progress.step, loss, seconds))
+    model.module.train()
+
+
+def _tell_failure(model: ParallelModel, hooks: Hooks) -> None:
+    """Say, once, that nothing is traced any more."""
+    if failure := model.trace.failure():
+        hooks.emit(Note(f"rank {model.world.index}: {failure}"))
 
 
 def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
@@ -273,6 +292,7 @@ def train_step(
     modules = [part.module for part in model.parts]
     before = buffers.before_step(modules)
     loss_part = backward(model, batches, loss_sum, scale)
+    model.trace.phase(Phase.OPTIMISER)
     model.sum_gradients()
     buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
@@ -287,9 +307,13 @@ def train_step(
         if part.capacity is not None:
             sums[3] += part.capacity.pop_dropped() * world.stages / world.size  # all ranks of a stage have the same
     sums[4:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
+    own = sums[:2].clone()
     loss, square, of_routers, dropped, *wishes = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     stops = tuple(wish > 0 for wish in wishes)
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
+        model.trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
         buffers.undo(modules, before)
@@ -307,12 +331,13 @@ def backward(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | Non
     """
     with drawing(model.draw_sources, model.plan.seed, batches) as draws:
         if model.pipeline is not None:
+            model.trace.phase(Phase.PIPELINE)
             return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
-        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale)
+        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale, model.trace)
 
 
 def _backward_of_model(
-    part: ModelPart, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
+    part: ModelPart, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float, trace: Trace
 ) -> Tensor:
     losses: list[Tensor] = []
     routers, capacity = part.routers, part.capacity
@@ -322,10 +347,12 @@ def _backward_of_model(
             part.data_parallel.before(last=micro + 1 == len(batches.micro))
         if capacity is not None:
             capacity.before(model_inputs(part.tokens, batch))
+        trace.phase(Phase.FORWARD)
         loss = trained = loss_of(part, batch, loss_sum) / max(1, batches.counted)
         if routers is not None:
             ordered = model_inputs(part.tokens, batch).batch
             trained = loss + routers.loss(routers.sums(ordered.labels_BS), batches.counted)
+        trace.phase(Phase.BACKWARD)
         (trained * scale if scale != 1 else trained).backward()
         if routers is not None:
             routers.forget()

@@ -1,0 +1,87 @@
+"""Jobs with one fault each, drawn by seed, and whether the report names it: the rank, and the cause."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench._tracing.jobs import LAYERS, MESH, Case, train
+from tangram.tracing.blame import Finding
+from tangram.tracing.report import report
+from tangram.tracing.settings import TraceSettings
+from tangram.training.run.launch import RankError, run_ranks
+
+HANG = 2.0
+CAUSES: Mapping[str, frozenset[str]] = {
+    "skip": frozenset({"skipped", "unlike"}),
+    "skip-grad": frozenset({"skipped", "unlike"}),
+    "extra": frozenset({"extra", "unlike"}),
+    "reorder": frozenset({"skipped", "reordered", "unlike"}),
+    "size": frozenset({"mis-sized", "unlike"}),
+    "dtype": frozenset({"mis-sized", "unlike"}),
+    "stop": frozenset({"stopped"}),
+    "kill": frozenset({"died"}),
+    "sleep": frozenset({"absent"}),
+    "slow": frozenset({"slow"}),
+    "slow-data": frozenset({"slow"}),
+    "nan": frozenset({"not finite"}),
+}
+"""The kinds of findings that name a fault; before the sequence of a step is known a wrong call is "unlike"."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many of some faults were found, put down to the right rank, and to the right cause."""
+
+    cases: int
+    found: int
+    rank: int
+    cause: int
+    missed: tuple[str, ...]
+
+
+def drawn(seed: int, count: int) -> Iterator[Case]:
+    """Cases, all kinds of faults in turn."""
+    draw = random.Random(seed)
+    kinds = [*CAUSES]
+    for number in range(count):
+        fault = kinds[number % len(kinds)]
+        slow = fault.startswith("slow")
+        step = draw.randint(1, 3) if slow else draw.randint(2 if fault == "sleep" else 1, 12)
+        yield Case(fault, draw.randrange(4), step, draw.randrange(LAYERS), 24 if slow else 14, 0.05)
+
+
+def outcome(case: Case) -> tuple[Finding, ...]:
+    """What the report on a job says."""
+    folder = Path(tempfile.mkdtemp(prefix="tangram-tracing-"))
+    settings = TraceSettings(folder / "trace", mesh=MESH, hang_seconds=HANG)
+    with contextlib.suppress(RankError):
+        run_ranks(train, case, world=4, on_event=lambda event: None, device="cpu", trace=settings)
+    try:
+        return report(folder).findings
+    finally:
+        shutil.rmtree(folder)
+
+
+def score(seed: int, count: int) -> Score:
+    """Of so many cases."""
+    found = rank = cause = 0
+    missed: list[str] = []
+    for case in drawn(seed, count):
+        first = next(iter(outcome(case)), None)
+        right = first is not None and first.ranks == (case.rank,)
+        named = first is not None and first.kind in CAUSES[case.fault]
+        found, rank, cause = found + (first is not None), rank + right, cause + (right and named)
+        if not right or not named:
+            missed.append(f"{case}: {first}")
+    return Score(count, found, rank, cause, tuple(missed))
+
+
+def false_alarms(count: int) -> int:
+    """Of clean runs, with evaluations and checkpoints, those with a finding."""
+    return sum(bool(outcome(Case(steps=14 + number % 3))) for number in range(count))

@@ -1,0 +1,112 @@
+"""A job of 4 ranks over `dp=2 tp=2`, small and without a model of transformers, in which one rank does something wrong.
+
+Its step is that of a trainer: a layer's partial sums over tp in the forward, gradients over dp in the backward, one
+number over all ranks at the end. `FAULTS` are what can go wrong, by name; each does its harm in one place.
+"""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
+from tangram.training.run.launch import Rank
+
+MESH, WIDTH, LAYERS = "dp=2 tp=2", 32, 3
+EVALUATES, SAVES = 5, 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """What goes wrong, where."""
+
+    fault: str = ""
+    rank: int = 0
+    step: int = 0
+    layer: int = 0
+    steps: int = 14
+    seconds: float = 0.03
+    """How much slower a slow rank is."""
+
+
+class Block(nn.Module):
+    """A linear layer whose results ranks of tp add up."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.linear, self.group = nn.Linear(WIDTH, WIDTH), group
+
+    def forward(self, x: Tensor, fault: str = "") -> Tensor:
+        x = self.linear(x)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "sleep":
+            time.sleep(600)
+        if fault != "skip":
+            dist.all_reduce(x, group=self.group)
+        if fault == "extra":
+            dist.all_reduce(x, group=self.group)
+        return x
+
+
+def grad_sum(group: dist.ProcessGroup, fault: str) -> None:
+    """Over the ranks of dp."""
+    grad = torch.zeros(WIDTH, WIDTH + 8 if fault == "size" else WIDTH, dtype=torch.int32 if fault == "dtype" else None)
+    if fault != "skip-grad":
+        dist.all_reduce(grad, group=group)
+
+
+def train(rank: Rank, case: Case) -> int:
+    """The task of a rank: how many steps it has done."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    torch.manual_seed(0)
+    net = nn.ModuleList([Block(tp) for _ in range(LAYERS)])
+    trace = rank.trace
+    trace.label([net])
+    for step in range(1, case.steps + 1):
+        trace.step(step)
+        mine = case.rank == rank.index
+        here = case.fault if mine and step == case.step else ""
+        slow = case.fault if mine and step >= case.step else ""
+        if slow == "slow-data":
+            time.sleep(case.seconds)
+        _step(net, dp, case, rank, here, slow)
+        if case.fault == "nan" and step == case.step:  # the gradients of others are sums with it
+            trace.not_finite(LOSS_NOT_FINITE | GRADIENT_NOT_FINITE if here else GRADIENT_NOT_FINITE)
+        trace.phase(Phase.OTHER)
+        if step == EVALUATES:
+            trace.phase(Phase.EVALUATION)
+            for _ in range(2):
+                dist.all_reduce(torch.zeros(3))
+        if step == SAVES:
+            trace.phase(Phase.CHECKPOINT)
+            dist.barrier()
+            time.sleep(0.05)
+    return case.steps
+
+
+def _step(net: nn.ModuleList, dp: dist.ProcessGroup, case: Case, rank: Rank, here: str, slow: str) -> None:
+    trace = rank.trace
+    x = torch.randn(8, WIDTH)
+    trace.phase(Phase.FORWARD)
+    if slow == "slow":
+        time.sleep(case.seconds)
+    blocks = [*net]
+    for at, block in enumerate(blocks):
+        x = block(x, here if at == case.layer else "")
+    trace.phase(Phase.BACKWARD)
+    if here == "reorder":
+        dist.all_reduce(torch.zeros(2))
+    for at in range(len(blocks)):
+        grad_sum(dp, here if at == case.layer else "")
+    trace.phase(Phase.OPTIMISER)
+    if here != "reorder":
+        dist.all_reduce(torch.zeros(2))

@@ -1,0 +1,237 @@
+"""Which call a rank has to make next, and what it means when it makes another one.
+
+A step of a plan calls the same collectives every time. The sequence is taken from the rank's own first steps: as soon
+as two of them after the first are equal (the first may do more: checks, buffers) it is the sequence, and every later
+call is held against it when it is made. What the ranks of a group have learned is compared between them by who reads
+the trace (`blame`), so that a rank that errs from its first step on is seen, too.
+
+    the call that is due comes                  nothing
+    of the same kind and group, another size    mis-sized
+    a later one of the few that follow          those between were skipped, until one comes after all: reordered
+    none of these                               extra
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from tangram.tracing.format import OPS
+from tangram.tracing.sites import Carrier, Site, call_words
+
+AHEAD = 32
+"""Calls that are looked through for the one that came instead."""
+KEPT = 8
+"""Sequences that are known beside the usual one."""
+AT_MOST = 4
+"""Deviations of a step that are told of: one mistake makes others."""
+
+
+class Key(NamedTuple):
+    """What two calls have in common that are the same call of two steps."""
+
+    group: int
+    op: int
+    nbytes: int
+    """-1: depends on the data."""
+    dtype: torch.dtype | None
+    peer: int
+    """Of what goes to or comes from one rank; -1: all."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A call that is due at some place of a step."""
+
+    key: Key
+    site: Site
+    number: int
+    """Of the site in the trace."""
+    carrier: Carrier | None
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A call that was not the one that was due."""
+
+    kind: str
+    """skipped, extra, reordered, mis-sized or misplaced."""
+    step: int
+    group: int
+    text: str
+    site: Site
+
+
+@dataclass
+class Cursor:
+    """The place of a rank in the sequence of calls of one kind of phase."""
+
+    strict: bool
+    """Whether a call that is not due is a deviation; else it is only looked up anew."""
+    expected: list[Expected] | None = None
+    learned: list[Expected] = field(default_factory=list[Expected])
+    before: list[Expected] | None = None
+    at: int = 0
+    passed: list[int] = field(default_factory=list[int])
+    """Places that were skipped in this step."""
+    deviations: int = 0
+    strayed: bool = False
+    others: list[list[Expected]] = field(default_factory=list[list[Expected]])
+    """Sequences of steps that deviated and came to their end, told of once: some steps do more than others."""
+    alike: list[bool] = field(default_factory=list[bool])
+    """Of each expected call: whether only the module tells it from the next one."""
+
+    def due(self, key: tuple[object, ...], start: FrameType) -> Expected | None:
+        """The expected call, where it is this one, made from `start`; moves on. `key`: the fields of a `Key`."""
+        expected, at = self.expected, self.at
+        if expected is None or at >= len(expected):
+            return None
+        one = expected[at]
+        if one.key != key or (self.alike[at] and one.carrier is not None and not one.carrier.same(start)):
+            return None
+        self.at = at + 1
+        if self.strayed or not self.strict:
+            self.learned.append(one)
+        return one
+
+    def came(self, one: Expected) -> bool:
+        """Take in a call that was not found to be due; whether it deviates."""
+        expected = self.expected
+        if expected is None or not self.strict:
+            self.learned.append(one)
+            return False
+        due = expected[self.at] if self.at < len(expected) else None
+        if due is not None and due.key == one.key and _later(expected, self.at, one) is None:
+            self.at += 1  # another module object, and nothing that says which
+            return False
+        if not self.strayed and self._switch(one):
+            return False
+        if not self.strayed:
+            self.learned = expected[: self.at]
+            self.strayed = True
+        self.learned.append(one)
+        return True
+
+    def _switch(self, one: Expected) -> bool:
+        """Go on by another known sequence, where this call is its next; whether there is one."""
+        for other in self.others:
+            if self.at < len(other) and _same(other[self.at], one) and _alike(other[: self.at], self._done()):
+                self._expect(other)
+                self.at += 1
+                return True
+        return False
+
+    def ends(self) -> bool:
+        """Whether a step may end here."""
+        expected = self.expected
+        return expected is None or self.at >= len(expected) or any(_alike(o, self._done()) for o in self.others)
+
+    def _done(self) -> list[Expected]:
+        return (self.expected or [])[: self.at]
+
+    def _expect(self, sequence: list[Expected]) -> None:
+        self.expected = sequence
+        pairs = zip(sequence, [*sequence[1:], None], strict=True)
+        self.alike = [b is not None and a.key == b.key and a.site.layer != b.site.layer for a, b in pairs]
+
+    def begin(self) -> None:
+        """A step begins: what the last one was like decides what is expected of this one."""
+        if self.strayed and self.expected is not None:
+            self.others = [self.expected, *self.others, self.learned][-KEPT:]
+        if self.expected is None or self.strayed:
+            if self.before is not None and _alike(self.before, self.learned) and self.learned:
+                self._expect(self.learned)
+                self.before = None
+            else:
+                self.before = self.learned
+        elif self.before is not None:
+            self.before = None
+        self.learned, self.at, self.strayed, self.deviations = [], 0, False, 0
+        self.passed.clear()
+
+
+def _alike(some: list[Expected], others: list[Expected]) -> bool:
+    return [one.key for one in some] == [one.key for one in others]
+
+
+def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> Deviation | None:
+    """What it means that `came` was called where another was due; puts the cursor behind it.
+
+    None where enough has been told of this step.
+    """
+    expected = cursor.expected or []
+    due = expected[cursor.at] if cursor.at < len(expected) else None
+    passed = next((i for i in cursor.passed if _same(expected[i], came)), None)
+    later = None if due is None else _later(expected, cursor.at, came)
+    kind, site, call = "extra", came.site, said(came, groups)
+    text = f"called {call} in step {step}, which is not due" + (f": due is {said(due, groups)}" if due else "")
+    if passed is not None:
+        cursor.passed.remove(passed)
+        kind, site = "reordered", expected[passed].site
+        text = f"called {said(expected[passed], groups)} in step {step} after calls that follow it"
+    elif due is not None and later is not None:
+        kind, site = "skipped", due.site
+        text = f"skipped {_left(expected, cursor.at, later, groups)} in step {step} and called {call}"
+        cursor.passed += range(cursor.at, later)
+        cursor.at = later + 1
+    elif due is not None and due.key[:2] == came.key[:2] and due.key.peer == came.key.peer:
+        kind, site = "mis-sized", due.site
+        text = f"called {said(due, groups)} in step {step} with {_size(came.key)} instead of {_size(due.key)}"
+        cursor.at += 1
+    cursor.deviations += 1
+    if cursor.deviations > AT_MOST:
+        return None
+    group = came.key.group if kind == "extra" or due is None else due.key.group
+    return Deviation(kind, step, group, text, site)
+
+
+def left_out(cursor: Cursor, step: int, groups: list[str]) -> Deviation | None:
+    """At the end of a step: the calls that were due and have not come."""
+    expected = cursor.expected
+    if expected is None or not cursor.strict or cursor.ends():
+        return None
+    if not cursor.strayed:
+        cursor.learned, cursor.strayed = expected[: cursor.at], True
+    due, text = expected[cursor.at], _left(expected, cursor.at, len(expected), groups)
+    return Deviation("skipped", step, due.key.group, f"ended step {step} without {text}", due.site)
+
+
+def _left(expected: list[Expected], start: int, stop: int, groups: list[str]) -> str:
+    """The calls that were due, in words."""
+    more = stop - start - 1
+    return _one_of(expected, start, groups) + (f" and {more} more" if more else "")
+
+
+def _later(expected: list[Expected], at: int, came: Expected) -> int | None:
+    for i in range(at + 1, min(len(expected), at + 1 + AHEAD)):
+        if _same(expected[i], came):
+            return i
+    return None
+
+
+def _same(one: Expected, came: Expected) -> bool:
+    known = one.carrier is not None and came.carrier is not None
+    return one.key == came.key and (not known or one.site.layer == came.site.layer)
+
+
+def _one_of(expected: list[Expected], at: int, groups: list[str]) -> str:
+    """The call that is due, and which others it cannot be told from: equal ones just before it that differ in place."""
+    first = at
+    while first and expected[first - 1].key == expected[at].key:
+        first -= 1
+    others = {expected[i].site for i in range(first, at)} - {expected[at].site}
+    known = all(expected[i].carrier is not None for i in range(first, at + 1))
+    more = f" or one of the {len(others)} equal calls before it" if others and not known else ""
+    return said(expected[at], groups) + more
+
+
+def said(one: Expected, groups: list[str]) -> str:
+    """A call in words."""
+    return call_words(OPS[one.key.op], groups[one.key.group], one.site)
+
+
+def _size(key: Key) -> str:
+    return f"{key.nbytes:,} bytes of {str(key.dtype).removeprefix('torch.')}"

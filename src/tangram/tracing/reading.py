@@ -1,0 +1,295 @@
+"""Traces as they lie on the disk, of ranks that run, have ended or were killed.
+
+Nothing is taken for complete: events and steps without their own number are passed over, a chunk that is torn ends its
+file, a line of names that is not whole is left out. What cannot be read at all is refused in a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tangram.errors import UserError
+from tangram.tracing.format import (
+    CHUNK_HEADER,
+    CHUNK_MAGIC,
+    EVENT_DTYPE,
+    HEADER,
+    HEADER_BYTES,
+    LIVE,
+    LIVE_AT,
+    MAGIC,
+    OPS,
+    ROW_DTYPE,
+    VERSION,
+    End,
+    Kind,
+    Phase,
+    ring_bytes,
+)
+from tangram.tracing.ring import unpacked_rows
+from tangram.tracing.sites import Site, call_words
+
+VERDICT = "verdict.json"
+"""What whoever watched the ranks has found when the run ended badly."""
+_RING = re.compile(r"rank-(\d+)\.ring")
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a rank writes over and over."""
+
+    beat: int
+    """Monotonic ns of its machine."""
+    cpu: int
+    """CPU time of the process, ns."""
+    waiting: int
+    """The number of the call that it waits for; 0: none."""
+    phase: Phase
+    step: int
+    deviations: int
+    end: End
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a collective, in the words of the names file."""
+
+    op: str
+    group: int
+    axes: str
+    ranks: tuple[int, ...]
+    turn: int
+    """Which call of the group it is, from 1."""
+    nbytes: int
+    dtype: str = ""
+    site: Site = field(default_factory=Site)
+
+    def __str__(self) -> str:
+        return call_words(self.op, self.axes, self.site)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of one rank."""
+
+    rank: int
+    world: int
+    pid: int
+    run: bytes
+    host: str
+    begun: int
+    """Monotonic ns of its machine."""
+    begun_wall: int
+    """ns since 1970."""
+    live: Live
+    events: npt.NDArray[np.void]
+    """Of `EVENT_DTYPE`, in order."""
+    rows: npt.NDArray[np.void]
+    """Of `ROW_DTYPE`, in order of steps."""
+    groups: Mapping[int, Mapping[str, Any]]
+    sites: Mapping[int, Mapping[str, Any]]
+    deviations: tuple[Mapping[str, Any], ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the run: the text of its mesh, the axes of stages, the seconds after which it is taken to hang."""
+    sequences: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """The sites of the calls of the steps that the rank has learned from, by step."""
+
+    @property
+    def last(self) -> int:
+        """The number of the last event; 0: none."""
+        return int(self.events["number"][-1]) if len(self.events) else 0
+
+    @cached_property
+    def waiting(self) -> Call | None:
+        """The call that it waits for."""
+        return self.call(self.live.waiting) if self.live.waiting else None
+
+    def call(self, number: int) -> Call | None:
+        """The call that an event began; None where it has left the ring."""
+        found = self.events[(self.events["number"] == number) & (self.events["kind"] == Kind.ENTER)]
+        return self.in_words(found[0]) if len(found) else None
+
+    def in_words(self, event: np.void) -> Call:
+        """An event that began a call."""
+        site, group = self.sites.get(int(event["site"]), {}), self.groups.get(int(event["group"]), {})
+        return Call(
+            op=op_word(int(event["op"])),
+            group=int(event["group"]),
+            axes=str(group.get("axes", "an unknown group")),
+            ranks=tuple(group.get("ranks", ())),
+            turn=int(event["turn"]),
+            nbytes=int(event["size"]),
+            dtype=str(site.get("dtype", "")),
+            site=Site(*(str(site.get(part, "")) for part in ("what", "layer", "line"))),
+        )
+
+    def turns(self, ranks: tuple[int, ...], axes: str) -> int:
+        """How many calls of the group of these ranks it has begun."""
+        for number, group in self.groups.items():
+            if tuple(group["ranks"]) == ranks and group["axes"] == axes:
+                some = self.events[(self.events["group"] == number) & (self.events["kind"] == Kind.ENTER)]
+                return int(some["turn"].max()) if len(some) else 0
+        return 0
+
+
+def op_word(op: int) -> str:
+    """The name of a kind of call."""
+    return OPS[op] if op < len(OPS) else f"call {op}"
+
+
+def trace_folder(folder: Path | str) -> Path:
+    """The folder of the newest trace of a run, or the one that is given. Raises UserError where there is none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f'there is no folder "{folder}"')
+    below = sorted((p for p in folder.glob("trace*") if p.is_dir() and any(p.glob("rank-*.ring"))), key=_number)
+    if any(folder.glob("rank-*.ring")):
+        return folder
+    if not below:
+        raise UserError(f'"{folder}" has no trace: give the folder of a run that was traced (run.trace), or its trace')
+    return below[-1]
+
+
+def _number(path: Path) -> int:
+    digits = path.name.removeprefix("trace").removeprefix("-")
+    return int(digits) if digits.isdigit() else 1
+
+
+def read(folder: Path | str) -> list[RankTrace]:
+    """The traces of all ranks that have one, in order. Raises UserError for what is no trace or one of several runs."""
+    folder = trace_folder(folder)
+    found = [read_rank(path) for path in sorted(folder.glob("rank-*.ring")) if _RING.fullmatch(path.name)]
+    runs = {one.run: one.rank for one in found}
+    if len(runs) > 1:
+        first, second, *_ = runs.values()
+        raise UserError(
+            f'"{folder}" has traces of {len(runs)} runs, as of ranks {first} and {second}: move those of one away'
+        )
+    return found
+
+
+def missing(traces: list[RankTrace]) -> list[int]:
+    """The ranks of the run that have no trace here."""
+    return sorted(set(range(traces[0].world)) - {one.rank for one in traces}) if traces else []
+
+
+def read_rank(path: Path) -> RankTrace:
+    """The trace of the rank whose ring this is."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f'"{path}" cannot be read: {error.strerror}') from None
+    try:
+        magic, version, rank, world, pid, events, rows, run, host, begun, wall = HEADER.unpack_from(data)
+    except struct.error:
+        raise UserError(f'"{path}" is too short for a trace ({len(data)} bytes): leave it out') from None
+    if magic != MAGIC:
+        raise UserError(f'"{path}" is no trace of Tangram: leave it out')
+    if version > VERSION:
+        raise UserError(f'"{path}" was written by a newer Tangram (version {version} of traces): read it with that one')
+    if len(data) < ring_bytes(events, rows):
+        raise UserError(f'"{path}" is cut off: {len(data)} of {ring_bytes(events, rows)} bytes are there')
+    names = _names(path.with_suffix(".names.jsonl"))
+    ring = np.frombuffer(data, ROW_DTYPE, rows, ring_bytes(events, 0))
+    return RankTrace(
+        rank=rank,
+        world=world,
+        pid=pid,
+        run=run,
+        host=host.rstrip(b"\0").decode(errors="replace"),
+        begun=begun,
+        begun_wall=wall,
+        live=live_of(data),
+        events=_events(np.frombuffer(data, EVENT_DTYPE, events, HEADER_BYTES)),
+        rows=_joined([*_chunks(path.with_suffix(".steps-before")), *_chunks(path.with_suffix(".steps")), ring]),
+        groups={int(one["group"]): one for one in names if "group" in one and "ranks" in one},
+        sites={int(one["site"]): one for one in names if "site" in one},
+        deviations=tuple(one for one in names if "deviation" in one),
+        about=next((cast("dict[str, Any]", one["run"]) for one in names if "run" in one), dict[str, Any]()),
+        sequences={int(one["step"]): tuple(one["sequence"]) for one in names if "sequence" in one},
+    )
+
+
+def live_of(data: bytes | mmap.mmap) -> Live:
+    """What a ring says of its rank now."""
+    beat, cpu, waiting, phase, step, deviations, end = LIVE.unpack_from(data, LIVE_AT)
+    what = Phase(phase) if phase < len(Phase) else Phase.OTHER
+    return Live(beat, cpu, waiting, what, step, deviations, End(end) if end in (0, 1, 2) else End.RUNNING)
+
+
+class Peek:
+    """The rings of ranks of one run, looked into again and again for next to nothing."""
+
+    def __init__(self, folder: Path, run: bytes) -> None:
+        self._folder, self._run = folder, run
+        self._rings: dict[Path, mmap.mmap] = {}
+        self._events: dict[Path, int] = {}
+
+    def look(self) -> list[tuple[int, Live]]:
+        """Of each rank that has begun, in order: the number of its last event, and what it says now."""
+        for path in sorted(self._folder.glob("rank-*.ring")):
+            if path not in self._rings and path.stat().st_size >= HEADER_BYTES:
+                with path.open("rb") as file:
+                    ring = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                _, _, _, _, _, events, rows, run, *_ = HEADER.unpack_from(ring)
+                if run == self._run and len(ring) >= ring_bytes(events, rows):
+                    self._rings[path], self._events[path] = ring, events
+        return [(self._last(path), live_of(ring)) for path, ring in sorted(self._rings.items())]
+
+    def _last(self, path: Path) -> int:
+        numbers = np.frombuffer(self._rings[path], EVENT_DTYPE, self._events[path], HEADER_BYTES)["number"]
+        return int(numbers.max())
+
+
+def _events(ring: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Those that stand where their number puts them, in order: a torn one does not."""
+    right = ring["number"] % len(ring) == np.arange(len(ring))
+    some = ring[right & (ring["number"] > 0)]
+    return some[np.argsort(some["number"])]
+
+
+def _joined(parts: list[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
+    """The rows of all parts, each once."""
+    rows = np.concatenate([part[part["step"] > 0] for part in parts])
+    _, first = np.unique(rows["begin"], return_index=True)
+    return rows[first]
+
+
+def _chunks(path: Path) -> list[npt.NDArray[np.void]]:
+    """The chunks of a file of steps up to the first that is not whole."""
+    if not path.exists():
+        return []
+    data, at = path.read_bytes(), 0
+    found: list[npt.NDArray[np.void]] = []
+    while at + CHUNK_HEADER.size <= len(data):
+        magic, rows, size, checksum = CHUNK_HEADER.unpack_from(data, at)
+        body = data[at + CHUNK_HEADER.size : at + CHUNK_HEADER.size + size]
+        if magic != CHUNK_MAGIC or len(body) < size or zlib.crc32(body) != checksum:
+            break
+        found.append(unpacked_rows(rows, body))
+        at += CHUNK_HEADER.size + size
+    return found
+
+
+def _names(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            found.append(cast("dict[str, Any]", json.loads(line)))
+        except ValueError:  # the last one, of a rank that was killed in the midst of it
+            continue
+    return found

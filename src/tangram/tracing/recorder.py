@@ -1,0 +1,299 @@
+"""What a rank tells its trace: collectives as they begin and end, steps, what it does, and what was not finite.
+
+`Recorder` writes; `Untraced` takes the same and does nothing. Whoever trains is handed one of the two. The time of a
+rank between the end of one collective and its wait for the next is its own, whatever the clocks of others say: who has
+more of it than its peers is slow, who has less waits for them.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import itertools
+import resource
+import struct
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from tangram.tracing.conformance import Cursor, Deviation, Expected, Key, deviation, left_out
+from tangram.tracing.format import (
+    AXES_AT_MOST,
+    BEAT_AT,
+    CHECKED,
+    DEVIATED,
+    DEVIATIONS_AT,
+    ENDED_AT,
+    EVENT,
+    EVENTS,
+    HEADER_BYTES,
+    OPS,
+    PHASE_AT,
+    STEP_AT,
+    WAITING_AT,
+    End,
+    Kind,
+    Phase,
+)
+from tangram.tracing.ring import TraceFiles
+from tangram.tracing.sites import caller, site_of
+
+BEAT_SECONDS = 0.25
+SHOWN_STEPS = 4
+"""Steps after the begin whose calls are all written down."""
+UNSETTLED = 16
+"""Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
+_LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
+_EVENT = EVENT.pack_into
+_now, _thread = time.monotonic_ns, threading.get_ident
+
+
+class Trace(Protocol):
+    """What a rank tells of itself."""
+
+    def step(self, number: int) -> None:
+        """A step begins, from 1, with its data."""
+        ...
+
+    def phase(self, phase: Phase) -> None:
+        """From now on it does this."""
+        ...
+
+    def not_finite(self, flags: int) -> None:
+        """This rank's own part of the step's loss or gradient is not finite (`format`'s flags)."""
+        ...
+
+    def label(self, modules: Iterable[nn.Module]) -> None:
+        """The parts of the model that will run, whose modules and parameters are called by their paths."""
+        ...
+
+    def failure(self) -> str:
+        """Why nothing is written any more, once; "" while all is well."""
+        ...
+
+
+class Untraced:
+    """Of a rank that is not traced: takes everything and does nothing."""
+
+    def step(self, number: int) -> None:
+        """Nothing."""
+
+    def phase(self, phase: Phase) -> None:
+        """Nothing."""
+
+    def not_finite(self, flags: int) -> None:
+        """Nothing."""
+
+    def label(self, modules: Iterable[nn.Module]) -> None:
+        """Nothing."""
+
+    def failure(self) -> str:
+        """Nothing has failed."""
+        return ""
+
+
+UNTRACED = Untraced()
+"""It has no state, so one is enough."""
+
+
+class Recorder:
+    """Writes the trace of one rank. Steps and phases come from one thread, which is the one that is timed."""
+
+    def __init__(self, files: TraceFiles, mesh: Mapping[str, object]) -> None:
+        """`mesh`: what is written of the run, for readers."""
+        self.files = files
+        self._memory = files.memory
+        self._numbers = itertools.count(1)
+        self._thread = _thread()
+        self._groups: list[str] = []
+        self._slots: list[int] = []
+        self._turns: list[int] = []
+        self._axes: dict[str, int] = {}
+        self._sites: dict[object, int] = {}
+        self._seen: dict[Key, int] = {}
+        self._labels: dict[int, str] = {}
+        self._checked, self._others = Cursor(strict=True), {p: Cursor(strict=False) for p in Phase if p not in CHECKED}
+        self._cursor = self._others[Phase.START]
+        self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
+        self._deviations, self._reported = 0, False
+        self._mark = self._begun = _now()
+        self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
+        self._stop = threading.Event()
+        files.name({"run": mesh})
+        self._beat()
+        threading.Thread(target=self._beats, daemon=True, name="tangram-heartbeat").start()
+
+    # ------------------------------------------------------------ calls
+
+    def group(self, name: str, axes: str, ranks: Sequence[int]) -> int:
+        """A process group that this rank is in; its number. `axes`: of the mesh, "" where unknown."""
+        number = len(self._groups)
+        self._groups.append(axes or name)
+        slot = self._axes.setdefault(axes or name, min(len(self._axes), AXES_AT_MOST - 1))
+        self._slots.append(slot)
+        self._turns.append(0)
+        words = {"group": number, "name": name, "axes": axes or name, "ranks": [*ranks], "slot": slot}
+        self.files.name(words)
+        return number
+
+    def enter(self, group: int, op: int, nbytes: int, dtype: torch.dtype | None, peer: int) -> int:
+        """A call of a collective begins, made by the caller's caller; the number of the event."""
+        number = next(self._numbers)
+        turn = self._turns[group] = self._turns[group] + 1
+        key = group, op, nbytes, dtype, peer
+        if _thread() == self._thread:
+            start = caller(2)
+            one = self._cursor.due(key, start)
+            site = self._unexpected(Key(*key), start) if one is None else one.number
+            self._calls += 1
+        else:
+            site = 0
+        at = HEADER_BYTES + (number % EVENTS) * 40
+        size = nbytes if nbytes > 0 else 0
+        _EVENT(self._memory, at, number, _now(), size, site, turn, group, 1, op, self._step)
+        return number
+
+    def waits(self, number: int) -> int:
+        """The rank waits for a call from now on; the time, for `waited`."""
+        now = _now()
+        if _thread() == self._thread:
+            self._own[self._phase] += now - self._mark
+            self._mark = now
+            _LONG(self._memory, WAITING_AT, number)
+        return now
+
+    def waited(self, number: int, group: int, op: int, since: int) -> None:
+        """It has waited: the call has ended."""
+        now = _now()
+        if _thread() == self._thread:
+            self._waits[self._slots[group]] += now - since
+            self._mark = now
+            _LONG(self._memory, WAITING_AT, 0)
+        event = next(self._numbers)
+        at = HEADER_BYTES + (event % EVENTS) * 40
+        turn = self._turns[group]
+        _EVENT(self._memory, at, event, now, now - since, number & 0xFFFFFFFF, turn, group, 2, op, self._step)
+
+    def _unexpected(self, key: Key, start: FrameType) -> int:
+        """The site of a call that was not found to be due; says where that is a deviation."""
+        seen = self._seen.get(key) if self._step > UNSETTLED and self._cursor.expected is None else None
+        if seen is not None:  # steps are never alike, so that looking at the stack would be for each call
+            return seen
+        site, carrier = site_of(self._labels, start)
+        known = key, site
+        number = self._sites.get(known)
+        if number is None:
+            number = self._sites[known] = len(self._sites) + 1
+            words = {"site": number, "op": OPS[key.op], "group": key.group, "bytes": key.nbytes, "peer": key.peer}
+            dtype = str(key.dtype).removeprefix("torch.")
+            self.files.name(words | {"dtype": dtype, "what": site.what, "layer": site.layer, "line": site.line})
+        self._seen[key] = number
+        came = Expected(key, site, number, carrier)
+        if self._cursor.came(came):
+            self._deviated(deviation(self._cursor, came, self._step, self._groups))
+        return number
+
+    def _deviated(self, one: Deviation | None) -> None:
+        self._flags |= DEVIATED
+        if one is None:
+            return
+        self._deviations += 1
+        words = {"deviation": self._deviations, "kind": one.kind, "step": one.step, "group": one.group}
+        place = {"what": one.site.what, "layer": one.site.layer, "line": one.site.line}
+        self.files.name(words | {"text": one.text, "time": _now()} | place)
+        self._event(Kind.DEVIATION, site=self._deviations, group=one.group)
+        _INT(self._memory, DEVIATIONS_AT, self._deviations)
+
+    def _event(self, kind: Kind, *, op: int = 0, site: int = 0, group: int = 0) -> None:
+        number = next(self._numbers)
+        at = HEADER_BYTES + (number % EVENTS) * 40
+        _EVENT(self._memory, at, number, _now(), 0, site, 0, group, kind, op, self._step)
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, number: int) -> None:
+        """A step begins, from 1, with its data, and so does what is expected of its calls."""
+        self._end_step()
+        self._step = number
+        _INT(self._memory, STEP_AT, number)
+        self._event(Kind.STEP)
+        if number > 1 and (number <= SHOWN_STEPS or self._checked.strayed):
+            self._write_sequence(number - 1)
+        self._checked.begin()
+        for cursor in self._others.values():
+            cursor.begin()
+        self.phase(Phase.DATA)
+
+    def phase(self, phase: Phase) -> None:
+        """From now on it does this."""
+        now = _now()
+        self._own[self._phase] += now - self._mark
+        self._mark = now
+        self._phase = phase
+        if phase in CHECKED:
+            self._cursor = self._checked
+        else:
+            self._cursor = self._others[phase]
+            self._cursor.at = 0  # it comes several times in a step, or in some steps only
+        _INT(self._memory, PHASE_AT, phase)
+        self._event(Kind.PHASE, op=phase)
+
+    def not_finite(self, flags: int) -> None:
+        """This rank's own part of the step's loss or gradient is not finite."""
+        self._flags |= flags
+
+    def label(self, modules: Iterable[nn.Module]) -> None:
+        """Call the modules and parameters by their paths."""
+        for part in modules:
+            modules_ = cast("Iterable[tuple[str, nn.Module]]", part.named_modules())
+            self._labels |= {id(module): path for path, module in modules_ if path}
+            self._labels |= {id(parameter): path for path, parameter in part.named_parameters()}
+
+    def failure(self) -> str:
+        """Why nothing is written any more, the first time that it is asked."""
+        said, self._reported = self._reported, self._reported or bool(self.files.failure)
+        return "" if said else self.files.failure
+
+    def close(self, end: End) -> None:
+        """The rank ends; how."""
+        self._end_step(ended=end is End.FINISHED)
+        self._stop.set()
+        _INT(self._memory, ENDED_AT, end)
+
+    def _end_step(self, ended: bool = True) -> None:
+        now = _now()
+        self._own[self._phase] += now - self._mark
+        self._mark = now
+        if self._step:
+            due = left_out(self._checked, self._step, self._groups) if ended else None
+            if due is not None:
+                self._deviated(due)
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            row = (self._step, self._flags, min(self._calls, 0xFFFF), self._begun, now - self._begun, memory)
+            own, waits = ([min(t // 1000, 0xFFFFFFFF) for t in some] for some in (self._own, self._waits))
+            self.files.row(self._rows, (*row, *own, *waits))
+            self._rows += 1
+        self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
+        self._begun, self._flags, self._calls = now, 0, 0
+
+    def _write_sequence(self, step: int) -> None:
+        """What was called in a step, for who compares ranks: the number of each call's site, in order."""
+        cursor = self._checked
+        calls = cursor.learned if cursor.strayed or cursor.expected is None else cursor.expected
+        self.files.name({"sequence": [one.number for one in calls], "step": step})
+
+    # ------------------------------------------------------------ heartbeat
+
+    def _beats(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            with suppress(ValueError):  # the memory has been given back
+                self._beat()
+
+    def _beat(self) -> None:
+        _BEAT(self._memory, BEAT_AT, _now(), time.process_time_ns())

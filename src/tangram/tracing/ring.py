@@ -1,0 +1,123 @@
+"""What a rank writes: its ring, the steps that leave it, and the names that its numbers stand for.
+
+Memory is taken before the first event: a disk that is full is met at the begin and not in the midst of a step, where
+it would be a signal that ends the process. Names and chunks of steps grow; when they cannot be written `failure` says
+why, and nothing more is written.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tangram.tracing.format import (
+    CHUNK,
+    CHUNK_HEADER,
+    CHUNK_MAGIC,
+    EVENTS,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    ROW,
+    ROW_DTYPE,
+    ROWS,
+    VERSION,
+    file_of,
+    ring_bytes,
+)
+
+LARGEST_STEPS = 2**24
+"""Bytes of a file of steps, after which it becomes the older one of two."""
+
+
+class TraceFiles:
+    """The files of one rank. Raises OSError where they cannot be made."""
+
+    def __init__(self, folder: Path, run: bytes, rank: int, world: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.failure = ""
+        self._steps = folder / file_of(rank, "steps")
+        self._written = 0  # rows that are in chunks
+        path, size = folder / file_of(rank, "ring"), ring_bytes()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            self.memory = mmap.mmap(descriptor, size)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        host = socket.gethostname().encode()[:64]
+        HEADER.pack_into(
+            self.memory, 0, MAGIC, VERSION, rank, world, os.getpid(), EVENTS, ROWS, run, host,
+            time.monotonic_ns(), time.time_ns(),
+        )  # fmt: skip
+        self._steps.unlink(missing_ok=True)
+        self._names = os.open(folder / file_of(rank, "names.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def name(self, words: Mapping[str, object]) -> None:
+        """Write a line of names, in one piece."""
+        if not self.failure:
+            try:
+                os.write(self._names, json.dumps(words).encode() + b"\n")
+            except OSError as error:
+                self._give_up(error)
+
+    def row(self, number: int, values: tuple[int, ...]) -> None:
+        """Write the `number`-th step, from 0; a chunk of them goes to its file when it is whole."""
+        ROW.pack_into(self.memory, HEADER_BYTES + EVENTS_BYTES + (number % ROWS) * ROW.size, *values)
+        if number + 1 - self._written >= CHUNK and not self.failure:
+            self._flush(number + 1)
+
+    def _flush(self, stop: int) -> None:
+        ring = np.frombuffer(self.memory, ROW_DTYPE, ROWS, HEADER_BYTES + EVENTS_BYTES)
+        packed = packed_rows(ring[np.arange(self._written, stop) % ROWS])
+        del ring  # else the memory could not be given back
+        try:
+            if self._steps.exists() and self._steps.stat().st_size > LARGEST_STEPS:
+                self._steps.replace(self._steps.with_suffix(".steps-before"))
+            with self._steps.open("ab") as file:
+                file.write(packed)
+        except OSError as error:
+            self._give_up(error)
+        self._written = stop
+
+    def _give_up(self, error: OSError) -> None:
+        self.failure = f"tracing has stopped, training goes on: {error.strerror or error}"
+
+
+EVENTS_BYTES = ring_bytes(EVENTS, 0) - HEADER_BYTES
+
+
+def packed_rows(rows: npt.NDArray[np.void]) -> bytes:
+    """A chunk: the columns one after the other, each as differences from row to row, compressed."""
+    columns = [rows[name].reshape(len(rows), -1).T for name in ROW_DTYPE.names or ()]
+    data = b"".join(
+        np.ascontiguousarray(np.diff(column, prepend=column.dtype.type(0), axis=1)).tobytes() for column in columns
+    )
+    body = zlib.compress(data, 6)
+    return CHUNK_HEADER.pack(CHUNK_MAGIC, len(rows), len(body), zlib.crc32(body)) + body
+
+
+def unpacked_rows(rows: int, body: bytes) -> npt.NDArray[np.void]:
+    """The inverse of `packed_rows`, of what stands behind its header."""
+    data, at = zlib.decompress(body), 0
+    found = np.zeros(rows, ROW_DTYPE)
+    for name in ROW_DTYPE.names or ():
+        kind = ROW_DTYPE[name]
+        base, width = kind.base, int(np.prod(kind.shape, dtype=int))
+        stop = at + rows * width * base.itemsize
+        differences = np.frombuffer(data[at:stop], base).reshape(width, rows)
+        found[name] = np.cumsum(differences, axis=1, dtype=base).T.reshape(found[name].shape)
+        at = stop
+    return found

@@ -1,0 +1,150 @@
+"""Looks after the ranks of a run from outside, over their traces alone, and says when they hang and why.
+
+A run hangs when some rank waits in a collective, nobody has recorded anything for the set time, and no rank that does
+not wait has a good reason to be busy: a checkpoint, an evaluation, the start, a first step that compiles, or simply
+that its process computes. No good reason is to wait for each other, to be stopped, or to sleep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tangram.errors import UserError
+from tangram.tracing import stacks
+from tangram.tracing.blame import DEVIATIONS, STILL_SECONDS, Finding, Outside, findings, lifeless
+from tangram.tracing.format import PATIENT, End, Phase
+from tangram.tracing.reading import VERDICT, Peek, RankTrace, read
+from tangram.tracing.settings import TraceSettings
+
+LOOK_SECONDS = 0.5
+STACK_SECONDS = 1.0
+BUSY = 0.05
+"""The share of a core from which on a process computes."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A run that hangs, and why."""
+
+    rank: int
+    """Whose fault it is, as far as is known; else the first that waits."""
+    sentence: str
+    findings: tuple[Finding, ...]
+
+
+class Watch:
+    """Of the ranks of one run."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._settings = settings
+        self._peek = Peek(settings.folder, settings.run)
+        self._noted: dict[int, int] = {}
+        """By rank, how many of its deviations have been noted."""
+        self._state: list[int] = []
+        self._moved = time.monotonic_ns()
+        self._cpu: list[int] = []
+        self._hangs: Hang | None = None
+
+    def look(self) -> tuple[list[Finding], Hang | None]:
+        """What ranks have noted since the last look, and whether they hang."""
+        now, ranks = time.monotonic_ns(), self._peek.look()
+        fresh = (
+            self._news() if any(live.deviations > self._noted.get(i, 0) for i, (_, live) in enumerate(ranks)) else []
+        )
+        state = [last for last, _ in ranks]
+        if state != self._state or not state:
+            self._state, self._moved, self._cpu = state, now, [live.cpu for _, live in ranks]
+        still = (now - self._moved) / 1e9
+        if not 0 < self._settings.hang_seconds <= still or not any(live.waiting for _, live in ranks):
+            return fresh, None
+        return fresh, self._hang(self._read(), now, still)
+
+    def _read(self) -> list[RankTrace]:
+        try:
+            return [one for one in read(self._settings.folder) if one.run == self._settings.run]
+        except UserError:  # one is just making its files, or somebody has taken them away
+            return []
+
+    def _news(self) -> list[Finding]:
+        fresh: list[Finding] = []
+        for i, trace in enumerate(self._read()):
+            known = {int(one["step"]) for one in trace.deviations[: self._noted.get(i, 0)]}
+            self._noted[i] = max(len(trace.deviations), trace.live.deviations)
+            fresh += [one for one in findings([trace]) if one.step not in known and one.kind in DEVIATIONS]
+        return fresh
+
+    def _hang(self, traces: Sequence[RankTrace], now: int, still: float) -> Hang | None:
+        if not traces or len(traces) < traces[0].world:
+            return None
+        outside = outside_of(traces, now)
+        if any(
+            self._excused(trace, cpu, traces, outside, still) for trace, cpu in zip(traces, self._cpu, strict=False)
+        ):
+            return None
+        pids = {trace.rank: trace.pid for trace in traces if trace.rank not in outside.stopped}
+        seen = stacks.request(self._settings.folder, pids, STACK_SECONDS)
+        patience = 0.9e9 * min(self._settings.hang_seconds, STILL_SECONDS)
+        found = tuple(findings(traces, replace(outside, stacks=seen, still_ns=patience)))
+        blamed = [one for one in found if one.kind != "slow"]
+        rank = blamed[0].ranks[0] if blamed else next(trace.rank for trace in traces if trace.waiting)
+        why = (
+            "; ".join(one.text for one in blamed)
+            or f"rank {rank} waits in {traces[rank].waiting}, which all have joined"
+        )
+        self._hangs = Hang(rank, f"no rank has moved for {still:.0f} s: {why}", found)
+        return self._hangs
+
+    def _excused(self, trace: RankTrace, cpu: int, traces: Sequence[RankTrace], outside: Outside, still: float) -> bool:
+        """Whether a rank that the others may wait for has a good reason."""
+        if trace.waiting is not None or trace.rank in lifeless(traces, outside):
+            return False
+        if trace.live.end is not End.RUNNING:
+            return False
+        if trace.live.phase in PATIENT or (trace.live.step <= 1 and trace.live.phase is not Phase.DATA):
+            return True
+        return (trace.live.cpu - cpu) / 1e9 > BUSY * still
+
+    def end(self, sentence: str, dead: int | None = None) -> None:
+        """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended.
+
+        `dead`: the rank whose process ended without a word. Of a run that has not come to its first step nothing is
+        left.
+        """
+        traces = self._read()
+        if not any(trace.live.step for trace in traces) and self._hangs is None:
+            shutil.rmtree(self._settings.folder, ignore_errors=True)
+            return
+        gone = frozenset[int]() if dead is None else frozenset({dead})
+        found = self._hangs.findings if self._hangs else findings(traces, Outside(gone=gone))
+        words = {"sentence": sentence, "findings": [one.as_json() for one in found]}
+        with suppress(OSError):
+            (self._settings.folder / VERDICT).write_text(json.dumps(words, indent=1), encoding="utf-8")
+
+
+def outside_of(traces: Sequence[RankTrace], now: int) -> Outside:
+    """What this machine knows of the processes of ranks that it runs; of those of others their hearts tell."""
+    here = os.uname().nodename
+    states = {trace.rank: process_state(trace) for trace in traces if trace.host == here}
+    running = {trace.rank for trace in traces if trace.live.end is End.RUNNING}
+    stopped = frozenset(rank for rank, state in states.items() if state == "T")
+    gone = frozenset(rank for rank, state in states.items() if state in ("", "Z", "X") and rank in running)
+    alive = any(state not in ("", "Z", "X") for state in states.values())
+    return Outside(now if alive else None, gone if alive else frozenset(), stopped)
+
+
+def process_state(trace: RankTrace) -> str:
+    """The letter of the kernel for the state of a rank's process; "" where it is gone, or another has its number."""
+    try:
+        fields = Path(f"/proc/{trace.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    ticks = os.sysconf("SC_CLK_TCK")
+    begun = int(fields[19]) / ticks  # seconds since the machine was started, as the monotonic clock has it, about
+    return fields[0] if begun <= trace.begun / 1e9 + STILL_SECONDS else ""

@@ -1,0 +1,170 @@
+"""Real ranks, one of which errs: it is named, with what it did, and within which time; clean runs are left in peace."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bench._tracing import jobs
+from bench._tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, Case, train
+from tangram.errors import UserError
+from tangram.tracing.blame import Finding
+from tangram.tracing.format import CHECKED, End, Kind
+from tangram.tracing.reading import read
+from tangram.tracing.report import TraceReport, report
+from tangram.tracing.settings import TraceSettings
+from tangram.training.observe.events import Note
+from tangram.training.run.launch import RankError, run_ranks
+
+HANG = 2.0  # seconds
+
+
+def job(folder: Path, case: Case) -> tuple[TraceReport, str, list[str], float]:
+    """The report on a job with a fault, the error that it ended with, the notes while it ran, and how long it took."""
+    notes: list[str] = []
+    settings = TraceSettings(folder, mesh=MESH, hang_seconds=HANG)
+    error, begun = "", time.monotonic()
+    try:
+        run_ranks(
+            train,
+            case,
+            world=4,
+            on_event=lambda event: notes.append(event.text) if isinstance(event, Note) else None,
+            device="cpu",
+            trace=settings,
+        )
+    except RankError as failure:
+        error = str(failure)
+    return report(folder), error, notes, time.monotonic() - begun
+
+
+def first(found: TraceReport) -> Finding:
+    assert found.findings, found
+    return found.findings[0]
+
+
+def test_a_clean_run_is_read_back_and_nothing_is_found(tmp_path: Path) -> None:
+    found, error, notes, _ = job(tmp_path, Case())
+    assert (found.findings, found.notes, notes, error) == ((), (), [], "")
+    assert found.state == "ended well, after step 14"
+    for trace in read(tmp_path):
+        assert trace.live.end is End.FINISHED
+        assert trace.rows["step"].tolist() == [*range(1, 15)]
+        assert trace.rows["calls"].tolist() == [
+            2 * LAYERS + 1 + 2 * (s == EVALUATES) + (s == SAVES) for s in range(1, 15)
+        ]
+        enters = trace.events[trace.events["kind"] == Kind.ENTER]
+        exits = trace.events[trace.events["kind"] == Kind.EXIT]
+        assert enters["number"].tolist() == exits["site"].tolist()
+        words = [str(trace.in_words(one)) for one in enters[enters["step"] == 9]]
+        assert words[1] == f"all-reduce over tp in 1 (_tracing/jobs.py:{_line('dist.all_reduce(x, group=self.group)')})"
+        assert words[3] == f"all-reduce over dp (_tracing/jobs.py:{_line('dist.all_reduce(grad, group=group)')})"
+        assert words[6].startswith("all-reduce over dp tp")
+        times = trace.rows["own_us"][:, [*CHECKED]].sum(1) + trace.rows["wait_us"].sum(1)
+        assert (times <= trace.rows["nanoseconds"] / 1e3 + 1).all()
+
+
+def _line(text: str) -> int:
+    lines = Path(jobs.__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if text in line)
+
+
+def test_a_stopped_rank_is_named_by_report_while_it_hangs_and_after(tmp_path: Path) -> None:
+    found, error, _, seconds = job(tmp_path, Case("stop", rank=2, step=9, layer=1))
+    assert error.startswith("rank 2 of 4 ended the job: no rank has moved for 2 s: rank 2 stands still"), error
+    assert "forward of step 9" in error
+    one = first(found)
+    assert (one.kind, one.ranks, one.step) == ("stopped", (2,), 9)
+    assert any(line.startswith("rank 3 waits in all-reduce over tp in 1") for line in one.details), one.details
+    assert found.state.startswith("ended badly: rank 2 of 4")
+    assert seconds < HANG + 25  # of which the start of four processes on a busy machine is the most
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "axes", "words"),
+    [
+        (Case("skip", rank=2, step=9, layer=1), "skipped", "tp", "rank 2 skipped all-reduce over tp in 1 (_tracing/"),
+        (Case("skip-grad", rank=1, step=9, layer=2), "skipped", "dp", "rank 1 skipped all-reduce over dp"),
+        (Case("extra", rank=3, step=8, layer=0), "extra", "tp", "which is not due"),
+        pytest.param(
+            Case("reorder", rank=0, step=9), "skipped", "dp", "rank 0 skipped all-reduce", marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda value: value.fault if isinstance(value, Case) else None,
+)
+def test_a_call_that_is_not_due_is_named_in_its_step_and_the_hang_is_put_down_to_it(
+    case: Case, kind: str, axes: str, words: str, tmp_path: Path
+) -> None:
+    found, error, notes, _ = job(tmp_path, case)
+    one = first(found)
+    assert (one.kind, one.ranks, one.step, one.axes) == (kind, (case.rank,), case.step, axes)
+    assert words in one.text
+    assert one.line.startswith("_tracing/jobs.py:")
+    assert notes, "it was told of while it ran"
+    assert notes[0] == one.text
+    assert f"rank {case.rank} of 4 ended the job" in error, error
+    assert len(found.findings) == 1, "those who wait for it are not blamed"
+
+
+@pytest.mark.parametrize("fault", ["size", pytest.param("dtype", marks=pytest.mark.slow)])
+def test_a_mis_sized_call_is_named_though_others_die_of_it(fault: str, tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case(fault, rank=2, step=9, layer=2))
+    kinds = {one.kind: one for one in found.findings}
+    assert kinds["mis-sized"].ranks == (2,)
+    assert kinds["mis-sized"].step == 9
+    assert first(found).kind == "mis-sized"
+    assert ("5,120 bytes of float32 instead of 4,096" in kinds["mis-sized"].text) == (fault == "size"), error
+
+
+def test_a_killed_rank_is_named_and_its_last_steps_are_there(tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case("kill", rank=1, step=9, layer=2))
+    assert error.startswith("rank 1 of 4 ended the job: killed by signal 9")
+    one = first(found)
+    assert (one.kind, one.ranks, one.step) == ("died", (1,), 9)
+    trace = read(tmp_path)[1]
+    assert trace.live.end is End.RUNNING
+    assert trace.rows["step"].tolist() == [*range(1, 9)]
+    assert trace.in_words(trace.events[trace.events["kind"] == Kind.ENTER][-1]).site.layer == "1"
+
+
+@pytest.mark.parametrize("fault", ["slow", pytest.param("slow-data", marks=pytest.mark.slow)])
+def test_a_slow_rank_is_named_with_what_it_is_slow_in(fault: str, tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case(fault, rank=1, step=1, steps=20, seconds=0.06))
+    assert not error
+    one = first(found)
+    assert (one.kind, one.ranks) == ("slow", (1,))
+    assert ("most of it in data" if fault == "slow-data" else "most of it in forward") in one.text
+    assert {*one.axes.split(" and ")} == {"tp", "dp"}, "its peer of tp waits in the forward, that of dp in the backward"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_a_rank_that_sleeps_is_named_by_its_stack(step: int, tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case("sleep", rank=3, step=step, layer=1))
+    if step == 1:  # it may compile: then the time limit of collectives is what ends it
+        assert "rank 3 stands" not in error
+    one = first(found)
+    assert (one.kind, one.ranks) == ("absent", (3,))
+    assert "at _tracing/jobs.py" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["skip", "skip-grad", "extra"])
+def test_a_fault_of_the_first_step_is_found_by_comparing_ranks(fault: str, tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case(fault, rank=2, step=1, layer=1))
+    one = first(found)
+    assert (one.kind, one.ranks, one.step) == ("unlike", (2,), 1)
+    assert "rank 2 of 4 ended the job" in error
+
+
+def test_a_disk_without_room_stops_the_trace_and_not_the_run(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")  # a folder that cannot be made, as one of a disk that is full
+    notes: list[object] = []
+    settings = TraceSettings(blocked / "trace", mesh=MESH)
+    done = run_ranks(train, Case(steps=3), world=4, on_event=notes.append, device="cpu", trace=settings)
+    assert done == [3] * 4
+    assert len(notes) == 4
+    assert 'not traced: "' in str(notes[0])
+    with pytest.raises(UserError, match="there is no folder"):
+        report(blocked / "trace")

@@ -1,0 +1,171 @@
+"""Traces written, read, and read when they are torn, cut off, of two runs, of a newer version or not there."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tangram.errors import UserError
+from tangram.tracing.blame import Outside, findings
+from tangram.tracing.format import EVENTS, HEADER_BYTES, LOSS_NOT_FINITE, ROW_DTYPE, ROWS, Kind, Phase, file_of
+from tangram.tracing.reading import Peek, read
+from tangram.tracing.recorder import Recorder
+from tangram.tracing.report import report
+from tangram.tracing.ring import TraceFiles, packed_rows, unpacked_rows
+from tangram.tracing.settings import fresh_folder
+
+RUN = b"r" * 16
+
+
+def write(folder: Path, rank: int, steps: int, run: bytes = RUN, world: int = 2, slow_ms: int = 0) -> Recorder:
+    """A rank's trace of steps with two calls each, made without any rank."""
+    files = TraceFiles(folder, run, rank, world)
+    recorder = Recorder(files, {"mesh": "dp=2", "stages": []})
+    group = recorder.group("0", "dp", [0, 1])
+    for step in range(1, steps + 1):
+        recorder.step(step)
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            recorder.phase(phase)
+            number = recorder.enter(group, 0, 64, torch.float32, -1)
+            recorder.waited(number, group, 0, recorder.waits(number))
+    return recorder
+
+
+def test_steps_that_have_left_the_ring_are_read_from_their_columns(tmp_path: Path) -> None:
+    write(tmp_path, 0, ROWS + 200)
+    (trace,) = read(tmp_path)
+    assert trace.rows["step"].tolist() == [*range(1, ROWS + 200)]  # the last one has not ended
+    assert (trace.rows["calls"] == 2).all()
+    assert (tmp_path / file_of(0, "steps")).stat().st_size / (ROWS + 128) < 200, "bytes a step"
+    assert len(trace.events) == min(EVENTS, trace.last)
+    assert (np.diff(trace.events["number"].astype(int)) == 1).all()
+
+
+def test_columns_are_what_they_were_made_of() -> None:
+    rng = np.random.default_rng(0)
+    rows = np.zeros(50, ROW_DTYPE)
+    for name in ROW_DTYPE.names or ():
+        kind = rows[name].dtype
+        rows[name] = rng.integers(0, np.iinfo(kind).max, rows[name].shape, dtype=kind)
+    packed = packed_rows(rows)
+    assert (unpacked_rows(50, packed[struct.calcsize("<4sIII") :]) == rows).all()
+
+
+def test_what_was_recorded_before_kill_9_is_read(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from tests.tracing.test_files import write\n"
+        "write(Path(sys.argv[1]), 0, 9); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == -9
+    (trace,) = read(tmp_path)
+    assert trace.rows["step"].tolist() == [*range(1, 9)]
+    assert trace.live.step == 9
+    assert trace.events["kind"].tolist().count(Kind.ENTER) == 18
+
+
+def test_a_torn_event_a_torn_chunk_and_half_a_line_are_left_out(tmp_path: Path) -> None:
+    recorder = write(tmp_path, 0, 300)
+    whole = read(tmp_path)[0]
+    ring = tmp_path / file_of(0, "ring")
+    with ring.open("r+b") as file:  # an event whose number was written for another place
+        file.seek(HEADER_BYTES + 40 * (int(whole.events["number"][-5]) % EVENTS))
+        file.write(struct.pack("<Q", 7777777))
+    steps = tmp_path / file_of(0, "steps")
+    steps.write_bytes(steps.read_bytes()[:-3])
+    with (tmp_path / file_of(0, "names.jsonl")).open("ab") as file:
+        file.write(b'{"site": 99, "op')
+    (torn,) = read(tmp_path)
+    assert len(torn.events) == len(whole.events) - 1
+    assert set(whole.rows["step"]) - set(torn.rows["step"]) <= set(range(1, 300 - ROWS + 64))
+    assert torn.sites.keys() == whole.sites.keys()
+    assert recorder.failure() == ""
+
+
+def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no trace: give the folder of a run"):
+        read(tmp_path)
+    write(tmp_path, 0, 3)
+    ring = tmp_path / file_of(0, "ring")
+    data = ring.read_bytes()
+    for bad, said in (
+        (data[:50], "is too short for a trace"),
+        (b"x" * len(data), "is no trace of Tangram"),
+        (data[:5000], r"is cut off: 5000 of \d+ bytes are there"),
+        (data[:8] + struct.pack("<I", 99) + data[12:], "was written by a newer Tangram"),
+    ):
+        ring.write_bytes(bad)
+        with pytest.raises(UserError, match=said):
+            read(tmp_path)
+    ring.write_bytes(data)
+    write(tmp_path, 1, 3, run=b"s" * 16)
+    with pytest.raises(UserError, match="has traces of 2 runs, as of ranks 0 and 1: move those of one away"):
+        read(tmp_path)
+
+
+def test_ranks_that_are_missing_are_named_and_the_others_read(tmp_path: Path) -> None:
+    write(tmp_path, 1, 3, world=4)
+    assert report(tmp_path).notes == ("ranks 0, 2, 3 of 4 have no trace here: findings are of the others",)
+
+
+def test_a_full_disk_stops_the_trace_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = write(tmp_path, 0, 2)
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    group = recorder.group("1", "tp", [0])
+    assert recorder.failure() == "tracing has stopped, training goes on: No space left on device"
+    assert recorder.failure() == ""
+    recorder.enter(group, 0, 8, None, -1)
+    recorder.step(4)
+
+
+def test_nothing_of_a_tensor_but_its_size_is_written(tmp_path: Path) -> None:
+    recorder = write(tmp_path, 0, 5)
+    recorder.not_finite(LOSS_NOT_FINITE)
+    recorder.step(6)
+    lines = (tmp_path / file_of(0, "names.jsonl")).read_text().splitlines()
+    words = {key for line in lines for key in json.loads(line)}
+    known = {"run", "group", "name", "axes", "ranks", "slot", "site", "op", "bytes", "peer", "dtype", "what", "layer"}
+    assert words <= known | {"line", "sequence", "step"}
+    assert [one.text for one in findings(read(tmp_path))] == [
+        "rank 0: the own part of the loss of step 5 is not finite"
+    ]
+
+
+def test_each_time_that_a_run_goes_on_it_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    write(fresh_folder(tmp_path), 0, 3)
+    write(fresh_folder(tmp_path), 0, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace-2"]
+    assert read(tmp_path)[0].live.step == 8, "the newest is read"
+
+
+def test_a_look_tells_what_a_whole_reading_tells(tmp_path: Path) -> None:
+    write(tmp_path, 0, 40)
+    write(tmp_path, 1, 20)
+    write(tmp_path, 2, 20, run=b"o" * 16)
+    looked = Peek(tmp_path, RUN).look()
+    (tmp_path / file_of(2, "ring")).unlink()
+    assert [(last, live.step) for last, live in looked] == [(trace.last, trace.live.step) for trace in read(tmp_path)]
+
+
+def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
+    write(tmp_path / "alive", 0, 4)
+    write(tmp_path / "alive", 1, 4)
+    assert findings(read(tmp_path / "alive")) == []
+    copy = Path(shutil.copytree(tmp_path / "alive", tmp_path / "copy"))  # in which no heart beats
+    for rank, seconds in ((0, 100.0), (1, 90.0)):
+        with (copy / file_of(rank, "ring")).open("r+b") as file:
+            file.seek(512)
+            file.write(struct.pack("<Q", int(seconds * 1e9)))
+    (one,) = findings(read(copy), Outside())
+    assert (one.kind, one.ranks) == ("stopped", (1,))
