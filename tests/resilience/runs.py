@@ -23,6 +23,7 @@ class Run:
 
     at: Mapping[int, int] = field(default_factory=dict[int, int])
     """By step: the rank that is killed when there is a snapshot of that step, or of a later one."""
+    signal: int = signal.SIGKILL
     memory: Path | None = None
     on_note: Callable[[str], None] = lambda text: None
     pids: Sequence[int] = ()
@@ -57,7 +58,7 @@ class Run:
             there = [marker.step for path in self.memory.glob("attempt-*") for _, marker in whole(path)]
             if max(there, default=0) >= due[0]:
                 self.killed.append(due[0])
-                os.kill(self.pids[self.at[due[0]]], signal.SIGKILL)
+                os.kill(self.pids[self.at[due[0]]], self.signal)
 
     @property
     def losses(self) -> list[float]:

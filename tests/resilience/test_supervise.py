@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tangram.resilience import tiers
 from tangram.resilience.policy import Limits
 from tangram.resilience.supervise import Settings
 from tangram.resilience.tiers import memory_of
+from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.training.observe.events import CheckpointSaved
 from tangram.training.run.launch import RankError
 from tests.resilience.runs import Run, job_of, run, text_in
@@ -131,3 +133,14 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
     assert seen.losses == undisturbed.losses
     assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
     assert [marker.step for _, marker in whole(folder / "checkpoint")] == [20, 40, STEPS]
+
+
+def test_a_rank_that_stands_still_is_a_failure_too(text: Path, undisturbed: Run) -> None:
+    seen = Run(at={3: 1}, signal=signal.SIGSTOP)
+    job = job_of(text.parent / "stopped", text, **TABLES)
+    job = replace(job, trace=TraceSettings(fresh_folder(job.folder), mesh=job.plan.mesh, hang_seconds=3))
+    run(job, seen)
+    assert seen.losses == undisturbed.losses
+    assert [one.memory for one in seen.recovered] == [True]
+    assert any("no rank has moved for 3 s: rank 1" in note for note in seen.notes), seen.notes
+    assert sorted(path.name for path in job.folder.glob("trace*")) == ["trace", "trace-2"], "the first says of what"
