@@ -60,7 +60,7 @@ class Trace:
     role: str
     """Its colour, by a name of the style sheet."""
     kind: str
-    """"bars", "area", "steps" (lines that hold until the next point), "line" or "points"."""
+    """"bars", "area", "steps" (lines that hold until the next point), "line", "points" or "intervals"."""
     x: Sequence[Any]
     y: Sequence[Any]
     text: Sequence[str] = ()
@@ -69,6 +69,9 @@ class Trace:
     """Where bars begin."""
     label: Sequence[str] = ()
     """What is written at each point."""
+    low: Sequence[float] = ()
+    """Where intervals begin, along x."""
+    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,11 @@ def time_of_rows(choices: Sequence[Choice], names: Sequence[str], tokens: int, *
         for name in PARTS
         if any(one.parts[name] / one.step >= 0.002 for one in choices)
     ]  # fmt: skip
+    low, middle, high = ([end * by for end, by in zip(ends, each, strict=True)] for ends in zip(
+        *((one.low, one.step, one.high) for one in choices), strict=True
+    ))  # fmt: skip
+    text = [f"90 % of runs like it: {one.low:.3g} to {one.high:.3g} s" for one in choices]
+    traces.append(Trace("90 % of runs like it", "ink", "intervals", middle, names, text, low=low, high=high))
     said = f"{three(choices[0].step)} s in {names[0]}, {_most(choices[0].parts, PARTS)}."
     return Picture(
         "time",

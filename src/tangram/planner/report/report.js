@@ -22,6 +22,11 @@
         cliponaxis: false, textfont: { color: colour("ink") },
       };
     }
+    if (one.kind === "intervals") {
+      const away = { array: one.high.map((end, i) => end - one.x[i]), arrayminus: one.low.map((end, i) => one.x[i] - end) };
+      return { ...drawn, type: "scatter", mode: "markers", marker: { color: shade, size: 4 },
+        error_x: { type: "data", symmetric: false, ...away, color: shade, thickness: 1.25, width: 4 } };
+    }
     const line = { color: shade, width: one.kind === "area" ? 0.5 : 1.75, shape: one.kind === "line" ? "linear" : "hv" };
     if (one.kind === "area") {
       const sum = "%{y:.2f} GB";
