@@ -36,7 +36,7 @@ def _narrower(dim: Dim, columns: int) -> Dim | None:
         return None if dim.n % columns else replace(dim, size=dim.n // columns)
     if len(dim.terms) > 1:
         return None
-    *outer, inner = dim.terms[0]
+    *outer, inner = next(iter(dim.terms))
     narrower = _narrower(inner, columns)
     return None if narrower is None else replace(dim, terms=((*outer, narrower),))
 

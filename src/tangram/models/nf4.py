@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -65,8 +66,7 @@ class Scales:
 def largest(weight: Tensor) -> Tensor:
     """The largest absolute value of each block, float32 [out, in / 64], of a weight [out, in]."""
     blocks = weight.reshape(weight.shape[0], -1, BLOCK)
-    found: Tensor = torch.linalg.vector_norm(blocks, torch.inf, dim=-1)  # of which nothing is rounded
-    return found.float()
+    return cast(Tensor, torch.linalg.vector_norm(blocks, torch.inf, dim=-1)).float()  # of which nothing is rounded
 
 
 def scales_of(found: Tensor) -> Scales:
