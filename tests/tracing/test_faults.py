@@ -138,11 +138,9 @@ def test_a_slow_rank_is_named_with_what_it_is_slow_in(fault: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 2, 9])
+@pytest.mark.parametrize("step", [2, 9])
 def test_a_rank_that_sleeps_is_named_by_its_stack(step: int, tmp_path: Path) -> None:
     found, error, _, _ = job(tmp_path, Case("sleep", rank=3, step=step, layer=1))
-    if step == 1:  # it may compile: then the time limit of collectives is what ends it
-        assert "rank 3 stands" not in error
     one = first(found)
     assert (one.kind, one.ranks) == ("absent", (3,))
     assert "at _tracing/jobs.py" in error
