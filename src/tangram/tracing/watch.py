@@ -2,7 +2,8 @@
 
 A run hangs when some rank waits in a collective, nobody has recorded anything for the set time, and no rank that does
 not wait has a good reason to be busy: a checkpoint, an evaluation, the start, a first step that compiles, or simply
-that its process computes. No good reason is to wait for each other, to be stopped, or to sleep.
+that its process computes. No good reason is to wait for each other, to be stopped, or to sleep. Where a process is
+stopped, the others may wait in what is not recorded, as in a save: that is a hang, too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Watch:
         if state != self._state or not state:
             self._state, self._moved, self._cpu = state, now, [live.cpu for _, live in ranks]
         still = (now - self._moved) / 1e9
-        if not 0 < self._settings.hang_seconds <= still or not any(live.waiting for _, live in ranks):
+        if not 0 < self._settings.hang_seconds <= still:
             return fresh, None
         return fresh, self._hang(self._read(), now, still)
 
@@ -84,16 +85,17 @@ class Watch:
         if not traces or len(traces) < traces[0].world:
             return None
         outside = outside_of(traces, now)
-        if any(
+        excused = (
             self._excused(trace, cpu, traces, outside, still) for trace, cpu in zip(traces, self._cpu, strict=False)
-        ):
+        )
+        if not outside.stopped and (not any(trace.waiting for trace in traces) or any(excused)):
             return None
         pids = {trace.rank: trace.pid for trace in traces if trace.rank not in outside.stopped}
         seen = stacks.request(self._settings.folder, pids, STACK_SECONDS)
         patience = 0.9e9 * min(self._settings.hang_seconds, STILL_SECONDS)
         found = tuple(findings(traces, replace(outside, stacks=seen, still_ns=patience)))
         blamed = [one for one in found if one.kind != "slow"]
-        rank = blamed[0].ranks[0] if blamed else next(trace.rank for trace in traces if trace.waiting)
+        rank = blamed[0].ranks[0] if blamed else next((trace.rank for trace in traces if trace.waiting), 0)
         why = (
             "; ".join(one.text for one in blamed)
             or f"rank {rank} waits in {traces[rank].waiting}, which all have joined"
