@@ -103,7 +103,7 @@ def train_request(
                 replace_plan(folder, dumps(chosen.plan))
             memory = None if chosen.predicted is None else chosen.predicted.memory
             trace, digest = _trace_settings(chosen.plan, folder), ready.corpus.digest
-            return RankJob(chosen.plan, folder, digest, ready.costs, resume, request.profile, memory, trace)
+            return RankJob(chosen.plan, folder, digest, ready.costs, resume, request.profile, memory, trace=trace)
 
         job = on_one(meeting, begin)
         if not leads:
