@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from tangram.tracing.conformance import Cursor, Deviation, Expected, Key, deviation, left_out
-from tangram.tracing.sites import Site, caller
+from tangram.tracing.sites import Site, caller, site_of
 
 GROUPS = ["dp", "tp"]
 
@@ -93,3 +93,11 @@ def test_a_call_too_many_is_found_in_its_step(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(step)))
     found = run([" ".join(step)] * 4 + [" ".join([*step[:at], "C", *step[at:]])])
     assert [one.kind for one in found] == ["extra"]
+
+
+def test_a_line_of_no_file_is_nobodys_code() -> None:
+    """As the first one of a process that was started with one."""
+    found: list[str] = []
+    names = {"__name__": "__main__", "found": found, "site_of": site_of, "caller": caller}
+    exec(compile("found.append(site_of({}, caller(0))[0].line)", "<string>", "exec"), names)  # noqa: S102
+    assert "test_conformance.py:" in found[0]
