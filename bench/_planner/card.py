@@ -98,7 +98,10 @@ def _section(page: str, title: str) -> str:
 
 def _threads(printed: str) -> str:
     lines = "\n".join(f"- {line}" for line in printed.strip().splitlines())
-    head = "Of `data/published/threads.csv`, from which nothing was learned, but how far learned effects may reach was chosen with them in view (without it 21 are right); the memory is of the kind that was told."
+    head = (
+        "Of `data/published/threads.csv`, from which nothing was learned, but how far learned effects may reach was "
+        "chosen with them in view (without it 21 are right); the memory is of the kind that was told."
+    )
     return f"\n## {THREADS}\n\n{head}\n\n{lines}\n"
 
 
