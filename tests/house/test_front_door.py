@@ -122,7 +122,7 @@ INTERNALS = frozenset(
     for name in (
         *("attention-kernels", "attention-numerics", "checkpoint", "data", "extending", "fused", "hardware"),
         *("notation", "op-accuracy", "planner", "relayout", "sharding", "sharding-choose", "sharding-derive"),
-        *("sharding-dtensor", "sharding-in-code", "training"),
+        *("sharding-dtensor", "sharding-in-code", "sharding-propagation", "sharding-run", "planner-export", "training"),
     )
 )
 """Pages on a room's inside, which name its modules."""

@@ -91,5 +91,5 @@ def test_a_small_table_has_intervals_and_says_what_it_leaves_out(tmp_path: Path)
     one = next(row for row in rows if row["step_s"])
     path.write_text(text + ",".join({**one, "gpu": "Quantum9"}[name] for name in one).replace("\n", " ") + "\n")
     found = [row.figure for row in planner.rows(True, ("time",), runs=path)]
-    assert any(figure.startswith("runs in their interval of 90 of 100") for figure in found)
+    assert any(figure.startswith("runs in their 90 % interval") for figure in found)
     assert any('left out: there is no device "Quantum9"' in figure for figure in found)
