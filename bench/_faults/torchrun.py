@@ -46,8 +46,11 @@ def seconds(plan: Plan, folder: Path) -> float | None:
             return None
         return time.monotonic() - begun
     finally:
-        os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+        agent.terminate()  # it ends its workers, which have sessions of their own
+        try:
+            agent.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(agent.pid, signal.SIGKILL)
 
 
 def _after_restart(lines: list[str]) -> list[str]:
