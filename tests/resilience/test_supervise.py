@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tangram.checkpoint.store.commits import whole
-from tangram.resilience import tiers
+from tangram.errors import UserError
+from tangram.resilience import promoter, supervise, tiers
 from tangram.resilience.policy import Limits
 from tangram.resilience.supervise import Settings
 from tangram.resilience.tiers import memory_of
@@ -144,3 +145,23 @@ def test_a_rank_that_stands_still_is_a_failure_too(text: Path, undisturbed: Run)
     assert [one.memory for one in seen.recovered] == [True]
     assert any("no rank has moved for 3 s: rank 1" in note for note in seen.notes), seen.notes
     assert sorted(path.name for path in job.folder.glob("trace*")) == ["trace", "trace-2"], "the first says of what"
+
+
+def test_what_the_disk_does_not_take_stays_in_memory(
+    text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, folder: Path) -> Path:
+        raise OSError(28, "No space left on device", str(folder))
+
+    folder, seen = text.parent / "no_room", Run()
+    with monkeypatch.context() as patched:
+        patched.setattr(promoter, "promote", full)
+        patched.setattr(supervise, "promote", full)
+        with pytest.raises(UserError, match="the last checkpoint, of step 60, could not be written"):
+            run(job_of(folder, text, **TABLES), seen)
+        with pytest.raises(UserError, match="make room there"):
+            supervise.rescue(folder, seen)
+    assert seen.losses == undisturbed.losses
+    supervise.rescue(folder, seen)
+    assert [marker.step for _, marker in whole(folder / "checkpoint")] == [STEPS]
+    assert not (memory_of(folder) or folder).exists()

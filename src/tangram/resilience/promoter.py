@@ -49,7 +49,7 @@ class Promoter:
             begun = time.monotonic()
             try:
                 path = promote(pinned, self._folder)
-            except (OSError, UserError) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, it is told, and the next one is tried
                 self._events.put(SaveFailed(snapshot.step, sentence(error)))
                 continue
             finally:

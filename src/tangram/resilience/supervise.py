@@ -92,22 +92,32 @@ def supervised(
 def rescue(folder: Path, on_event: OnEvent) -> None:
     """Bring to the disk what the launcher of a run, who was killed, has left in memory, where that is newer.
 
-    Raises UserError where another process trains in this folder.
+    Raises UserError where another process trains in this folder, or the disk takes none of it: it stays in memory.
     """
     with alone(folder):
-        _rescue(Tiers(memory_of(folder), folder / CHECKPOINTS), on_event)
+        if why := _rescue(Tiers(memory_of(folder), folder / CHECKPOINTS), on_event):
+            raise UserError(why)
 
 
-def _rescue(tiers: Tiers, on_event: OnEvent) -> None:
+def _rescue(tiers: Tiers, on_event: OnEvent) -> str:
+    """Why what is newer in memory could not be brought to the disk, and stays there; else nothing is left in memory."""
+    why = ""
     for newest in tiers.newest_first():
         try:
             if not tiers.on_disk(newest):
                 step, path = read_marker(newest).step, promote(newest, tiers.disk)
                 on_event(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
-            break
+            tiers.forget()
+            return ""
         except (OSError, UserError) as error:
-            on_event(Note(f"the newest snapshot could not be brought to the disk: {sentence(error)}"))
-    tiers.forget()
+            on_event(Note(f"a snapshot could not be brought to the disk: {sentence(error)}"))
+            why = why or (
+                f'the state in memory, "{newest}", could not be brought to "{tiers.disk}": {sentence(error)}: make '
+                "room there, and go on with tangram launch --resume"
+            )
+    if not why:
+        tiers.forget()
+    return why
 
 
 @dataclass
@@ -248,6 +258,8 @@ class _Run:
         self.promoter.close()
         self.pass_on()
         self.promoter = Promoter(self.tiers.disk, ())
+        if self.newest is not None and not self.tiers.on_disk(Path(self.newest.path)):
+            raise UserError(f"the last checkpoint, of step {self.newest.step}, could not be written to the disk")
 
     def pass_on(self) -> None:
         """What the promoter has to tell."""
