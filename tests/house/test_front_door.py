@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tangram
 import tangram.checkpoint
@@ -233,13 +233,12 @@ def test_a_model_of_accelerate_is_saved_as_it_is(tmp_path: Path) -> None:
 def on_ranks(rank: int, folder: str) -> None:
     """From FSDP2 to DTensors, by the package's own functions; then a model made parallel."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    group = dist.group.WORLD
     sharded = linear()
     fully_shard(sharded)
-    tangram.checkpoint.save({"model": sharded}, f"{folder}/fsdp", group=group)
+    tangram.checkpoint.save({"model": sharded}, f"{folder}/fsdp")
     mesh = init_device_mesh("cpu", (2,))
     weight, bias = (distribute_tensor(torch.zeros(*shape), mesh, [Shard(0)]) for shape in ((12, 8), (12,)))
-    tangram.checkpoint.load({"model": {"weight": weight, "bias": bias}}, f"{folder}/fsdp", group=group)
+    tangram.checkpoint.load({"model": {"weight": weight, "bias": bias}}, f"{folder}/fsdp")
     assert torch.equal(weight.full_tensor(), linear().weight)
 
     x, alone, model = torch.ones(4, 8), linear(), linear()
@@ -251,7 +250,63 @@ def on_ranks(rank: int, folder: str) -> None:
     assert torch.allclose(found.full_tensor(), alone.weight.grad)
     with pytest.raises(UserError, match='the mesh "tp=4" has 4 ranks and the process group 2'):
         tangram.parallelize(linear(), "tp=4", [], inputs={"input": x})
+    a_loop_of_ones_own(folder, rank)
     dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """A parameter that is cut, one that is not, a norm, and a dropout that evaluation leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.drop, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Dropout(0.1), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(self.up(self.norm(x)).relu()))
+
+
+def block() -> Block:
+    torch.manual_seed(1)
+    return Block()
+
+
+def a_loop_of_ones_own(folder: str, rank: int) -> None:
+    """What such a loop has by habit, on a mesh with an axis that cuts nothing: the numbers are those of one process."""
+    x, alone = torch.randn(4, 8), block().eval()
+    for mesh, marks in (("tp=2", ["up.weight: out/tp in"]), ("dp=1 tp=2", ["down.weight: out in/tp"])):
+        model = block()
+        parallel = tangram.parallelize(model, mesh, marks, inputs={"x": x})
+        assert all(isinstance(p, DTensor) for p in model.parameters()), "else torch refuses to take them together"
+        with torch.inference_mode():  # as the first call of all
+            assert torch.allclose(model.eval()(x), alone(x), atol=1e-6)
+        optim = torch.optim.AdamW(model.parameters(), foreach=True)
+        whole = block().eval()
+        theirs = torch.optim.AdamW(whole.parameters())
+        norms: list[torch.Tensor] = []
+        for _ in range(2):
+            for one, stepped in ((model, optim), (whole, theirs)):
+                stepped.zero_grad()
+                one(x).square().sum().backward()
+                if one is model:
+                    parallel.sum_gradients()
+                norm: Any = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                norms = [*norms, norm] if one is whole else [norm.full_tensor()]
+                stepped.step()
+            assert torch.allclose(norms[0], norms[1])
+        for name, p in model.named_parameters():
+            assert torch.allclose(p.full_tensor(), whole.get_parameter(name), atol=1e-6)  # pyright: ignore
+        tangram.save({"model": model, "optim": optim}, f"{folder}/{mesh}")
+        other = block()
+        if rank == 0:  # and one process of several
+            tangram.load(
+                {"model": other, "optim": torch.optim.AdamW(other.parameters())}, f"{folder}/{mesh}", no_dist=True
+            )
+            assert all(torch.allclose(p, whole.get_parameter(name), atol=1e-6) for name, p in other.named_parameters())
+        compiled = torch.compile(again := block(), backend="eager")
+        tangram.parallelize(again, mesh, marks, inputs={"x": x})
+        tangram.load({"model": again}, f"{folder}/{mesh}")
+        again.eval()
+        assert torch.allclose(compiled(x), whole(x), atol=1e-6)
 
 
 def test_fsdp_dtensors_and_a_parallel_model_on_two_ranks(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
     from tangram.checkpoint import load, save
 
     state = {"model": model, "optim": optimiser, "progress": {"step": 100}}
-    save(state, "runs/step-100", group=group)        # every rank calls it; group=None: this process alone
-    load(state, "runs/step-100", group=group)        # in place, at any other mesh and number of ranks
+    save(state, "runs/step-100")        # every rank calls it
+    load(state, "runs/step-100")        # in place, at any other mesh and number of ranks
 
 Tensors of a state are plain ones, replicated on every rank, DTensors as FSDP2 makes them, or `LocalPart` parts with
 their layout. Names are imported when they are first used.

@@ -1,6 +1,6 @@
 """Load a state from a checkpoint of any layout and any number of ranks, in place.
 
-    load({"model": model, "optim": optimiser, "progress": progress}, "runs/step-100", group=group)
+    load({"model": model, "optim": optimiser, "progress": progress}, "runs/step-100")
 
 Everything that can be known beforehand is checked, on all ranks, before the first byte of the state changes: names,
 shapes, dtypes, groups of parameters. Sections that the state does not have are not loaded, so weights alone are
@@ -59,18 +59,20 @@ def load(
     only: Sequence[str] = (),
     cast: bool = False,
     memory: int = MEMORY,
+    no_dist: bool = False,
 ) -> Loaded:
-    """Fill the state of all ranks of `group` (None: of this process alone) from the checkpoint `path`, and wait.
+    """Fill the state of all ranks of `group` (None: all that there are) from the checkpoint `path`, and wait.
 
     The state is as for `save`, on any mesh; a collective call. An optimiser without states gets them first, and its
     settings are put back group by group; what is no tensor is put back into tables, and is in the `objects` of what is
     returned. `only`: patterns of names, such as `model.layers.0.*`; what none fits stays as it is. `strict`: names must
     be the same on both sides. `cast`: convert stored tensors of other dtypes. `memory`: bytes to read through.
+    `no_dist`: this process alone.
 
     Raises LoadError or another UserError on all ranks, before anything changed, where state and checkpoint do not fit;
     DamagedError, which names tensor and file, where stored bytes are not those that were written.
     """
-    path, peers = Path(path), Peers(group)
+    path, peers = Path(path), Peers.of_call(group, no_dist)
     manifest = _together(peers, lambda: commits.read_manifest(path))
     if len(set(peers.all_words(manifest.id))) > 1:
         raise LoadError(f'the ranks do not read the same checkpoint: the folder of "{path}" is not shared by all')

@@ -1,6 +1,6 @@
 """Save a state: every rank writes its share, the first puts the parts together and commits.
 
-    save({"model": model, "optim": optimiser, "progress": {"step": 100}}, "runs/step-100", group=group)
+    save({"model": model, "optim": optimiser, "progress": {"step": 100}}, "runs/step-100")
 
 Whatever fails on any rank, all of them hear of it, and nothing is left where a checkpoint would be.
 """
@@ -23,15 +23,20 @@ from tangram.relayout.exchange.peers import PeerLostError, Peers
 
 
 def save(
-    state: State, path: str | Path, *, group: dist.ProcessGroup | None = None, about: About | None = None
+    state: State,
+    path: str | Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    about: About | None = None,
+    no_dist: bool = False,
 ) -> Manifest | None:
-    """Write the state of all ranks of `group` (None: of this process alone) as the checkpoint `path`, and wait.
+    """Write the state of all ranks of `group` (None: all that there are) as the checkpoint `path`, and wait.
 
-    `group` must move tensors of the CPU (gloo). Returns the manifest on the first rank, None on the others. Raises
+    A collective call. `group` must move tensors of the CPU (gloo); `no_dist`: of this process alone. Returns the manifest on the first rank, None on the others. Raises
     SaveError on all ranks when one of them cannot write or has died, or when there is a checkpoint `path` already;
     UserError for a state that no checkpoint can hold.
     """
-    peers = Peers(group)
+    peers = Peers.of_call(group, no_dist)
     try:
         return save_described(describe(state, peers), Path(path), peers, about or About())
     except PeerLostError as error:

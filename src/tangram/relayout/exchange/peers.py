@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tangram.errors import UserError
+
 _HEAD, _SHORT = 8, 504
 """Bytes of a length, and of a word that passes together with it: most are no longer."""
 
@@ -58,6 +60,23 @@ class Peers:
 
     group: dist.ProcessGroup | None = None
     """Of a backend that moves tensors of the CPU, as gloo."""
+
+    @staticmethod
+    def of_call(group: dist.ProcessGroup | None, no_dist: bool = False) -> "Peers":
+        """Who takes part in a collective call: the ranks of `group`, or all of the default process group.
+
+        This process alone where there is none, or with `no_dist`. Raises UserError for a default process group that
+        moves no tensors of the CPU.
+        """
+        if group is not None or no_dist or not dist.is_initialized():
+            return Peers(None if no_dist else group)
+        backends = dist.get_backend_config()
+        if "cpu" not in backends:
+            raise UserError(
+                f"the default process group ({backends}) moves no tensors of the CPU: give "
+                'group=torch.distributed.new_group(backend="gloo"), or no_dist=True to be this process alone'
+            )
+        return Peers(dist.group.WORLD)
 
     @property
     def index(self) -> int:

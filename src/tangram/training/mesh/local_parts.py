@@ -146,10 +146,13 @@ def as_dtensors(
     coords: Mapping[str, int],
     devices: Devices,
     plain: Collection[str] = (),
+    over_all: bool = False,
 ) -> PlainParts:
     """Make DTensors of the parameters that are cut, over the axes that cut each; those that are plain tensors instead.
 
     Every rank has all of each, so nothing is sent. `plain`: more of these, beside what torch has no word for.
+    `over_all`: of every parameter, over all axes, replicated over those that do not cut it. torch's own functions over
+    many tensors (`clip_grad_norm_`, foreach optimisers) take DTensors of one mesh, and none beside plain tensors.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -158,7 +161,7 @@ def as_dtensors(
     for _, module in named_modules(model):
         for key, whole in [*module.named_parameters(recurse=False)]:
             states = states_of[whole]
-            axes = [(axis, n) for axis, n in mesh.views[0] if states[axis].kind == "cut"]
+            axes = [(axis, n) for axis, n in mesh.views[0] if over_all or states[axis].kind == "cut"]
             if not axes:
                 continue
             if whole not in made:

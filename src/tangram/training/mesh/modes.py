@@ -97,6 +97,14 @@ def _plain(one: Any) -> dict[str, Any]:
 
 
 @contextmanager
+def without_inference() -> Generator[None]:
+    """Inference mode is off within, and gradients are as they are outside, where leaving it would put them on."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+@contextmanager
 def steady(model: nn.Module) -> Generator[None]:
     """Raise UserError where what runs within draws from a generator that is not torch's."""
     before = _others()

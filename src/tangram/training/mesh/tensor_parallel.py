@@ -111,7 +111,7 @@ def parallel(
     found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
         found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).found
-    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text)
+    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text, over_all=True)
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ class DerivedModel:
         dtype: torch.dtype,
         rules: str = "",
         plain: Collection[str] = (),
+        over_all: bool = False,
     ) -> None:
         self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, states, dtype, rules
         shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -178,9 +179,9 @@ class DerivedModel:
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
         self._routes = RankRoutes(self._groups)
-        self.plain = as_dtensors(model, states, mesh, self._coords, devices, plain)
+        self.plain = as_dtensors(model, states, mesh, self._coords, devices, plain, over_all)
         """Parameters of which a plain tensor is this rank's part."""
-        cut = {name for name, own in states.items() if any(state.kind == "cut" for state in own.values())}
+        cut = {name for name, own in states.items() if over_all or any(state.kind == "cut" for state in own.values())}
         self._local = LocalParts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
@@ -225,20 +226,28 @@ class DerivedModel:
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The whole model's forward, as the program of its inputs' sizes says."""
 
+        # What is derived at the first call of a compiled model is no part of what is compiled.
+        begin = cast("Callable[..., tuple[dict[str, Any], bool]]", torch.compiler.disable(self._begin))
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._model)
-            now = self._now(given)
-            if torch.is_grad_enabled():
-                self._sum_alike(now.program)
-            if now.program.random:
-                modes.agree_on_draws(self._groups, self._model)
-                self._number(now.program, given)
-            self._runtime.begin(now)
-            self._local.begin(now.program.found.folded.graph)
-            with without_fast_path(), as_captured() if now.program.cuts_queries else nullcontext():
+            given, cuts_queries = begin(args, kwargs)
+            with without_fast_path(), as_captured() if cuts_queries else nullcontext():
                 return forward(**given)
 
         return run
+
+    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The arguments of a forward by their names, and whether queries of attention are cut; its program begins."""
+        given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._model)
+        now = self._now(given)
+        if torch.is_grad_enabled():
+            self._sum_alike(now.program)
+        if now.program.random:
+            modes.agree_on_draws(self._groups, self._model)
+            self._number(now.program, given)
+        self._runtime.begin(now)
+        self._local.begin(now.program.found.folded.graph)
+        return given, now.program.cuts_queries
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
         sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in inputs.items())
@@ -290,7 +299,8 @@ class DerivedModel:
 
     def _planned(self, inputs: Mapping[str, Any]) -> Now:
         modes.follow(self._template, self._model)
-        with _disable_current_modes(), modes.steady(self._model):  # of a run without memory: the template has its own
+        # Of a run without memory the template has its own; and in inference mode operators come undecomposed.
+        with _disable_current_modes(), modes.without_inference(), modes.steady(self._model):
             return self._planned_from({name: modes.without_values(x) for name, x in inputs.items()})
 
     def _planned_from(self, inputs: Mapping[str, Any]) -> Now:

@@ -3,6 +3,7 @@
 parallel = parallelize(model, "dp=2 tp=4", ["*.up.weight: inner/tp hidden"], inputs={"x": x})
 model(x=x).sum().backward()
 parallel.sum_gradients()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimiser.step()
 """
 
@@ -29,14 +30,15 @@ def parallelize(
 ) -> DerivedModel:
     """Shard a model in place, and have its forward communicate as the marks say. Collective over the mesh.
 
-    `model`: with the same values on all ranks, or on meta; its parameters become DTensors where they are sharded.
+    `model`: with the same values on all ranks, or on meta; its parameters become DTensors over the whole mesh.
     `mesh`: a DeviceMesh whose dims are named, or text as `"dp=2 tp=4"` over all ranks of the process group that was
     begun. `marks`: as of `tangram.derive`, beside those in the model's own code. `inputs`: keyword arguments of the
     forward, of which only sizes count; other sizes are derived when they come.
 
     Each rank calls the model with all of its inputs, and gets results that no mark names in full. After the backward,
     `sum_gradients()` of what is returned adds up the gradients of parameters that ranks have used for different parts.
-    Build the optimiser afterwards. Raises UserError for what does not fit the mesh, or cannot be run.
+    Clip after that, and build the optimiser after this call. Raises UserError for what does not fit the mesh, or cannot
+    be run.
     """
     return parallel(model, marks_from(marks), _devices(model, mesh), inputs)
 
