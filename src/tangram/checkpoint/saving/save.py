@@ -32,9 +32,9 @@ def save(
 ) -> Manifest | None:
     """Write the state of all ranks of `group` (None: all that there are) as the checkpoint `path`, and wait.
 
-    A collective call. `group` must move tensors of the CPU (gloo); `no_dist`: of this process alone. Returns the manifest on the first rank, None on the others. Raises
-    SaveError on all ranks when one of them cannot write or has died, or when there is a checkpoint `path` already;
-    UserError for a state that no checkpoint can hold.
+    A collective call. `group` must move tensors of the CPU (gloo); `no_dist`: of this process alone. Returns the
+    manifest on the first rank, None on the others. Raises SaveError on all ranks when one of them cannot write or has
+    died, or when there is a checkpoint `path` already; UserError for a state that no checkpoint can hold.
     """
     peers = Peers.of_call(group, no_dist)
     try:
