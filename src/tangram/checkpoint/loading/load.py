@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from tangram.checkpoint.loading import optimiser_load
 from tangram.checkpoint.loading.read import MEMORY, DamagedError, Want, read_wants
-from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.state.describe import describe, parameter_names
 from tangram.checkpoint.state.entries import Described, LocalPart, State, StateEntry
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
@@ -239,7 +239,7 @@ def _put_back(state: State, manifest: Manifest, only: Sequence[str]) -> None:
     for section, content in state.items():
         own = {name.removeprefix(f"{section}."): v for name, v in objects.items() if name.startswith(f"{section}.")}
         if isinstance(content, Optimizer):
-            optimiser_load.put_back(content, own, optimiser_load.names_of(state))
+            optimiser_load.put_back(content, own, parameter_names(state))
         elif isinstance(content, MutableMapping):
             for key, value in own.items():
                 _put(cast("MutableMapping[str, Any]", content), key, value)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tangram.checkpoint.state.describe import parameter_names
 from tangram.checkpoint.state.entries import Described, State
 from tangram.checkpoint.state.optimiser_groups import matched_groups, settings_of
 from tangram.errors import UserError
@@ -33,15 +34,9 @@ class MadeStates:
             optimiser.state.pop(parameter, None)
 
 
-def names_of(state: State) -> dict[int, str]:
-    """The names of all parameters of the modules in a state, by their identity."""
-    modules = [content for content in state.values() if isinstance(content, nn.Module)]
-    return {id(p): name for module in modules for name, p in module.named_parameters()}
-
-
 def prepare(state: State, stored: Iterable[str], made: MadeStates) -> None:
     """Give states to the parameters that have some under a stored name and none here."""
-    names = names_of(state)
+    names = parameter_names(state)
     having = {name.rpartition(".")[0] for name in stored}
     for section, content in state.items():
         if not isinstance(content, Optimizer):

@@ -29,6 +29,10 @@ from tangram.relayout import TensorSpec
 from tangram.relayout.copies.dtensor import layout_of, mesh_of
 from tangram.relayout.exchange.peers import Peers
 
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_COMPILED = "_orig_mod."
+"""In the names of what is inside a compiled module."""
+
 
 def describe(state: State, peers: Peers | None = None) -> Described:
     """Every tensor of a state as it lies on this rank. Collective over `peers`.
@@ -79,7 +83,7 @@ def _leaves(section: str, content: Any, state: State) -> Iterator[tuple[str, Any
     if isinstance(content, nn.Module):
         yield from _of_module(section, content)
     elif isinstance(content, Optimizer):
-        yield from _of_optimiser(section, content, _names(state))
+        yield from _of_optimiser(section, content, parameter_names(state))
     elif isinstance(content, Mapping):
         yield from _of_table(section, cast("Mapping[str, Any]", content))
     else:
@@ -102,22 +106,43 @@ def _has_tensor(value: Any) -> bool:
 
 def _of_module(section: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters and persistent buffers; what is tied comes once, by its first name."""
+    for name, tensor in named_tensors(module).items():
+        yield f"{section}.{name}", tensor
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a module by the names of its `state_dict`, without those of wrappers.
+
+    So a model has the same names whether it is compiled, in DDP, or has layers wrapped for recompute. Raises UserError
+    for what `state_dict` gives beside them: nothing could be put back there.
+    """
+    while isinstance(module, _WRAPPERS):
+        module = cast(nn.Module, module.module)
     kept = module.state_dict(keep_vars=True)
-    seen: set[int] = set()
-    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if name in kept and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield f"{section}.{name}", tensor
+    by_tensor = {id(value): key for key, value in reversed(kept.items())}
+    found: dict[int, tuple[str, Tensor]] = {}
+    alike: set[str] = set()
+    for name, tensor in itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        key = name if name in kept else by_tensor.get(id(tensor))
+        if key is not None:
+            alike.add(key)
+            found.setdefault(id(tensor), (key.replace(_COMPILED, ""), tensor))
+    more = next((key for key, value in kept.items() if key not in alike and value is not None), None)
+    if more is not None:
+        raise UserError(
+            f"the state_dict of {type(module).__name__} has {more!r}, which is no parameter or buffer of it, so it "
+            "could not be loaded again: give the module's own parts, or what it keeps there as a table beside it"
+        )
+    return dict(found.values())
 
 
-def _names(state: State) -> dict[int, str]:
-    """The names of all parameters of the modules in a state."""
-    return {
-        id(parameter): name
-        for content in state.values()
-        if isinstance(content, nn.Module)
-        for name, parameter in content.named_parameters()
-    }
+def parameter_names(state: State) -> dict[int, str]:
+    """The names of all parameters of the modules in a state, by identity; also where `state_dict` leaves them out."""
+    modules = [content for content in state.values() if isinstance(content, nn.Module)]
+    left_out = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
+    return left_out | {id(tensor): name for module in modules for name, tensor in named_tensors(module).items()}
 
 
 def _of_optimiser(section: str, optimiser: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
