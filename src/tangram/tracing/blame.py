@@ -6,6 +6,7 @@ ranks that learned unlike sequences    of one group, compared call by call
 ranks that have not joined             the others of their group wait in a call that these have not begun
 a part that is not finite              of a rank's own loss or gradient
 a slow rank                            more time of its own than its peers, in the same steps
+a slow link                            a group whose calls take long, though nobody comes late
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from tangram.tracing.format import (
     End,
     Kind,
 )
-from tangram.tracing.reading import Call, RankTrace
-from tangram.tracing.slow import peers_of, slow_ranks
+from tangram.tracing.reading import Call, Ranks, RankTrace
+from tangram.tracing.slow import peers_of, slow_links, slow_ranks
 from tangram.tracing.stacks import Stack, grouped, ranks_said
 
 DEVIATIONS = ("skipped", "extra", "reordered", "mis-sized")
 """Kinds of findings that a rank has noted itself."""
 ALIKE = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "barrier", "all-to-all")
 """Calls that all ranks of a group make alike."""
+MOST_COMPARED = 64
+"""Ranks that each rank is compared with."""
 STILL_SECONDS = 3.0
 """A heart that has not beaten for so long while another has: its process does not run."""
 
@@ -37,7 +40,7 @@ class Finding:
     """One thing that is wrong."""
 
     kind: str
-    """died, stopped, skipped, extra, reordered, mis-sized, unlike, absent, not finite, slow."""
+    """died, stopped, skipped, extra, reordered, mis-sized, unlike, absent, not finite, slow, slow link."""
     ranks: tuple[int, ...]
     """Whose fault it is."""
     text: str
@@ -111,13 +114,14 @@ def lifeless(traces: Sequence[RankTrace], outside: Outside) -> dict[int, str]:
     if not traces:
         return {}
     found = dict.fromkeys(outside.gone, "died") | dict.fromkeys(outside.stopped, "stopped")
-    hosts = {trace.host for trace in traces}
-    for host in hosts:
-        beats = [trace.live.beat for trace in traces if trace.host == host]
-        latest = max(beats) if outside.now is None or len(hosts) > 1 else max(outside.now, *beats)
-        for trace in running:
-            if trace.host == host and latest - trace.live.beat > STILL_SECONDS * 1e9:
-                found.setdefault(trace.rank, "stopped")
+    latest: dict[str, int] = {}
+    for trace in traces:
+        latest[trace.host] = max(latest.get(trace.host, 0), trace.live.beat)
+    if outside.now is not None and len(latest) == 1:
+        latest = {host: max(outside.now, beat) for host, beat in latest.items()}
+    for trace in running:
+        if latest[trace.host] - trace.live.beat > STILL_SECONDS * 1e9:
+            found.setdefault(trace.rank, "stopped")
     return found
 
 
@@ -153,8 +157,11 @@ def _awaited(traces: Sequence[RankTrace], absent: set[int]) -> Call | None:
 
 
 def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
-    """What ranks have noted themselves, the first of each rank and step, in order of steps."""
-    found: list[Finding] = []
+    """What ranks have noted themselves, the first of each rank and step, in order of steps.
+
+    What several have noted alike is one finding: they agree on something other than the plan.
+    """
+    found: dict[tuple[object, ...], Finding] = {}
     for trace in traces:
         steps: set[int] = set()
         for one in sorted(trace.deviations, key=lambda d: (d["step"], d["kind"] != "reordered", d["deviation"])):
@@ -162,19 +169,21 @@ def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
                 continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
-            text = f"rank {trace.rank} {one['text']}"
-            found.append(Finding(one["kind"], (trace.rank,), text, one["step"], axes, one["layer"], one["line"]))
-    return sorted(found, key=lambda one: one.step)
+            key = one["kind"], one["text"], axes
+            ranks = (*found[key].ranks, trace.rank) if key in found else (trace.rank,)
+            text = f"{ranks_said(ranks)} {one['text']}"
+            found[key] = Finding(one["kind"], ranks, text, one["step"], axes, one["layer"], one["line"])
+    return sorted(found.values(), key=lambda one: one.step)
 
 
 def _unlike(traces: Sequence[RankTrace]) -> list[Finding]:
     """Groups whose ranks have called different collectives in a step that was learned from, the first step of each."""
     found: list[Finding] = []
-    done: set[tuple[tuple[int, ...], str]] = set()
+    done: set[tuple[Ranks, str]] = set()
     by_rank = {trace.rank: trace for trace in traces}
     for trace in traces:
         for group in trace.groups.values():
-            known = tuple(group["ranks"]), str(group["axes"])
+            known: tuple[Ranks, str] = group["ranks"], str(group["axes"])
             if known in done or len(known[0]) < 2 or any(rank not in by_rank for rank in known[0]):
                 continue
             done.add(known)
@@ -183,7 +192,7 @@ def _unlike(traces: Sequence[RankTrace]) -> list[Finding]:
     return found
 
 
-def _unlike_in(ranks: tuple[int, ...], axes: str, step: int, by_rank: Mapping[int, RankTrace]) -> list[Finding]:
+def _unlike_in(ranks: Ranks, axes: str, step: int, by_rank: Mapping[int, RankTrace]) -> list[Finding]:
     sequences = {rank: _of_group(by_rank[rank], ranks, axes, step) for rank in ranks}
     shared = {rank: tuple(_shared(site) for site in own) for rank, own in sequences.items()}
     counts = [*shared.values()]
@@ -208,7 +217,7 @@ def _unlike_in(ranks: tuple[int, ...], axes: str, step: int, by_rank: Mapping[in
 def _elsewhere(axes: str, step: int, by_rank: Mapping[int, RankTrace]) -> list[list[Mapping[str, Any]]]:
     """The calls of every rank in its own group over some axes."""
     return [
-        _of_group(trace, tuple(group["ranks"]), axes, step)
+        _of_group(trace, group["ranks"], axes, step)
         for trace in by_rank.values()
         for group in trace.groups.values()
         if group["axes"] == axes and step in trace.sequences
@@ -227,27 +236,27 @@ def _shared(site: Mapping[str, Any]) -> tuple[object, ...]:
     return (site["op"],) if site["op"] == "all-to-all" else (site["op"], site["bytes"], site["dtype"])
 
 
-def _of_group(trace: RankTrace, ranks: tuple[int, ...], axes: str, step: int) -> list[Mapping[str, Any]]:
+def _of_group(trace: RankTrace, ranks: Ranks, axes: str, step: int) -> list[Mapping[str, Any]]:
     """The sites of a step's calls in one group; sends and what only one rank gives are not alike on all of them."""
-    found: list[Mapping[str, Any]] = []
-    for number in trace.sequences[step]:
-        site = trace.sites.get(number, {})
-        group = trace.groups.get(int(site.get("group", -1)), {})
-        if tuple(group.get("ranks", ())) == ranks and group.get("axes") == axes and site["op"] in ALIKE:
-            found.append(site)
-    return found
+    groups = {number for number, one in trace.groups.items() if one["ranks"] == ranks and one["axes"] == axes}
+    known = {n: site for n, site in trace.sites.items() if int(site["group"]) in groups and site["op"] in ALIKE}
+    return [known[number] for number in trace.sequences[step] if number in known]
 
 
 def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     """Ranks that others of their group have waited for, for some seconds, and that have not begun the call."""
     by_rank = {trace.rank: trace for trace in traces}
     waiting = [trace for trace in traces if trace.waiting is not None]
-    late: dict[int, Call] = {}
+    calls: dict[tuple[Ranks, str], Call] = {}
+    """Of each group the last call that somebody waits in."""
     for trace in waiting:
         call = trace.waiting
         assert call is not None
-        if not _waits_long(trace, traces, outside):
-            continue
+        known = calls.get((call.ranks, call.axes))
+        if (known is None or known.turn < call.turn) and _waits_long(trace, traces, outside):
+            calls[call.ranks, call.axes] = call
+    late: dict[int, Call] = {}
+    for call in calls.values():
         for rank in call.ranks:
             other = by_rank.get(rank)
             if other is not None and other.turns(call.ranks, call.axes) < call.turn:
@@ -271,9 +280,14 @@ def _odd(traces: Sequence[RankTrace]) -> list[Finding]:
     for peers in peers_of(traces):
         last = max(trace.live.step for trace in peers)
         calls = {trace.rank: calls_of_step(trace, last) for trace in peers}
-        alike = {rank: sum(_agree(own, other) for other in calls.values()) for rank, own in calls.items()}
+        if not all(
+            calls.values()
+        ):  # rings that do not go back to the begin of the step: nothing says which call is which
+            continue
+        some = [*calls.values()][:MOST_COMPARED]
+        alike = {rank: sum(_agree(own, other) for other in some) for rank, own in calls.items()}
         odd = min(alike, key=lambda rank: alike[rank])
-        if alike[odd] < len(peers) and sum(count == alike[odd] for count in alike.values()) == 1:
+        if alike[odd] < len(some) and sum(count == alike[odd] for count in alike.values()) == 1:
             trace = next(one for one in peers if one.rank == odd)
             other = next(rank for rank in calls if not _agree(calls[odd], calls[rank]))
             here, there = calls[odd], calls[other]
@@ -293,18 +307,21 @@ def _agree(some: Sequence[tuple[object, Call]], others: Sequence[tuple[object, C
     return all(a[0] == b[0] for a, b in zip(some, others, strict=False))
 
 
-def calls_of_step(trace: RankTrace, step: int) -> list[tuple[object, Call]]:
-    """The collectives of a step that the ring still has, with what peers have in common of each."""
-    some = trace.events[(trace.events["step"] == step) & (trace.events["kind"] == Kind.ENTER)]
+def calls_of_step(trace: RankTrace, step: int) -> list[tuple[object, Call]] | None:
+    """The collectives of a step, with what peers have in common of each; None where the ring has lost its begin."""
+    events = trace.events
+    if not ((events["kind"] == Kind.STEP) & (events["step"] == step)).any():
+        return None
+    some = events[(events["step"] == step) & (events["kind"] == Kind.ENTER)]
     calls = [trace.in_words(event) for event in some]
     return [((call.op, call.axes, call.nbytes, call.dtype), call) for call in calls]
 
 
 def _waits_long(trace: RankTrace, traces: Sequence[RankTrace], outside: Outside) -> bool:
     """Whether a rank has waited for so long that it is no matter of a step; where the run ended, until then."""
-    some = trace.events["time"][trace.events["number"] == trace.live.waiting]
+    event = trace.event(trace.live.waiting)
     until = outside.now or max(one.live.beat for one in traces if one.host == trace.host)
-    return len(some) > 0 and trace.live.end is not End.FINISHED and until - int(some[0]) > outside.still_ns
+    return event is not None and trace.live.end is not End.FINISHED and until - int(event["time"]) > outside.still_ns
 
 
 def _waits_for(trace: RankTrace, late: Mapping[int, Call]) -> bool:
@@ -345,4 +362,10 @@ def slow_ranks_found(traces: Sequence[RankTrace]) -> list[Finding]:
             f"{one.peers_ms:.1f}, most of it in {one.phase.word}{where}"
         )
         result.append(Finding("slow", (one.rank,), text, one.since, one.axes))
+    for link in slow_links(traces):
+        text = (
+            f"calls over {link.axes} take long among {ranks_said(link.ranks)}, though none of them comes late: "
+            f"{link.own_ms:.1f} ms a step at least where other groups take {link.others_ms:.1f}"
+        )
+        result.append(Finding("slow link", (*link.ranks,), text, 0, link.axes))
     return result

@@ -41,12 +41,15 @@ from tangram.tracing.format import (
     Kind,
     Phase,
 )
+from tangram.tracing.planned import PlanCheck, PlannedCalls, planned_words
 from tangram.tracing.ring import TraceFiles
 from tangram.tracing.sites import caller, site_of
 
 BEAT_SECONDS = 0.25
 SHOWN_STEPS = 4
 """Steps after the begin whose calls are all written down."""
+MOST_NAMED = 16
+"""Ranks of a group that are written one by one."""
 UNSETTLED = 16
 """Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
 _LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
@@ -73,6 +76,10 @@ class Trace(Protocol):
         """The parts of the model that will run, whose modules and parameters are called by their paths."""
         ...
 
+    def expect(self, planned: PlannedCalls) -> None:
+        """Before the first step: the calls of a step that the plan says; of other kinds they are learned."""
+        ...
+
     def failure(self) -> str:
         """Why nothing is written any more, once; "" while all is well."""
         ...
@@ -91,6 +98,9 @@ class Untraced:
         """Nothing."""
 
     def label(self, modules: Iterable[nn.Module]) -> None:
+        """Nothing."""
+
+    def expect(self, planned: PlannedCalls) -> None:
         """Nothing."""
 
     def failure(self) -> str:
@@ -122,6 +132,8 @@ class Recorder:
         self._cursor = self._others[Phase.START]
         self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
         self._deviations, self._reported = 0, False
+        self._plan: PlanCheck | None = None
+        self._plans = False  # whether this step's calls are held against the plan: there is no learned sequence yet
         self._mark = self._begun = _now()
         self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
         self._stop = threading.Event()
@@ -138,7 +150,7 @@ class Recorder:
         slot = self._axes.setdefault(axes or name, min(len(self._axes), AXES_AT_MOST - 1))
         self._slots.append(slot)
         self._turns.append(0)
-        words = {"group": number, "name": name, "axes": axes or name, "ranks": [*ranks], "slot": slot}
+        words = {"group": number, "name": name, "axes": axes or name, "ranks": _short(ranks), "slot": slot}
         self.files.name(words)
         return number
 
@@ -195,6 +207,11 @@ class Recorder:
             self.files.name(words | {"dtype": dtype, "what": site.what, "layer": site.layer, "line": site.line})
         self._seen[key] = number
         came = Expected(key, site, number, carrier)
+        if self._plans and self._phase in CHECKED:
+            late = self._phase is Phase.OPTIMISER
+            assert self._plan is not None
+            if (other := self._plan.came(came, self._groups[key.group], late, self._step)) is not None:
+                self._deviated(other)
         if self._cursor.came(came):
             self._deviated(deviation(self._cursor, came, self._step, self._groups))
         return number
@@ -228,10 +245,15 @@ class Recorder:
         self._checked.begin()
         for cursor in self._others.values():
             cursor.begin()
+        if self._plan is not None:
+            self._plans = self._checked.expected is None
+            self._plan.begin()
         self.phase(Phase.DATA)
 
     def phase(self, phase: Phase) -> None:
         """From now on it does this."""
+        if self._plans and phase is Phase.OPTIMISER:
+            self._miss(late=False)
         now = _now()
         self._own[self._phase] += now - self._mark
         self._mark = now
@@ -255,6 +277,18 @@ class Recorder:
             self._labels |= {id(module): path for path, module in modules_ if path}
             self._labels |= {id(parameter): path for path, parameter in part.named_parameters()}
 
+    def expect(self, planned: PlannedCalls) -> None:
+        """The calls of a step that the plan says. What was learned before counts no more."""
+        self._plan = PlanCheck(planned) if planned else None
+        self._plans, self._checked = False, Cursor(strict=True)
+        self.files.name({"planned": planned_words(planned)})
+
+    def _miss(self, late: bool) -> None:
+        """At the end of a part of a step: what of the plan has not come."""
+        assert self._plan is not None
+        for one in self._plan.missing(late, self._step, self._groups):
+            self._deviated(one)
+
     def failure(self) -> str:
         """Why nothing is written any more, the first time that it is asked."""
         said, self._reported = self._reported, self._reported or bool(self.files.failure)
@@ -271,6 +305,8 @@ class Recorder:
         self._own[self._phase] += now - self._mark
         self._mark = now
         if self._step:
+            if self._plans and ended:
+                self._miss(late=True)
             due = left_out(self._checked, self._step, self._groups) if ended else None
             if due is not None:
                 self._deviated(due)
@@ -297,3 +333,11 @@ class Recorder:
 
     def _beat(self) -> None:
         _BEAT(self._memory, BEAT_AT, _now(), time.process_time_ns())
+
+
+def _short(ranks: Sequence[int]) -> object:
+    """Many ranks in equal steps by their first, step and count; else all of them."""
+    step = ranks[1] - ranks[0] if len(ranks) > MOST_NAMED else 0
+    if step > 0 and [*ranks] == [*range(ranks[0], ranks[0] + step * len(ranks), step)]:
+        return {"first": ranks[0], "step": step, "count": len(ranks)}
+    return [*ranks]

@@ -7,8 +7,9 @@ may have become so at some step, which is where its excess changes most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from tangram.tracing.reading import RankTrace
 
 SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 """More than the peers' median by this share and so many microseconds, in this part of the steps."""
+LINK_SHARE = 1.0
+"""Of the calls of a group over those of others."""
 FEWEST = 5
 """Steps below which nobody is called slow."""
 
@@ -50,10 +53,27 @@ def peers_of(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
     """Ranks with the same work, together."""
     places: dict[tuple[int, ...], list[RankTrace]] = {}
     for trace in traces:
-        mesh, stages = str(trace.about.get("mesh", "")), trace.about.get("stages", ())
-        place = Mesh.parse(mesh).coords(trace.rank) if mesh and stages else {}
+        stages = trace.about.get("stages", ())
+        place = coords_of(trace) if stages else {}
         places.setdefault(tuple(place[axis] for axis in stages), []).append(trace)
     return [some for some in places.values() if len(some) > 1]
+
+
+def coords_of(trace: RankTrace) -> dict[str, int]:
+    """The place of a rank in its mesh, by axis; nothing where it has none."""
+    mesh = str(trace.about.get("mesh", ""))
+    return dict(_mesh(mesh).coords(trace.rank)) if mesh else {}
+
+
+def mesh_axes(trace: RankTrace) -> list[tuple[str, int]]:
+    """The axes of its mesh and their sizes."""
+    mesh = str(trace.about.get("mesh", ""))
+    return [*_mesh(mesh).views[0]] if mesh else []
+
+
+@lru_cache(maxsize=64)
+def _mesh(text: str) -> Mesh:
+    return Mesh.parse(text)
 
 
 def own_times(trace: RankTrace) -> npt.NDArray[np.float64]:
@@ -70,21 +90,33 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
         return []
     every = np.stack([own_times(t)[np.searchsorted(t.rows["step"], steps)] for t in peers])  # rank, step, phase
     totals = every.sum(2)
+    medians = _of_others(totals)
+    slower = totals - medians > np.maximum(SHARE * medians, LEAST_US)
     found: list[Slow] = []
-    for i, trace in enumerate(peers):
-        others = np.delete(every, i, 0)
-        median = np.median(others.sum(2), 0)
+    for i in np.flatnonzero(slower.sum(1) >= MOST_OF * FEWEST):
+        trace, median = peers[i], medians[i]
         since = change(totals[i] - median)
         own, theirs = totals[i][since:], median[since:]
-        slower = own - theirs > np.maximum(SHARE * theirs, LEAST_US)
-        if len(own) < FEWEST or slower.mean() < MOST_OF:
+        if len(own) < FEWEST or slower[i, since:].mean() < MOST_OF:
             continue
-        excess = np.median(every[i, since:] - np.median(others, 0)[since:], 0)
+        excess = np.median(every[i, since:] - np.median(every, 0)[since:], 0)
         phase = COUNTED[int(excess.argmax())]
         first = int(steps[since]) if since else 1
         axes = _waited_over(trace, peers)
         found.append(Slow(trace.rank, float(np.median(own)) / 1e3, float(np.median(theirs)) / 1e3, first, phase, axes))
     return found
+
+
+def _of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """For each of some ranks (the first dim) the median of all others'."""
+    order = np.argsort(values, 0, kind="stable")
+    place = np.argsort(order, 0, kind="stable")
+    ranked = np.take_along_axis(values, order, 0)
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2
+    above = min(high + 1, len(values) - 1)
+    return (
+        np.where(place > low, ranked[low], ranked[low + 1]) + np.where(place > high, ranked[high], ranked[above])
+    ) / 2
 
 
 def change(excess: npt.NDArray[np.float64]) -> int:
@@ -99,6 +131,69 @@ def change(excess: npt.NDArray[np.float64]) -> int:
             best, at = float(score), cut
     left, right = excess[:at], excess[at:]
     return at if at and best > 5 and np.median(right) - np.median(left) > LEAST_US else 0
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A group whose calls take long, though nobody comes late to them."""
+
+    ranks: Sequence[int]
+    axes: str
+    own_ms: float
+    """What the last of its ranks waits in a step."""
+    others_ms: float
+    """The same of other groups over these axes."""
+
+
+def slow_links(traces: Sequence[RankTrace]) -> list[SlowLink]:
+    """Groups in which even the rank that comes last waits long, beside others over the same axes with the same work.
+
+    Who waits least in a group is the one that the others wait for: what is left is the calls themselves.
+    """
+    by_rank = {trace.rank: trace for trace in traces}
+    alike: dict[tuple[object, ...], dict[Sequence[int], int]] = {}
+    for trace in traces:
+        stages = trace.about.get("stages", ())
+        for group in trace.groups.values():
+            axes = str(group["axes"])
+            if 1 < len(group["ranks"]) < trace.world:
+                place = tuple(coords_of(trace)[axis] for axis in stages if axis not in axes.split())
+                alike.setdefault((axes, place), {})[group["ranks"]] = int(group["slot"])
+    shared = by_rank[traces[0].rank].rows["step"] if traces else np.zeros(0, np.uint32)
+    for trace in traces:
+        if not np.array_equal(trace.rows["step"], shared):
+            shared = np.intersect1d(shared, trace.rows["step"])
+    steps = shared[1:-1]
+    if len(steps) < FEWEST:
+        return []
+    at = {rank: np.searchsorted(trace.rows["step"], steps) for rank, trace in by_rank.items()}
+    found: list[SlowLink] = []
+    for (axes, _), groups in alike.items():
+        whole = [ranks for ranks in groups if all(rank in by_rank for rank in ranks)]
+        if len(whole) > 1:
+            found += _slow_among(str(axes), [(ranks, groups[ranks]) for ranks in whole], by_rank, at)
+    return found
+
+
+def _slow_among(
+    axes: str,
+    groups: Sequence[tuple[Sequence[int], int]],
+    by_rank: Mapping[int, RankTrace],
+    at: Mapping[int, npt.NDArray[np.intp]],
+) -> list[SlowLink]:
+    def least(ranks: Sequence[int], slot: int) -> npt.NDArray[np.float64]:
+        return np.min([by_rank[rank].rows["wait_us"][at[rank], slot] for rank in ranks], 0).astype(float)
+
+    every = np.stack([least(ranks, slot) for ranks, slot in groups])
+    others = _of_others(every)
+    long = every - others > np.maximum(LINK_SHARE * others, LEAST_US)
+    found: list[SlowLink] = []
+    for i in np.flatnonzero(long.sum(1) >= MOST_OF * FEWEST):
+        since = change(every[i] - others[i])
+        if len(every[i]) - since >= FEWEST and long[i, since:].mean() >= MOST_OF:
+            own, usual = (float(np.median(some[i, since:])) / 1e3 for some in (every, others))
+            found.append(SlowLink(groups[i][0], axes, own, usual))
+    return found
 
 
 def _waited_over(slow: RankTrace, peers: list[RankTrace]) -> str:
