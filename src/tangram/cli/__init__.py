@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "data": "Show what a job trains on, token by token.",
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
         "trace": "Say what the ranks of a run did, and which is to blame for what went wrong.",
+        "top": "Show what the ranks of a run do now, the slowest first.",
         "experts": "Say how evenly tokens went to experts, and place these anew.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",

@@ -12,21 +12,18 @@ __all__ = ["trace"]
 trace = typer.Typer(help="Say what the ranks of a run did, and which is to blame for what went wrong.")
 
 
-@trace.callback()
-def _commands() -> None:
-    """With one command alone typer would leave out its name."""
-
-
 @trace.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, or of its trace; the run may still go on.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
     details: Annotated[bool, typer.Option("--details", help="Say, too, what the other ranks did, and stacks.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page to look at, too: every rank, step and call.")] = None,
 ) -> None:
     """Say of each rank what it did and how long it waited, and who died, stands still, strayed or is slow."""
+    from tangram.tracing.page import write_page
     from tangram.tracing.report import report as made  # loads torch
 
-    found = made(folder)
+    found = made(folder) if html is None else write_page(html, folder)
     if json:
         print_json(found.as_json())
         return
@@ -39,3 +36,36 @@ def report(
         print("nothing wrong was found")
     for note in found.notes:
         print(f"note: {note}")
+    print(found.basis)
+
+
+@trace.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, or of its trace.")],
+    perfetto: Annotated[Path, typer.Option(help="Write a file for ui.perfetto.dev and chrome://tracing.")],
+    ranks: Annotated[str, typer.Option(help="Only these ranks, as 0,3,8.")] = "",
+) -> None:
+    """Write a trace for another program to show."""
+    from tangram.tracing.perfetto import export as made
+
+    print(f"{made(folder, perfetto, ranks):,} events in {perfetto}: open it in ui.perfetto.dev")
+
+
+@trace.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="The folder of a run, or of its trace.")],
+    second: Annotated[Path, typer.Argument(help="That of another.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Say what takes longer in one run than in another, and which collectives are others."""
+    from tangram.tracing.compare import compare as made
+
+    found = made(first, second)
+    if json:
+        print_json(found.as_json())
+        return
+    print_table(f"{first} and {second}: medians over ranks and steps", found.headers, found.rows)
+    for line in found.calls:
+        print(f"calls: {line}")
+    if not found.calls:
+        print("both call the same collectives in a step")
