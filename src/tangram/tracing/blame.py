@@ -4,6 +4,7 @@ a rank that died, or stands still      its heart has stopped while those of othe
 a call that was not the one due        the rank said so itself, when it happened
 ranks that learned unlike sequences    of one group, compared call by call
 ranks that have not joined             the others of their group wait in a call that these have not begun
+replicas that differ                   in the bits of weights that they both hold
 a part that is not finite              of a rank's own loss or gradient
 a slow rank                            more time of its own than its peers, in the same steps
 a slow link                            a group whose calls take long, though nobody comes late
@@ -22,10 +23,10 @@ from tangram.tracing.format import (
     Kind,
 )
 from tangram.tracing.reading import Call, Ranks, RankTrace
-from tangram.tracing.slow import peers_of, slow_links, slow_ranks
+from tangram.tracing.slow import coords_of, peers_of, slow_links, slow_ranks
 from tangram.tracing.stacks import Stack, grouped, ranks_said
 
-DEVIATIONS = ("skipped", "extra", "reordered", "mis-sized")
+DEVIATIONS = ("skipped", "extra", "reordered", "mis-sized", "corrupted")
 """Kinds of findings that a rank has noted itself."""
 ALIKE = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "barrier", "all-to-all")
 """Calls that all ranks of a group make alike."""
@@ -40,7 +41,8 @@ class Finding:
     """One thing that is wrong."""
 
     kind: str
-    """died, stopped, skipped, extra, reordered, mis-sized, unlike, absent, not finite, slow, slow link."""
+    """died, stopped, skipped, extra, reordered, mis-sized, corrupted, unlike, absent, replicas, not finite, slow, slow
+    link."""
     ranks: tuple[int, ...]
     """Whose fault it is."""
     text: str
@@ -88,7 +90,7 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     absent = [] if still or now else _absent(traces, outside)
     odd = _odd(traces) if (still or absent) and not now else []
     found = [*now, *odd, *still, *before, *([] if odd else [*_unlike(traces), *absent])]
-    return [*found, *_not_finite(traces), *slow_ranks_found(traces)]
+    return [*found, *_unlike_replicas(traces), *_not_finite(traces), *slow_ranks_found(traces)]
 
 
 def _where(trace: RankTrace) -> str:
@@ -335,6 +337,37 @@ def stack_lines(stacks: Mapping[int, Stack]) -> tuple[str, ...]:
     for ranks, stack in grouped(stacks):
         found += [f"{ranks_said(ranks)}:", *(f"  {line}" for line in stack.lines)]
     return tuple(found)
+
+
+def _unlike_replicas(traces: Sequence[RankTrace]) -> list[Finding]:
+    """Ranks whose weights are not those of others that hold the same part, at the first step where it is so.
+
+    What a rank has found wrong with its own weights before needs no second word.
+    """
+    if any(one["kind"] == "corrupted" for trace in traces for one in trace.deviations):
+        return []
+    for step in sorted({step for trace in traces for step in trace.sums}):
+        alike: dict[tuple[object, ...], dict[int, list[int]]] = {}
+        for trace in traces:
+            at = coords_of(trace)
+            for (layer, axes), total in zip(trace.layers, trace.sums.get(step, ()), strict=False):
+                place = layer, *(at.get(axis, 0) for axis in axes)
+                alike.setdefault(place, {}).setdefault(total, []).append(trace.rank)
+        for (layer, *_), by_sum in alike.items():
+            if len(by_sum) > 1:
+                usual = max(by_sum.values(), key=len)
+                odd = sorted(rank for ranks in by_sum.values() if ranks is not usual for rank in ranks)
+                if sum(len(ranks) == len(usual) for ranks in by_sum.values()) > 1:
+                    odd = sorted(rank for ranks in by_sum.values() for rank in ranks)
+                who = f"{ranks_said(odd)} {'has' if len(odd) == 1 else 'have'} other weights in {layer}"
+                than = (
+                    f"than {ranks_said(usual)}"
+                    if usual[0] not in odd
+                    else "than each other, and which is right is open"
+                )
+                text = f"{who} after step {step} {than}, though they hold the same part"
+                return [Finding("replicas", tuple(odd), text, step, "", str(layer))]
+    return []
 
 
 def _not_finite(traces: Sequence[RankTrace]) -> list[Finding]:

@@ -1,5 +1,5 @@
 "use strict";
-const data = JSON.parse(document.getElementById("chart-data").textContent).trace ?? JSON.parse(document.getElementById("chart-data").textContent);
+const data = JSON.parse(document.getElementById("chart-data").textContent);
 const byId = (id) => document.getElementById(id);
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

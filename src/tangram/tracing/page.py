@@ -42,7 +42,7 @@ DRAWN = """\
 <canvas id="lanes" role="img" aria-label="A lane for each rank"></canvas>
 <p class="soft" id="span">Point at a span; drag to move, use the wheel to look closer.</p></div></section>
 """
-"""The places of what is drawn, also in the page of a run."""
+"""The places of what is drawn."""
 
 
 def write_page(path: Path, folder: Path) -> TraceReport:
@@ -62,29 +62,32 @@ def script() -> str:
 
 def body(found: TraceReport) -> str:
     """The page without what is drawn."""
-    cards = "".join(
-        f'<div class="card finding"><h3>{escape(one.kind)}</h3><p>{escape(one.text)}</p>'
-        + (
-            f"<details><summary>more</summary><pre>{escape(chr(10).join(one.details))}</pre></details>"
-            * bool(one.details)
-        )
-        + "</div>"
-        for one in found.findings
-    )
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in found.notes)
     head = (
         f'<header><p class="over">Trace</p><h1>{escape(found.folder.parent.name or str(found.folder))}</h1>'
         f'<p class="under">{escape(found.state)}</p>{notes}</header>'
     )
-    return "".join(
-        (
-            head,
-            section("What is wrong", cards or "<p>Nothing wrong was found.</p>"),
-            DRAWN,
-            section("Ranks", table("", found.headers, found.rows)),
-            f'<footer class="soft">{escape(found.basis)}</footer>',
-        )
-    )
+    wrong, ranks = section("What is wrong", findings_as_html(found)), section("Ranks", ranks_as_html(found))
+    return f'{head}{wrong}{DRAWN}{ranks}<footer class="soft">{escape(found.basis)}</footer>'
+
+
+def findings_as_html(found: TraceReport) -> str:
+    """A card for each finding."""
+    cards = [
+        f'<div class="card finding"><h3>{escape(one.kind)}</h3><p>{escape(one.text)}</p>{_more(one.details)}</div>'
+        for one in found.findings
+    ]
+    return "".join(cards) or "<p>Nothing wrong was found.</p>"
+
+
+def _more(details: Sequence[str]) -> str:
+    text = escape("\n".join(details))
+    return f"<details><summary>more</summary><pre>{text}</pre></details>" if details else ""
+
+
+def ranks_as_html(found: TraceReport) -> str:
+    """The table of ranks."""
+    return table("", found.headers, found.rows)
 
 
 def data(found: TraceReport, traces: Sequence[RankTrace]) -> dict[str, Any]:

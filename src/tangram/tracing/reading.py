@@ -129,6 +129,10 @@ class RankTrace:
     """Of the run: the text of its mesh, the axes of stages, the seconds after which it is taken to hang."""
     sequences: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """The sites of the calls of the steps that the rank has learned from, by step."""
+    layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Layers whose weights are summed, and the axes that shard them."""
+    sums: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """By step the sum of each layer's bits after the update."""
     planned: tuple[str, ...] = ()
     """Which calls of a step its plan says, in words."""
 
@@ -256,6 +260,10 @@ def read_rank(path: Path) -> RankTrace:
         deviations=tuple(one for one in names if "deviation" in one),
         about=next((cast("dict[str, Any]", one["run"]) for one in names if "run" in one), dict[str, Any]()),
         sequences={int(one["step"]): tuple(one["sequence"]) for one in names if "sequence" in one},
+        layers=next(
+            (tuple((name, tuple(axes)) for name, axes in one["layers"]) for one in names if "layers" in one), ()
+        ),
+        sums={int(one["step"]): tuple(one["sums"]) for one in names if "sums" in one},
         planned=next((tuple(one["planned"]) for one in names if "planned" in one), ()),
     )
 

@@ -44,6 +44,7 @@ from tangram.tracing.format import (
 from tangram.tracing.planned import PlanCheck, PlannedCalls, planned_words
 from tangram.tracing.ring import TraceFiles
 from tangram.tracing.sites import caller, site_of
+from tangram.tracing.weights import WeightGroup, WeightWatch
 
 BEAT_SECONDS = 0.25
 SHOWN_STEPS = 4
@@ -80,6 +81,10 @@ class Trace(Protocol):
         """Before the first step: the calls of a step that the plan says; of other kinds they are learned."""
         ...
 
+    def weights(self, groups: Sequence[WeightGroup]) -> None:
+        """The weights whose bits are summed now and then."""
+        ...
+
     def failure(self) -> str:
         """Why nothing is written any more, once; "" while all is well."""
         ...
@@ -103,6 +108,9 @@ class Untraced:
     def expect(self, planned: PlannedCalls) -> None:
         """Nothing."""
 
+    def weights(self, groups: Sequence[WeightGroup]) -> None:
+        """Nothing."""
+
     def failure(self) -> str:
         """Nothing has failed."""
         return ""
@@ -115,9 +123,10 @@ UNTRACED = Untraced()
 class Recorder:
     """Writes the trace of one rank. Steps and phases come from one thread, which is the one that is timed."""
 
-    def __init__(self, files: TraceFiles, mesh: Mapping[str, object]) -> None:
-        """`mesh`: what is written of the run, for readers."""
-        self.files = files
+    def __init__(self, files: TraceFiles, mesh: Mapping[str, object], digest_steps: int = 0) -> None:
+        """`mesh`: what is written of the run, for readers. `digest_steps`: weights are summed each so many."""
+        self.files, self._digest_steps = files, digest_steps
+        self._weights: WeightWatch | None = None
         self._memory = files.memory
         self._numbers = itertools.count(1)
         self._thread = _thread()
@@ -160,9 +169,8 @@ class Recorder:
         turn = self._turns[group] = self._turns[group] + 1
         key = group, op, nbytes, dtype, peer
         if _thread() == self._thread:
-            start = caller(2)
-            one = self._cursor.due(key, start)
-            site = self._unexpected(Key(*key), start) if one is None else one.number
+            one = self._cursor.due(key)
+            site = self._unexpected(Key(*key), caller(2)) if one is None else one.number
             self._calls += 1
         else:
             site = 0
@@ -252,6 +260,8 @@ class Recorder:
 
     def phase(self, phase: Phase) -> None:
         """From now on it does this."""
+        if self._weights is not None:
+            self._weigh(self._weights, phase)
         if self._plans and phase is Phase.OPTIMISER:
             self._miss(late=False)
         now = _now()
@@ -282,6 +292,19 @@ class Recorder:
         self._plan = PlanCheck(planned) if planned else None
         self._plans, self._checked = False, Cursor(strict=True)
         self.files.name({"planned": planned_words(planned)})
+
+    def weights(self, groups: Sequence[WeightGroup]) -> None:
+        """The weights whose bits are summed now and then."""
+        if self._digest_steps:
+            self._weights = WeightWatch(groups, self._digest_steps)
+            self.files.name({"layers": [[group.layer, [*group.axes]] for group in groups]})
+
+    def _weigh(self, weights: WeightWatch, phase: Phase) -> None:
+        sums, wrong = weights.enters(phase, self._step)
+        if sums is not None:
+            self.files.name({"sums": sums, "step": self._step})
+        if wrong is not None:
+            self._deviated(wrong)
 
     def _miss(self, late: bool) -> None:
         """At the end of a part of a step: what of the plan has not come."""

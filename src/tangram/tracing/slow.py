@@ -55,14 +55,15 @@ def peers_of(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
     for trace in traces:
         stages = trace.about.get("stages", ())
         place = coords_of(trace) if stages else {}
-        places.setdefault(tuple(place[axis] for axis in stages), []).append(trace)
+        places.setdefault(tuple(place.get(axis, 0) for axis in stages), []).append(trace)
     return [some for some in places.values() if len(some) > 1]
 
 
 def coords_of(trace: RankTrace) -> dict[str, int]:
     """The place of a rank in its mesh, by axis; nothing where it has none."""
-    mesh = str(trace.about.get("mesh", ""))
-    return dict(_mesh(mesh).coords(trace.rank)) if mesh else {}
+    text = str(trace.about.get("mesh", ""))
+    mesh = _mesh(text) if text else None
+    return dict(mesh.coords(trace.rank)) if mesh is not None and trace.rank < mesh.size else {}
 
 
 def mesh_axes(trace: RankTrace) -> list[tuple[str, int]]:
@@ -157,7 +158,7 @@ def slow_links(traces: Sequence[RankTrace]) -> list[SlowLink]:
         for group in trace.groups.values():
             axes = str(group["axes"])
             if 1 < len(group["ranks"]) < trace.world:
-                place = tuple(coords_of(trace)[axis] for axis in stages if axis not in axes.split())
+                place = tuple(coords_of(trace).get(axis) for axis in stages if axis not in axes.split())
                 alike.setdefault((axes, place), {})[group["ranks"]] = int(group["slot"])
     shared = by_rank[traces[0].rank].rows["step"] if traces else np.zeros(0, np.uint32)
     for trace in traces:
