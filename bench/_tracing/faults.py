@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bench._tracing.jobs import LAYERS, MESH, Case, train
-from tangram.tracing.blame import Finding
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import (
     EVENT_DTYPE,
     EVENTS,

@@ -8,7 +8,7 @@ import pytest
 from bench._tracing import jobs
 from bench._tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, Case, train
 from tangram.errors import UserError
-from tangram.tracing.blame import Finding
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import CHECKED, End, Kind
 from tangram.tracing.reading import read
 from tangram.tracing.report import TraceReport, report

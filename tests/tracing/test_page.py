@@ -82,16 +82,12 @@ def test_a_page_of_real_calls_draws_lanes_and_escapes_what_it_is_told(tmp_path: 
         window.open(page, width=900, dark=True)
         assert window.value("document.title") == f"Trace {folder}"
         assert window.value("data.lanes.ranks.map((lane) => lane.spans.length)") == [13, 13]
-        assert window.value("data.lanes.words").count(f"all-reduce over {EVIL} (tracing/test_page.py:{_line()})") == 1
+        words = [one for one in window.value("data.lanes.words") if one.startswith(f"all-reduce over {EVIL} (")]
+        assert len(words) == 1
         assert [*window.value("[...document.querySelectorAll('#kinds li')].map((one) => one.textContent)")] == [
             "data", "forward", "backward", "optimiser", "wait",
         ]  # fmt: skip
         assert window.complaints() == []
-
-
-def _line() -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(at for at, line in enumerate(lines, 1) if "recorder.enter(group, 0, 8" in line)
 
 
 def test_perfetto_gets_steps_phases_and_waits_of_the_ranks_that_are_named(tmp_path: Path) -> None:
@@ -114,12 +110,13 @@ def test_perfetto_gets_steps_phases_and_waits_of_the_ranks_that_are_named(tmp_pa
         export(tmp_path, tmp_path / "nowhere" / "out.json")
 
 
-def test_what_takes_longer_in_another_run_is_said_and_what_it_calls_more_often(many: Path, tmp_path: Path) -> None:
-    assert {row[4] for row in compare(many, many).rows} == {""}
-    assert compare(many, many).calls == ()
-    other = tmp_path / "other"
-    write(other / "trace", MANY, Planted("slow link", 4, "dp", 0, 2.0), 4)
-    found = {row[0]: row for row in compare(many, other).rows}
+def test_what_takes_longer_in_another_run_is_said_and_what_it_calls_more_often(tmp_path: Path) -> None:
+    few, one, other = Cluster(2, 4, 2), tmp_path / "one", tmp_path / "other"
+    write(one / "trace", few, Planted("", 0, "tp", 0, 1.0), 3)
+    write(other / "trace", few, Planted("slow link", 4, "dp", 0, 2.0), 4)
+    assert {row[4] for row in compare(one, one).rows} == {""}
+    assert compare(one, one).calls == ()
+    found = {row[0]: row for row in compare(one, other).rows}
     assert found["wait over pp dp tp"][4] == "longer", "all wait at the end for those of the link"
     assert found["own time in pipeline"][4] == ""
     for folder, calls in (("a", 1), ("b", 3)):

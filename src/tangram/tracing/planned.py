@@ -48,6 +48,8 @@ class CallsOfKind:
 
     calls: Sequence[PlannedCall]
     ordered: bool = True
+    alone: bool = True
+    """Whether no other calls of the kind come; else only what is missing counts."""
 
 
 PlannedCalls = Mapping[CallKind, CallsOfKind]
@@ -73,8 +75,10 @@ class PlanCheck:
         if left is None:
             return None
         at = next((i for i, one in enumerate(left) if _is(one, came)), None)
-        if at is not None and (at == 0 or not self.planned[kind].ordered):
+        if at is not None and (at == 0 or not (self.planned[kind].ordered and self.planned[kind].alone)):
             del left[at]
+            return None
+        if not self.planned[kind].alone:
             return None
         if not left:
             text = f"called {call_words(OPS[kind.op], axes, came.site)} in step {step} once more than the plan does"

@@ -13,7 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from tangram.layout import Mesh
-from tangram.tracing.blame import Finding, findings
+from tangram.tracing.blame import findings
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import End
 from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
 from tangram.tracing.slow import coords_of, own_times

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from tangram.errors import UserError
 from tangram.tracing import stacks
-from tangram.tracing.blame import DEVIATIONS, STILL_SECONDS, Finding, Outside, findings, lifeless
+from tangram.tracing.blame import DEVIATIONS, STILL_SECONDS, Outside, findings, lifeless
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import PATIENT, End, Phase
 from tangram.tracing.reading import VERDICT, Peek, RankTrace, read
 from tangram.tracing.settings import TraceSettings

@@ -7,7 +7,8 @@
     norms        one all-reduce over all ranks, with the loss and the wishes to stop
 
 Nothing is asked of FSDP2 or of the runtime of pipelines, so that what they do can be held against it. What is not
-said here is learned from the first steps (`tracing.conformance`): derived programs over model axes, whose backward is
+said here is learned from the first steps (`tracing.conformance`): gathers of models whose layers do not surely run
+once and in order; derived programs over model axes, whose backward is
 autograd's; adapters, frozen and quantised parameters, of which FSDP2 leaves some out; buffers that steps change; the
 losses of routers.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch.distributed.pipelining.schedules import UNSHARD
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import intervals
+from tangram.models.outlined import FIELDS, int_field
 from tangram.planner.local.estimate import whole_copies
 from tangram.schema.plan import Plan
 from tangram.tracing.format import OPS
@@ -68,7 +71,7 @@ def due_calls(model: ParallelModel, stop_requests: int = 2) -> PlannedCalls:
     ends = PlannedCall(
         (NORM_NUMBERS - 2 + stop_requests) * 8, torch.float64, what="loss, gradient norm, wishes to stop"
     )
-    whole = {CallKind(_axes(world, range(world.size)), ALL_REDUCE, late=True): CallsOfKind([ends])}
+    whole = {CallKind(_axes(world, range(world.size)), ALL_REDUCE, late=True): CallsOfKind([ends], alone=False)}
     model_axes = {axis for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
     found = {**data, **_between_stages(model), **whole}
     return {kind: of for kind, of in found.items() if of.calls and not {*kind.axes.split()} <= model_axes}
@@ -113,6 +116,8 @@ def _shards(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
     shards = world.devices["shard"].size()
     if shards == 1 or (plan.precision.compute == "float32" and plan.precision.parameters != "float32"):
         return {}
+    if plan.pipeline is None and not runs_in_order(model.module):
+        return {}
     compute = dtype_of(plan.precision.compute)
     reduce = dtype_of(plan.precision.reduce if plan.precision.compute != "float32" else plan.precision.parameters)
     gathers: list[PlannedCall] = []
@@ -131,12 +136,9 @@ def _shards(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
             again = plan.run.reshard == "after forward"
             gathers += [*forward, *(backward if again else ())] * plan.micro_steps
         ends = [u for u in (*reversed(layers), root) if u.shards]
-        reductions += [
-            PlannedCall(u.shards * shards * reduce.itemsize, reduce, u.layer, "gradients") for u in ends
-        ] * _reductions(plan)
-        copies += [PlannedCall(u.shards * reduce.itemsize, reduce, u.layer, "gradients") for u in ends] * _reductions(
-            plan
-        )
+        parts = [PlannedCall(u.shards * reduce.itemsize, reduce, u.layer, "gradients") for u in ends]
+        reductions += [one._replace(nbytes=one.nbytes * shards) for one in parts] * _reductions(plan)
+        copies += parts * _reductions(plan)
     over = _axes_of_dim(world, "shard")
     found = {
         CallKind(over, ALL_GATHER): CallsOfKind([c for c in gathers if c.nbytes], ordered),
@@ -145,6 +147,19 @@ def _shards(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
     if world.devices["replicate"].size() > 1:
         found[CallKind(_axes_of_dim(world, "replicate"), ALL_REDUCE)] = CallsOfKind(copies, ordered)
     return found
+
+
+def runs_in_order(model: nn.Module) -> bool:
+    """Whether a forward surely runs each layer once, in the order in which they stand.
+
+    So it is of a model whose configuration has as many layers as there are modules of them, in one list. Layers that
+    are run several times (as ALBERT's), in an order of the model's own or at random are gathered as they come.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or getattr(config, "layerdrop", 0):
+        return False
+    said = int_field(config.get_text_config(), FIELDS["layers"])
+    return said is not None and said[1] == len(blocks_of(model))
 
 
 def _gathers_of_stage(plan: Plan, place: int, stage: int) -> int:
