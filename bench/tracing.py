@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench._tracing import cost, faults
-from bench._tracing.synthetic import Cluster, drawn, write
+from bench._tracing.synthetic import Cluster, drawn, names, write
 from tangram.hardware.machine import peak_resident_mb
 from tangram.hardware.measure import Row
 from tangram.tracing.report import report
@@ -58,9 +58,7 @@ def _synthetic(cluster: Cluster, seeds: int) -> Iterable[Row]:
             begun = time.process_time()
             found = report(Path(folder)).findings
             taken.append(time.process_time() - begun)
-        one = found[0] if found else None
-        named = one is not None and one.kind == planted.kind and planted.rank in one.ranks
-        right += named and planted.axis in one.axes.split(" and ")
+        right += bool(found) and names(found[0], planted)
     what = f"a report on {cluster.ranks:,} ranks"
     yield Row(what, "CPU s", max(taken), target=60.0)
     yield Row(f"{what}: memory of the process", "GB", peak_resident_mb() / 1e3, target=2.0)

@@ -21,6 +21,7 @@ from tangram.planner.cost.timeline import KINDS, play
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import grid
 from tangram.planner.space.setting import Setting
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import (
     EVENT,
     EVENTS,
@@ -82,6 +83,16 @@ def drawn(cluster: Cluster, seed: int) -> Planted:
     kind = ("slow", "slow link", "stopped")[seed % 3]
     axis = LINK[int(draw.integers(3))] if kind == "slow link" else "tp"
     return Planted(kind, int(draw.integers(cluster.ranks)), axis, int(draw.integers(1, STEPS // 2)), 1.5)
+
+
+def names(found: Finding, planted: Planted) -> bool:
+    """Whether a finding names what was planted: the rank, and the axis over which the others wait.
+
+    For a rank that is stopped they wait over every axis.
+    """
+    axes = found.axes.split(" and ")
+    right = planted.rank in found.ranks and (len(found.ranks) == 1 or planted.kind == "slow link")
+    return found.kind == planted.kind and right and (planted.axis in axes or planted.kind == "stopped")
 
 
 def stage_seconds(cluster: Cluster) -> npt.NDArray[np.float64]:

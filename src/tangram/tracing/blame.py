@@ -119,12 +119,10 @@ def _was(trace: RankTrace) -> str:
 
 
 def _awaited(traces: Sequence[RankTrace], absent: set[int]) -> Call | None:
-    """A call that others wait in for one of these ranks."""
-    for trace in traces:
-        call = trace.waiting
-        if trace.rank not in absent and call is not None and absent.intersection(call.ranks):
-            return call
-    return None
+    """A call that others wait in for one of these ranks: of those of the smallest groups the first."""
+    calls = (trace.waiting for trace in traces if trace.rank not in absent)
+    direct = (call for call in calls if call is not None and any(rank in call.ranks for rank in absent))
+    return min(direct, key=lambda call: len(call.ranks), default=None)
 
 
 def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:

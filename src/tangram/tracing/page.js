@@ -79,6 +79,8 @@ function highest(row, until, column) {
   return [found, at];
 }
 
+const inside = (y, height) => Math.min(height - 8, Math.max(8, y));
+
 function drawRanks(context, width, height) {
   const wide = width - LEFT, shown = rows.to - rows.from, lines = Math.max(1, Math.min(Math.round(height), Math.ceil(shown)));
   const image = new ImageData(columns, lines), table = Array.from({ length: 256 }, (_, value) => colour(value));
@@ -95,9 +97,11 @@ function drawRanks(context, width, height) {
   context.drawImage(small, LEFT, 0, wide, height);
   context.fillStyle = style("--soft");
   context.textBaseline = "middle";
+  const marked = data.blamed.map((rank) => (data.ranks.indexOf(rank) + 0.5 - rows.from) / shown * height);
   const each = Math.max(1, Math.ceil(shown * 18 / height));
   for (let row = Math.ceil(rows.from / each) * each; row < rows.to; row += each) {
-    context.fillText(`rank ${data.ranks[row]}`, 0, (row + 0.5 - rows.from) / shown * height);
+    const y = inside((row + 0.5 - rows.from) / shown * height, height);
+    if (!marked.some((other) => Math.abs(other - y) < 16)) context.fillText(`rank ${data.ranks[row]}`, 0, y);
   }
   context.fillStyle = style("--bad");
   for (const rank of data.blamed) {
@@ -105,11 +109,11 @@ function drawRanks(context, width, height) {
     if (row >= rows.from && row < rows.to) {
       const y = (row - rows.from) / shown * height, tall = Math.max(3, height / shown);
       context.fillRect(LEFT - 6, y, 4, tall);
-      if (tall < 18) { context.fillText(`rank ${rank}`, 0, y); }
+      context.fillText(`rank ${rank}`, 0, inside(y + tall / 2, height));
     }
   }
   byId("range").textContent = `ranks ${data.ranks[Math.floor(rows.from)]} to ${data.ranks[Math.ceil(rows.to) - 1]} of ${count}; ` +
-    `darkest: ${layer.most.toFixed(1)} ms or more` + (columns < data.steps.length ? "; a column is the slowest of several steps" : "");
+    `pale: ${layer.least.toFixed(1)} ms, darkest: ${layer.most.toFixed(1)} ms or more` + (columns < data.steps.length ? "; a column is the slowest of several steps" : "");
 }
 
 const [ranksElement, ranksAgain] = canvas("ranks", () => Math.min(560, Math.max(120, count * 26)), drawRanks);
@@ -125,7 +129,7 @@ ranksElement.addEventListener("pointermove", (event) => {
   const step = data.steps[data.columns[column]], end = data.steps[last];
   byId("cell").textContent = `${until - from > 1 ? `slowest of ${until - from} ranks: ` : ""}rank ${data.ranks[row]}${place(data.ranks[row])}, ` +
     `step ${step}${end > step ? ` to ${end}` : ""}: ` +
-    (value ? `${layer.name} ${value === 255 ? "at least " : ""}${((value - 1) / 254 * layer.most).toFixed(2)} ms` : "nothing recorded");
+    (value ? `${layer.name} ${{ 1: "at most ", 255: "at least " }[value] ?? ""}${(layer.least + (value - 1) / 254 * (layer.most - layer.least)).toFixed(2)} ms` : "nothing recorded");
 });
 byId("all").addEventListener("click", () => clampRanks(0, count));
 for (const [at, one] of layers.entries()) byId("layer").add(new Option(one.name, at));
@@ -165,7 +169,8 @@ function drawLanes(context, width, height) {
   context.textAlign = "left";
 }
 
-const [lanesElement, lanesAgain] = canvas("lanes", () => lanes.length * LANE + 22, drawLanes);
+if (!ends.length) byId("span").textContent = "No call of these steps is left in the rings.";
+const [lanesElement, lanesAgain] = canvas("lanes", () => ends.length ? lanes.length * LANE + 22 : 1, ends.length ? drawLanes : () => {});
 ranged(lanesElement, until, until / 5000, (event) => Math.min(1, Math.max(0, (event.offsetX - LEFT) / (lanesElement.clientWidth - LEFT))), times, lanesAgain);
 lanesElement.addEventListener("pointermove", (event) => {
   const lane = lanes[Math.floor(event.offsetY / LANE)];

@@ -131,7 +131,7 @@ def _columns(steps: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
 
 
 def _layer(name: str, of: Values, traces: Sequence[RankTrace], steps: npt.NDArray[np.uint32]) -> dict[str, Any]:
-    """A byte for each rank and column: 0 where there is nothing, else 1 to 255 up to `most` milliseconds."""
+    """A byte for each rank and column: 0 where there is nothing, else 1 to 255 from `least` to `most` milliseconds."""
     columns = _columns(steps)
     values = np.full((len(traces), len(columns)), np.nan)
     for row, trace in enumerate(traces):
@@ -141,10 +141,17 @@ def _layer(name: str, of: Values, traces: Sequence[RankTrace], steps: npt.NDArra
             reduced = np.maximum.reduceat(own, columns)
             values[row] = np.where(reduced < 0, np.nan, reduced)
     known = values[np.isfinite(values)]
-    most = float(min(known.max(), CLIPPED * max(float(np.median(known)), 1.0))) if len(known) else 1.0
-    most = most or 1.0
-    scaled = np.where(np.isnan(values), 0, 1 + np.round(np.minimum(np.nan_to_num(values) / most, 1) * 254))
-    return {"name": name, "most": most / 1e3, "bytes": base64.b64encode(scaled.astype(np.uint8).tobytes()).decode()}
+    least, usual = (float(np.percentile(known, share)) for share in (5, 50)) if len(known) else (0.0, 0.0)
+    # What differs from the usual by less than a half is pale, so that noise is.
+    most = max(min(float(known.max(initial=0.0)), CLIPPED * usual), 1.5 * usual, least + 1.0)
+    share = np.clip((np.nan_to_num(values) - least) / (most - least), 0, 1)
+    scaled = np.where(np.isnan(values), 0, 1 + np.round(share * 254)).astype(np.uint8)
+    return {
+        "name": name,
+        "least": least / 1e3,
+        "most": most / 1e3,
+        "bytes": base64.b64encode(scaled.tobytes()).decode(),
+    }
 
 
 # ------------------------------------------------------------ call by call
