@@ -112,7 +112,7 @@ def test_what_is_planted_in_a_synthetic_trace_is_named_with_its_axis(seed: int, 
     one, *more = report(tmp_path).findings
     assert not more
     assert names(one, planted), one
-    assert not names(one, replace(planted, rank=planted.rank ^ 64)), "another rank is none of those"
+    assert not names(one, replace(planted, rank=planted.rank ^ 67)), "another rank is none of those"
     assert planted.kind != "stopped" or one.axes in ("tp", "pp")
 
 

@@ -46,18 +46,11 @@ DRAWN = """\
 
 
 def write_page(path: Path, folder: Path) -> TraceReport:
-    """Write the page of a run's trace; its report. Raises UserError for what is no trace."""
+    """Write the page of a run's trace; its report. Raises UserError for what is no trace, or no place."""
     found, traces = read_report(folder)
-    title = f"Trace {found.folder}"
-    write_whole(
-        path, page(title, part("tangram.tracing", "page.css"), body(found), data(found, traces), script(), False)
-    )
+    css, drawn = part("tangram.tracing", "page.css"), part("tangram.tracing", "page.js")
+    write_whole(path, page(f"Trace {found.folder}", css, body(found), data(found, traces), drawn, plotly=False))
     return found
-
-
-def script() -> str:
-    """What draws."""
-    return part("tangram.tracing", "page.js")
 
 
 def body(found: TraceReport) -> str:
