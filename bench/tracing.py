@@ -23,7 +23,7 @@ from bench._tracing import cost, faults
 from bench._tracing.synthetic import Cluster, drawn, names, write
 from tangram.hardware.machine import peak_resident_mb
 from tangram.hardware.measure import Row
-from tangram.tracing.report import report
+from tangram.tracing.show.report import report
 
 SEED = 31
 

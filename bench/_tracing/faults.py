@@ -26,8 +26,8 @@ from tangram.tracing.format import (
     file_of,
     ring_bytes,
 )
-from tangram.tracing.report import report
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.show.report import report
 from tangram.training.run.launch import RankError, run_ranks
 
 HANG = 2.0

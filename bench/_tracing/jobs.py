@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -71,19 +72,19 @@ class LateWork(dist.Work):
         super().__init__()
         self.work, self.seconds = work, seconds
 
-    def wait(self, *given: Any) -> bool:
+    def wait(self, timeout: timedelta = timedelta(minutes=5)) -> bool:
         """Later than the call itself."""
-        done = self.work.wait(*given)
+        done = self.work.wait(timeout)
         time.sleep(self.seconds)
         return done
 
 
 def slow_down(group: Any, seconds: float) -> None:
     """Have every all-reduce of a recorded group take longer on this rank."""
-    real = type(group).allreduce
+    real: Any = type(group).allreduce
 
     def allreduce(*given: Any) -> Any:
-        recorded = real(group, *given)
+        recorded: Any = real(group, *given)
         recorded._work = LateWork(recorded._work, seconds)
         return recorded
 
@@ -102,10 +103,11 @@ def train(rank: Rank, case: Case) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     torch.manual_seed(0)
-    net = nn.ModuleList([Block(tp) for _ in range(LAYERS)])
+    blocks = [Block(tp) for _ in range(LAYERS)]
+    net = nn.ModuleList(blocks)
     trace = rank.trace
     trace.label([net])
-    trace.weights([WeightGroup(str(at), ("tp",), lambda own=one: [*own.parameters()]) for at, one in enumerate(net)])
+    trace.weights([WeightGroup(str(at), ("tp",), lambda own=one: [*own.parameters()]) for at, one in enumerate(blocks)])
     for step in range(1, case.steps + 1):
         trace.step(step)
         mine = rank.index in case.blamed
@@ -115,10 +117,10 @@ def train(rank: Rank, case: Case) -> int:
         slow = case.fault if mine and step >= case.step else ""
         if here == "bit-flip":
             with torch.no_grad():
-                net[case.layer].linear.weight.view(torch.int32)[3, 5] ^= 1 << 20
+                blocks[case.layer].linear.weight.view(torch.int32)[3, 5] ^= 1 << 20
         if slow == "slow-data":
             time.sleep(case.seconds)
-        _step(net, dp, case, rank, here, slow)
+        _step(blocks, dp, case, rank, here, slow)
         if case.fault == "nan" and step == case.step:  # the gradients of others are sums with it
             trace.not_finite(LOSS_NOT_FINITE | GRADIENT_NOT_FINITE if here else GRADIENT_NOT_FINITE)
         trace.phase(Phase.OTHER)
@@ -133,13 +135,12 @@ def train(rank: Rank, case: Case) -> int:
     return case.steps
 
 
-def _step(net: nn.ModuleList, dp: dist.ProcessGroup, case: Case, rank: Rank, here: str, slow: str) -> None:
+def _step(blocks: list[Block], dp: dist.ProcessGroup, case: Case, rank: Rank, here: str, slow: str) -> None:
     trace = rank.trace
     x = torch.randn(8, WIDTH)
     trace.phase(Phase.FORWARD)
     if slow in ("slow", "clock-skew"):
         time.sleep(case.seconds)
-    blocks = [*net]
     for at, block in enumerate(blocks):
         x = block(x, here if at == case.layer else "")
     trace.phase(Phase.BACKWARD)

@@ -11,8 +11,8 @@ from tangram.errors import UserError
 from tangram.tracing.finding import Finding
 from tangram.tracing.format import CHECKED, End, Kind
 from tangram.tracing.reading import read
-from tangram.tracing.report import TraceReport, report
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.show.report import TraceReport, report
 from tangram.training.observe.events import Note
 from tangram.training.run.launch import RankError, run_ranks
 

@@ -28,9 +28,9 @@ from tangram.tracing.format import (
 )
 from tangram.tracing.reading import Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.report import report
 from tangram.tracing.ring import TraceFiles, packed_rows, unpacked_rows
 from tangram.tracing.settings import fresh_folder
+from tangram.tracing.show.report import report
 
 RUN = b"r" * 16
 

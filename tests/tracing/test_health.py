@@ -17,8 +17,8 @@ from tangram.tracing.format import OPS, Phase
 from tangram.tracing.planned import CallKind, CallsOfKind, PlanCheck, PlannedCall
 from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.report import report
 from tangram.tracing.ring import TraceFiles
+from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
 from tangram.tracing.stacks import ranks_said
 from tangram.tracing.weights import WeightGroup, sums_of

@@ -9,11 +9,11 @@ import pytest
 from bench._tracing.synthetic import Cluster, Planted, write
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.tracing.compare import compare
 from tangram.tracing.format import Phase
-from tangram.tracing.page import write_page
-from tangram.tracing.perfetto import export
-from tangram.tracing.top import top
+from tangram.tracing.show.compare import compare
+from tangram.tracing.show.page import write_page
+from tangram.tracing.show.perfetto import export
+from tangram.tracing.show.top import top
 from tests.tracing import test_files
 from tests.training.browser import browser
 

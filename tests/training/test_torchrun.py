@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.tracing.report import report
+from tangram.tracing.show.report import report
 from tangram.training.run.environment import place, speaks, started_by_torchrun
 from tangram.training.run.signals import SAME_SECONDS
 from tangram.training.run.torchrun import agree, on_one, together

@@ -97,8 +97,13 @@ def _options(version: Annotated[bool, _VERSION] = False) -> None:
     """Train large models on PyTorch; their state takes any layout."""
 
 
+_BESIDE = {"top": "trace"}
+"""Commands that stand in the module of another."""
+
+
 def _load(name: str) -> Callable[..., object] | typer.Typer:
-    command: Callable[..., object] | typer.Typer = getattr(importlib.import_module(f"tangram.cli.{name}"), name)
+    module = importlib.import_module(f"tangram.cli.{_BESIDE.get(name, name)}")
+    command: Callable[..., object] | typer.Typer = getattr(module, name)
     return command
 
 

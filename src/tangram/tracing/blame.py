@@ -181,10 +181,10 @@ def _odd(traces: Sequence[RankTrace]) -> list[Finding]:
     """The rank whose calls of the step that hangs are not those of its peers, as far as these have come."""
     for peers in peers_of(traces):
         last = max(trace.live.step for trace in peers)
-        calls = {trace.rank: calls_of_step(trace, last) for trace in peers}
-        if not all(
-            calls.values()
-        ):  # rings that do not go back to the begin of the step: nothing says which call is which
+        each = {trace.rank: calls_of_step(trace, last) for trace in peers if trace.live.step == last}
+        # Of a ring that does not go back to the begin of the step nothing says which call is which.
+        calls = {rank: some for rank, some in each.items() if some is not None}
+        if len(calls) < 2:
             continue
         some = [*calls.values()][:MOST_COMPARED]
         alike = {rank: sum(_agree(own, other) for other in some) for rank, own in calls.items()}

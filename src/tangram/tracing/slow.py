@@ -94,7 +94,7 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
     medians = _of_others(totals)
     slower = totals - medians > np.maximum(SHARE * medians, LEAST_US)
     found: list[Slow] = []
-    for i in np.flatnonzero(slower.sum(1) >= MOST_OF * FEWEST):
+    for i in (int(one) for one in np.flatnonzero(slower.sum(1) >= MOST_OF * FEWEST)):
         trace, median = peers[i], medians[i]
         since = change(totals[i] - median)
         own, theirs = totals[i][since:], median[since:]
@@ -115,9 +115,9 @@ def _of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     ranked = np.take_along_axis(values, order, 0)
     low, high = (len(values) - 2) // 2, (len(values) - 1) // 2
     above = min(high + 1, len(values) - 1)
-    return (
-        np.where(place > low, ranked[low], ranked[low + 1]) + np.where(place > high, ranked[high], ranked[above])
-    ) / 2
+    below: npt.NDArray[np.float64] = np.where(place > low, ranked[low], ranked[low + 1])
+    over: npt.NDArray[np.float64] = np.where(place > high, ranked[high], ranked[above])
+    return (below + over) / 2
 
 
 def change(excess: npt.NDArray[np.float64]) -> int:
@@ -189,7 +189,7 @@ def _slow_among(
     others = _of_others(every)
     long = every - others > np.maximum(LINK_SHARE * others, LEAST_US)
     found: list[SlowLink] = []
-    for i in np.flatnonzero(long.sum(1) >= MOST_OF * FEWEST):
+    for i in (int(one) for one in np.flatnonzero(long.sum(1) >= MOST_OF * FEWEST)):
         since = change(every[i] - others[i])
         if len(every[i]) - since >= FEWEST and long[i, since:].mean() >= MOST_OF:
             own, usual = (float(np.median(some[i, since:])) / 1e3 for some in (every, others))

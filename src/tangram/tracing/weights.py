@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ def sums_of(groups: Sequence[WeightGroup]) -> list[int]:
     with torch.no_grad():
         parts = [[_bits(one) for one in group.tensors()] for group in groups]
         totals = [torch.stack(some).sum() for some in parts if some]
-        found = iter(torch.stack(totals).tolist() if totals else [])
-    return [int(next(found)) if some else 0 for some in parts]
+        found = iter(cast("list[int]", torch.stack(totals).tolist()) if totals else list[int]())
+    return [next(found) if some else 0 for some in parts]
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining.schedules import UNSHARD
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import intervals
@@ -34,13 +33,13 @@ from tangram.tracing.format import OPS
 from tangram.tracing.groups import axes_of_ranks
 from tangram.tracing.planned import CallKind, CallsOfKind, PlannedCall, PlannedCalls
 from tangram.training.mesh.buffers import RULES
-from tangram.training.mesh.layout_to_torch import cuts_of_one, over_model_axes
+from tangram.training.mesh.layout_to_torch import cuts_of_one, named_modules, over_model_axes
 from tangram.training.mesh.world import World
 from tangram.training.parallel.apply import blocks_of
 from tangram.training.parallel.data_parallel import in_buckets
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import dtype_of
-from tangram.training.parallel.schedule_runtime import as_torchs, with_gathers
+from tangram.training.parallel.schedule_runtime import times_gathered
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV = (
     OPS.index(op) for op in ("all-reduce", "all-gather", "reduce-scatter", "send", "recv")
@@ -129,7 +128,8 @@ def _shards(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
         forward = [PlannedCall(u.shards * compute.itemsize, compute, u.layer, "parameters") for u in (root, *layers)]
         backward = [*reversed(forward[1:])]
         if plan.pipeline is not None:
-            gathers += forward * _gathers_of_stage(plan, world.stage, plan.stages_at(world.stage)[at])
+            row, stage = plan.actions().rows[world.stage], plan.stages_at(world.stage)[at]
+            gathers += forward * times_gathered(row, stage)
         elif plan.run.reshard == "after step":
             gathers += forward
         else:
@@ -162,19 +162,14 @@ def runs_in_order(model: nn.Module) -> bool:
     return said is not None and said[1] == len(blocks_of(model))
 
 
-def _gathers_of_stage(plan: Plan, place: int, stage: int) -> int:
-    """How often a schedule has a stage's parameters gathered: anew after each time that they made room for others'."""
-    row = with_gathers(as_torchs(plan.actions().rows[place]))
-    return sum(one.computation_type == UNSHARD and one.stage_index == stage for one in row)
-
-
 def _units(model: ParallelModel, part: nn.Module) -> Iterator[_Unit]:
     """What lies outside of the layers, then the layers."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    layers = {path: module for path, module in part.named_modules() if module in {*blocks_of(part)}}
-    inside = {parameter for layer in layers.values() for parameter in layer.parameters()}
+    blocks = {*blocks_of(part)}
+    layers = {path: [*module.parameters()] for path, module in named_modules(part) if module in blocks}
+    inside = {parameter for some in layers.values() for parameter in some}
     outside = [parameter for parameter in part.parameters() if parameter not in inside]
-    for path, some in (("the root", outside), *((path, [*layer.parameters()]) for path, layer in layers.items())):
+    for path, some in (("the root", outside), *layers.items()):
         # In a pipeline FSDP2 gathers a stage before its modules have learned their names.
         layer = path if model.pipeline is None else ""
         yield _Unit(layer, sum(_shard_of(model, names[one], one) for one in some))

@@ -19,8 +19,8 @@ from tangram.models.source import Source
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.report import figures
 from tangram.schema.plan import Plan
-from tangram.tracing.report import TraceReport
-from tangram.tracing.report import report as trace_report
+from tangram.tracing.show.report import TraceReport
+from tangram.tracing.show.report import report as trace_report
 from tangram.training.data import (
     Corpus,
     Tokens,

@@ -18,8 +18,8 @@ from tangram.planner.report.html_page import page, part, write_whole
 from tangram.planner.report.html_parts import section
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
-from tangram.tracing.page import findings_as_html, ranks_as_html
-from tangram.tracing.report import TraceReport
+from tangram.tracing.show.page import findings_as_html, ranks_as_html
+from tangram.tracing.show.report import TraceReport
 from tangram.training.observe.events import Record
 from tangram.training.observe.optional_libraries import need_report
 from tangram.training.observe.summary import Summary

@@ -21,7 +21,7 @@ from tangram.planner.report.html_page import page, part, write_whole
 from tangram.planner.report.html_parts import section, table
 from tangram.tracing.format import Kind, Phase
 from tangram.tracing.reading import RankTrace
-from tangram.tracing.report import TraceReport, axes_of, read_report
+from tangram.tracing.show.report import TraceReport, axes_of, read_report
 from tangram.tracing.slow import mesh_axes, own_times
 
 MOST_COLUMNS = 512
@@ -48,7 +48,7 @@ DRAWN = """\
 def write_page(path: Path, folder: Path) -> TraceReport:
     """Write the page of a run's trace; its report. Raises UserError for what is no trace, or no place."""
     found, traces = read_report(folder)
-    css, drawn = part("tangram.tracing", "page.css"), part("tangram.tracing", "page.js")
+    css, drawn = part("tangram.tracing.show", "page.css"), part("tangram.tracing.show", "page.js")
     write_whole(path, page(f"Trace {found.folder}", css, body(found), data(found, traces), drawn, plotly=False))
     return found
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import UserError
-from tangram.tracing.page import WAIT, spans_of
 from tangram.tracing.reading import RankTrace, read
+from tangram.tracing.show.page import WAIT, spans_of
 from tangram.tracing.slow import coords_of
 
 STEPS, PHASES, CALLS = 0, 1, 2

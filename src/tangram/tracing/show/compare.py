@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tangram.tracing.format import COUNTED
 from tangram.tracing.reading import RankTrace, read
-from tangram.tracing.report import axes_of
+from tangram.tracing.show.report import axes_of
 
 WARM = 2
 """First steps, which are left out."""

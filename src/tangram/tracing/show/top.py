@@ -10,7 +10,7 @@ import numpy as np
 
 from tangram.tracing.format import End
 from tangram.tracing.reading import RankTrace, read, trace_folder
-from tangram.tracing.report import doing, place_of
+from tangram.tracing.show.report import doing, place_of
 from tangram.tracing.slow import own_times
 
 RECENT = 8
