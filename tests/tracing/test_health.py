@@ -162,6 +162,43 @@ def test_a_call_that_is_not_the_plans_is_called_what_it_is(calls: str, kind: str
     assert not kind or text in found[0].text, found
 
 
+def called(folder: Path, first: int, planned: bool) -> Recorder:
+    """20 steps from `first` on, each of which calls the plan's two gathers, and another number of others."""
+    recorder = Recorder(TraceFiles(folder, b"r" * 16, 0, 2), {"mesh": "dp=2", "stages": []})
+    group = recorder.group("0", "dp", [0, 1])
+    if planned:
+        recorder.expect({CallKind("dp", GATHER): CallsOfKind([PlannedCall(64, torch.float32)] * 2)})
+
+    def gather() -> None:
+        recorder.enter(group, GATHER, 64, torch.float32, -1)
+
+    for step in range(first, first + 20):
+        recorder.step(step)
+        recorder.phase(Phase.FORWARD)
+        for _ in range(step % 7):
+            recorder.enter(group, REDUCE, 16, torch.float32, -1)
+        gather()
+        gather()
+        recorder.phase(Phase.OPTIMISER)
+    recorder.step(first + 20)
+    return recorder
+
+
+def test_steps_that_are_never_alike_are_held_against_the_plan_alone(tmp_path: Path) -> None:
+    called(tmp_path, 1, planned=True)
+    assert findings(read(tmp_path)) == []
+
+
+def test_a_run_that_resumed_is_learned_from_as_one_that_began(tmp_path: Path) -> None:
+    """The steps that count are those of this trace, whatever their numbers."""
+    for first in (1, 101):
+        called(tmp_path / str(first), first, planned=False)
+    begun, resumed = (read(tmp_path / str(first))[0] for first in (1, 101))
+    assert [*begun.sequences] == [1, 2, 3]
+    assert [*resumed.sequences] == [101, 102, 103]
+    assert len(resumed.sites) == len(begun.sites) == 3, "two gathers from two lines, and the others"
+
+
 def test_where_the_order_is_not_known_any_will_do() -> None:
     assert check("cRab", ordered=False) == []
     assert [one.kind for one in check("cRaa", ordered=False)] == ["mis-sized"]

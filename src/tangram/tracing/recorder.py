@@ -202,7 +202,7 @@ class Recorder:
 
     def _unexpected(self, key: Key, start: FrameType) -> int:
         """The site of a call that was not found to be due; says where that is a deviation."""
-        seen = self._seen.get(key) if self._step > UNSETTLED and self._cursor.expected is None else None
+        seen = self._seen.get(key) if self._rows >= UNSETTLED and self._cursor.expected is None else None
         if seen is not None:  # steps are never alike, so that looking at the stack would be for each call
             return seen
         site, carrier = site_of(self._labels, start)
@@ -245,16 +245,16 @@ class Recorder:
     def step(self, number: int) -> None:
         """A step begins, from 1, with its data, and so does what is expected of its calls."""
         self._end_step()
-        self._step = number
+        before, self._step = self._step, number
         _INT(self._memory, STEP_AT, number)
         self._event(Kind.STEP)
-        if number > 1 and (number <= SHOWN_STEPS or self._checked.strayed):
-            self._write_sequence(number - 1)
+        if 0 < self._rows < SHOWN_STEPS or (self._rows and self._checked.strayed):
+            self._write_sequence(before)
         self._checked.begin()
         for cursor in self._others.values():
             cursor.begin()
         if self._plan is not None:
-            self._plans = self._checked.expected is None
+            self._plans = self._checked.expected is None and self._rows < UNSETTLED
             self._plan.begin()
         self.phase(Phase.DATA)
 
