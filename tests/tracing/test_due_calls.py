@@ -44,7 +44,7 @@ def test_ranks_call_what_the_plan_says(measured: Measured) -> None:
         "5 all-gather over dp",
         "3 reduce-scatter over dp",
         "3 all-reduce over rep",
-        "1 all-reduce over rep dp",
+        "1 all-reduce over rep dp at the end",
     )
     assert held[0]["ZBVZeroBubble of fsdp"].planned[2] == "10 send over pp (rank 1 of it)"
 

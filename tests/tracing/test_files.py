@@ -135,6 +135,8 @@ def test_a_plan_that_is_not_the_traces_is_said(tmp_path: Path) -> None:
         notes = report(tmp_path).notes
         assert len(notes) == len(said)
         assert all(word in note for word, note in zip(said, notes, strict=True))
+    write(tmp_path / "trace-2", 0, 3)  # the run has resumed by another plan
+    assert not any("plan" in note for note in report(tmp_path / "trace").notes)
 
 
 def test_clocks_that_are_apart_by_minutes_are_said_and_a_slow_rank_is_named(tmp_path: Path) -> None:

@@ -134,8 +134,9 @@ def _size(nbytes: int, dtype: torch.dtype | None) -> str:
 
 
 def planned_words(planned: PlannedCalls) -> list[str]:
-    """Which kinds of calls a plan says, for readers: "9 all-gathers over dp"."""
-    return [
-        f"{len(of.calls)} {OPS[kind.op]} over {kind.axes}{f' (rank {kind.peer} of it)' if kind.peer >= 0 else ''}"
-        for kind, of in planned.items()
-    ]
+    """Which kinds of calls a plan says, for readers: "9 all-gather over dp", "1 all-reduce over dp at the end"."""
+    found: list[str] = []
+    for kind, of in planned.items():
+        peer = f" (rank {kind.peer} of it)" if kind.peer >= 0 else ""
+        found.append(f"{len(of.calls)} {OPS[kind.op]} over {kind.axes}{peer}{' at the end' if kind.late else ''}")
+    return found

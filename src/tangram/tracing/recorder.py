@@ -139,6 +139,7 @@ class Recorder:
         self._labels: dict[int, str] = {}
         self._checked, self._others = Cursor(strict=True), {p: Cursor(strict=False) for p in Phase if p not in CHECKED}
         self._cursor = self._others[Phase.START]
+        self._learns = 0  # how many steps had ended when it began to learn
         self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
         self._deviations, self._reported = 0, False
         self._plan: PlanCheck | None = None
@@ -202,7 +203,7 @@ class Recorder:
 
     def _unexpected(self, key: Key, start: FrameType) -> int:
         """The site of a call that was not found to be due; says where that is a deviation."""
-        seen = self._seen.get(key) if self._rows >= UNSETTLED and self._cursor.expected is None else None
+        seen = self._seen.get(key) if self._rows >= self._learns + UNSETTLED and self._cursor.expected is None else None
         if seen is not None:  # steps are never alike, so that looking at the stack would be for each call
             return seen
         site, carrier = site_of(self._labels, start)
@@ -248,13 +249,13 @@ class Recorder:
         before, self._step = self._step, number
         _INT(self._memory, STEP_AT, number)
         self._event(Kind.STEP)
-        if 0 < self._rows < SHOWN_STEPS or (self._rows and self._checked.strayed):
+        if 0 < self._rows < self._learns + SHOWN_STEPS or (self._rows and self._checked.strayed):
             self._write_sequence(before)
         self._checked.begin()
         for cursor in self._others.values():
             cursor.begin()
         if self._plan is not None:
-            self._plans = self._checked.expected is None and self._rows < UNSETTLED
+            self._plans = self._checked.expected is None and self._rows < self._learns + UNSETTLED
             self._plan.begin()
         self.phase(Phase.DATA)
 
@@ -290,7 +291,7 @@ class Recorder:
     def expect(self, planned: PlannedCalls) -> None:
         """The calls of a step that the plan says. What was learned before counts no more."""
         self._plan = PlanCheck(planned) if planned else None
-        self._plans, self._checked = False, Cursor(strict=True)
+        self._plans, self._checked, self._learns = False, Cursor(strict=True), self._rows
         self.files.name({"planned": planned_words(planned)})
 
     def weights(self, groups: Sequence[WeightGroup]) -> None:

@@ -72,7 +72,8 @@ def _by_step(traces: Sequence[RankTrace], of: Of) -> npt.NDArray[np.float64]:
     shared = traces[0].rows["step"]
     for trace in traces[1:]:
         shared = np.intersect1d(shared, trace.rows["step"])
-    shared = shared[WARM:] if len(shared) > WARM else shared
+    shared = shared[:-1] if len(shared) > 1 else shared  # the last has what comes after it, as the end of the run
+    shared = shared[min(WARM, len(shared) - 1) :] if len(shared) else shared
     every = [of(trace)[np.searchsorted(trace.rows["step"], shared)] for trace in traces]
     return np.median(np.stack(every), 0) if len(shared) else np.zeros(0)
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.tracing.blame import findings
 from tangram.tracing.finding import Finding
@@ -86,7 +87,7 @@ def _basis(traces: Sequence[RankTrace]) -> str:
         return "calls are held against what each rank did in its first steps, and ranks against each other"
     some = [*planned][:MOST_KINDS]
     more = f" and {len(planned) - len(some)} kinds more" if len(planned) > len(some) else ""
-    return f"held against the plan: {', '.join(some)}{more} in a step; all other calls against the first steps"
+    return f"held against the plan in each step: {', '.join(some)}{more}; all other calls against the first steps"
 
 
 def verdict_of(folder: Path) -> tuple[str, list[Finding]] | None:
@@ -131,8 +132,10 @@ def _other_plan(folder: Path, trace: RankTrace) -> str:
     """A word on the plan beside a trace, where its mesh is not the trace's."""
     path, mesh = folder.parent / "plan.toml", str(trace.about.get("mesh", ""))
     try:
+        if trace_folder(folder.parent) != folder:  # one of an older plan, which a run that resumed has replaced
+            return ""
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or none that can be read: findings need it not
+    except (OSError, ValueError, UserError):  # none, or none that can be read: findings need it not
         return ""
     other = str(tables.get("mesh", ""))
     if not mesh or not other or Mesh.parse(other) == Mesh.parse(mesh):
