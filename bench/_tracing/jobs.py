@@ -7,9 +7,10 @@ number over all ranks at the end. `FAULTS` are what can go wrong, by name; each 
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -81,10 +82,10 @@ class LateWork(dist.Work):
 
 def slow_down(group: Any, seconds: float) -> None:
     """Have every all-reduce of a recorded group take longer on this rank."""
-    real: Any = type(group).allreduce
+    real = cast("Callable[..., Any]", type(group).allreduce)
 
     def allreduce(*given: Any) -> Any:
-        recorded: Any = real(group, *given)
+        recorded = real(group, *given)
         recorded._work = LateWork(recorded._work, seconds)
         return recorded
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench._tracing.synthetic import Cluster, drawn, names, write
+from tangram.tracing import recorder as recorder_module
 from tangram.tracing.blame import findings
 from tangram.tracing.conformance import Deviation, Expected, Key
 from tangram.tracing.format import OPS, Phase
@@ -114,6 +115,34 @@ def test_what_is_planted_in_a_synthetic_trace_is_named_with_its_axis(seed: int, 
     assert names(one, planted), one
     assert not names(one, replace(planted, rank=planted.rank ^ 67)), "another rank is none of those"
     assert planted.kind != "stopped" or one.axes in ("tp", "pp")
+
+
+@pytest.mark.parametrize("late", ["the link", "in turn"])
+def test_ranks_that_come_late_in_turn_are_no_slow_link(late: str, tmp_path: Path) -> None:
+    """Both ranks of a group wait for long in a step, each for the other; or in every call."""
+    ticks = iter(range(0, 10**15, 1_000_000))  # a clock of milliseconds
+    now = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "_now", lambda: now[0])
+        recorders = [
+            Recorder(TraceFiles(tmp_path, b"r" * 16, r, 4), {"mesh": "dp=2 tp=2", "stages": []}) for r in range(4)
+        ]
+        groups = [one.group("0", "dp", [rank % 2, rank % 2 + 2]) for rank, one in enumerate(recorders)]
+        for step in range(1, 14):
+            for rank, one in enumerate(recorders):
+                now[0] = next(ticks) // 1_000_000 * 200_000_000 if rank == 0 else now[0]
+                one.step(step)
+                one.phase(Phase.FORWARD)
+                begun = now[0]
+                for call in range(4):
+                    number = one.enter(groups[rank], 0, 64, None, -1)
+                    since = one.waits(number)
+                    waits = rank % 2 and (late == "the link" or call % 2 == rank // 2)
+                    now[0] += 20_000_000 if waits else 100_000
+                    one.waited(number, groups[rank], 0, since)
+                now[0] = begun
+    found = [one.ranks for one in findings(read(tmp_path)) if one.kind == "slow link"]
+    assert found == ([(1, 3)] if late == "the link" else [])
 
 
 # ------------------------------------------------------------ held against a plan

@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.layout import Mesh
-from tangram.tracing.format import COUNTED, Phase
+from tangram.tracing.format import COUNTED, Kind, Phase
 from tangram.tracing.reading import RankTrace
 
 SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 """More than the peers' median by this share and so many microseconds, in this part of the steps."""
 LINK_SHARE = 1.0
 """Of the calls of a group over those of others."""
+LINKS_COMPARED = 8
+"""Other groups, whose calls are read one by one."""
 FEWEST = 5
 """Steps below which nobody is called slow."""
 
@@ -112,7 +114,7 @@ def _of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """For each of some ranks (the first dim) the median of all others'."""
     order = np.argsort(values, 0, kind="stable")
     place = np.argsort(order, 0, kind="stable")
-    ranked = np.take_along_axis(values, order, 0)
+    ranked: npt.NDArray[np.float64] = np.take_along_axis(values, order, 0)
     low, high = (len(values) - 2) // 2, (len(values) - 1) // 2
     above = min(high + 1, len(values) - 1)
     below: npt.NDArray[np.float64] = np.where(place > low, ranked[low], ranked[low + 1])
@@ -191,10 +193,45 @@ def _slow_among(
     found: list[SlowLink] = []
     for i in (int(one) for one in np.flatnonzero(long.sum(1) >= MOST_OF * FEWEST)):
         since = change(every[i] - others[i])
-        if len(every[i]) - since >= FEWEST and long[i, since:].mean() >= MOST_OF:
+        lasts = len(every[i]) - since >= FEWEST and long[i, since:].mean() >= MOST_OF
+        if lasts and _confirmed(axes, i, [ranks for ranks, _ in groups], by_rank):
             own, usual = (float(np.median(some[i, since:])) / 1e3 for some in (every, others))
             found.append(SlowLink(groups[i][0], axes, own, usual))
     return found
+
+
+def _confirmed(axes: str, at: int, groups: Sequence[Sequence[int]], by_rank: Mapping[int, RankTrace]) -> bool:
+    """Whether single calls say so, too: where ranks come late in turn, the sums of all are long and no call is.
+
+    Where rings have none of them, the sums of three groups or more have to do.
+    """
+    own = _least_of_calls(axes, groups[at], by_rank)
+    others = [groups[i] for i in range(len(groups)) if i != at][:LINKS_COMPARED]
+    found = [one for ranks in others if (one := _least_of_calls(axes, ranks, by_rank)) is not None]
+    if own is None or not found:
+        return len(groups) > 2
+    return own > (1 + LINK_SHARE) * float(np.median(found))
+
+
+def _least_of_calls(axes: str, ranks: Sequence[int], by_rank: Mapping[int, RankTrace]) -> float | None:
+    """The mean over calls, as far as rings go back, of what the rank of a group waits that waits least; ns."""
+    waits: dict[int, list[int]] = {}
+    for rank in ranks:
+        for turn, waited in _waits_of_calls(by_rank[rank], axes, ranks).items():
+            waits.setdefault(turn, []).append(waited)
+    least = [min(some) for some in waits.values() if len(some) == len(ranks)]
+    return float(np.mean(least)) if len(least) >= FEWEST else None
+
+
+def _waits_of_calls(trace: RankTrace, axes: str, ranks: Sequence[int]) -> dict[int, int]:
+    """By a call's turn in its group how long the rank waited for it, ns."""
+    numbers = [n for n, group in trace.groups.items() if group["axes"] == axes and group["ranks"] == ranks]
+    events = trace.events
+    events = events[np.isin(events["group"], numbers)]
+    enters, exits = (events[events["kind"] == kind] for kind in (Kind.ENTER, Kind.EXIT))
+    turns = dict(zip((enters["number"] & 0xFFFFFFFF).tolist(), enters["turn"].tolist(), strict=True))
+    some = zip(exits["site"].tolist(), exits["size"].tolist(), strict=True)
+    return {int(turns[call]): int(waited) for call, waited in some if call in turns}
 
 
 def _waited_over(slow: RankTrace, peers: list[RankTrace]) -> str:
