@@ -70,7 +70,7 @@ def findings_as_html(found: TraceReport) -> str:
         f'<div class="card finding"><h3>{escape(one.kind)}</h3><p>{escape(one.text)}</p>{_more(one.details)}</div>'
         for one in found.findings
     ]
-    return "".join(cards) or "<p>Nothing wrong was found.</p>"
+    return "".join(cards) or '<p class="lead">Nothing wrong was found.</p>'
 
 
 def _more(details: Sequence[str]) -> str:

@@ -154,10 +154,12 @@ def axes_of(traces: Sequence[RankTrace]) -> list[str]:
 
 
 def row_of(trace: RankTrace, axes: Sequence[str]) -> tuple[str, ...]:
-    """The medians of its steps but the first, which is longer."""
-    rows = trace.rows[1:] if len(trace.rows) > 1 else trace.rows
+    """The medians of its steps but the first, which is longer, and the last of a run that ended, which has the end."""
+    count, ended = len(trace.rows), trace.live.end is not End.RUNNING
+    some = slice(int(count > 1), count - int(ended and count > 2))
+    rows = trace.rows[some]
     slots = {str(group["axes"]): int(group["slot"]) for group in trace.groups.values()}
-    own = own_times(trace)[-len(rows) :].sum(1)
+    own = own_times(trace)[some].sum(1)
     waits = (rows["wait_us"][:, slots[one]] if one in slots else None for one in axes)
     return (
         str(trace.rank),

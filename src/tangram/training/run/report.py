@@ -260,8 +260,11 @@ def _trace(trace: TraceReport | None) -> str:
     """What the ranks did, and what was wrong."""
     if trace is None:
         return ""
-    words = f'<p class="soft">{escape(trace.basis)}. <code>tangram trace report --html</code> shows every step.</p>'
-    return section("Ranks", findings_as_html(trace), ranks_as_html(trace), words)
+    words = (
+        "Medians over steps, the first left out. <code>tangram trace report --html</code> shows every step and call."
+    )
+    lead = f'<p class="soft lead">{words} {escape(trace.basis[:1].upper() + trace.basis[1:])}.</p>'
+    return section("Ranks", lead, findings_as_html(trace), ranks_as_html(trace))
 
 
 def _sample(sample: str | None) -> str:
