@@ -13,8 +13,10 @@ from tangram.tracing.planned import PlannedCalls, planned_words
 from tangram.tracing.reading import read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.weights import sums_of
 from tangram.training.parallel import data_parallel, fsdp
 from tangram.training.parallel.due_calls import due_calls
+from tangram.training.parallel.weight_groups import weight_groups
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.state.checkpointer import Checkpointer
 from tangram.training.step import loop
@@ -31,6 +33,8 @@ class Held:
 
     planned: tuple[str, ...]
     deviations: tuple[str, ...]
+    weights: Mapping[tuple[object, ...], int]
+    """By layer and place among the ranks that hold unlike parts of it: the sum of its bits at the end."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ def held(rank: Rank, case: Case, folder: Path) -> Held:
         planned: PlannedCalls = due_calls(model)
         trace.label(part.module for part in model.parts)
         trace.expect(planned)
+        groups = weight_groups(model)
+        trace.weights(groups)
         plan = model.plan.model_copy(update={"run": model.plan.run.model_copy(update={"steps": STEPS})})
         checkpointer = Checkpointer(folder / "checkpoints", setting.plan, setting.world)
         hooks = loop.Hooks(lambda event: None, lambda: False, lambda: None, save_every=0)
@@ -78,12 +84,15 @@ def held(rank: Rank, case: Case, folder: Path) -> Held:
     trace.phase(loop.Phase.OTHER)
     dist.barrier()
     texts = [str(one["text"]) for one in read_rank(ring).deviations[before:]]
-    return Held(tuple(planned_words(planned)), tuple(texts))
+    at = model.world.mesh.coords(rank.index)
+    sums = zip(groups, sums_of(groups), strict=True)
+    weights = {(group.layer, *(at[axis] for axis in group.axes)): total for group, total in sums}
+    return Held(tuple(planned_words(planned)), tuple(texts), weights)
 
 
 def all_held(work: Work, world: int) -> list[dict[str, Held]]:
     """Of each rank, by case."""
-    settings = TraceSettings(work.folder / "trace", mesh="", hang_seconds=60)
+    settings = TraceSettings(work.folder / "trace", mesh="", hang_seconds=60, digest_steps=1)
     return run_ranks(hold, work, world=world, on_event=lambda event: None, device="cpu", trace=settings)
 
 

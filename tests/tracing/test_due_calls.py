@@ -49,6 +49,32 @@ def test_ranks_call_what_the_plan_says(measured: Measured) -> None:
     assert held[0]["ZBVZeroBubble of fsdp"].planned[2] == "10 send over pp (rank 1 of it)"
 
 
+def replicas(held: list[dict[str, Held]], name: str) -> dict[tuple[object, ...], list[int]]:
+    """The sums of the ranks that hold the same, by what they hold."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank in held:
+        for part, total in rank[name].weights.items():
+            found.setdefault(part, []).append(total)
+    return found
+
+
+def test_replicas_hold_the_same_bits_after_their_updates_and_no_others_are_taken_for_replicas(
+    measured: Measured,
+) -> None:
+    every, held = measured
+    for name in every:
+        assert all(len({*sums}) == 1 for sums in replicas(held, name).values()), name
+    alike = {name: {len(sums) for sums in replicas(held, name).values()} for name in every}
+    assert alike == {
+        "copies": {4},
+        "hsdp": {2},
+        "derived inside fsdp": {1},
+        "ZBVZeroBubble of fsdp": {1},
+        "whole in a step: fsdp": {1},
+    }
+    assert any(len({*sums}) > 1 for sums in replicas(held, "not summed").values()), "each has its own gradients"
+
+
 @pytest.mark.parametrize(
     ("mistake", "texts"),
     [
@@ -75,3 +101,4 @@ def test_ranks_call_what_the_plan_says_in_every_case_of_the_oracle(tmp_path: Pat
     assert sum(bool(held[0][name].planned) for name in every) > 35
     wrong = {name: rank[name].deviations for name in every for rank in held if rank[name].deviations}
     assert not wrong
+    assert not [name for name in every if any(len({*sums}) > 1 for sums in replicas(held, name).values())]
