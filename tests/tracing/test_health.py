@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from tangram.tracing.recorder import Recorder
 from tangram.tracing.ring import TraceFiles
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
+from tangram.tracing.slow import median_of_others
 from tangram.tracing.stacks import ranks_said
 from tangram.tracing.weights import WeightGroup, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
@@ -115,6 +117,14 @@ def test_what_is_planted_in_a_synthetic_trace_is_named_with_its_axis(seed: int, 
     assert names(one, planted), one
     assert not names(one, replace(planted, rank=planted.rank ^ 67)), "another rank is none of those"
     assert planted.kind != "stopped" or one.axes in ("tp", "pp")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_each_rank_is_held_against_the_median_of_all_others(ranks: int) -> None:
+    values = np.random.default_rng(ranks).random((ranks, 6))
+    values[:, 2] = 1.0  # equal ones
+    expected = np.stack([np.median(np.delete(values, i, 0), 0) for i in range(ranks)])
+    assert np.allclose(median_of_others(values), expected)
 
 
 @pytest.mark.parametrize("late", ["the link", "in turn"])

@@ -93,7 +93,7 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
         return []
     every = np.stack([own_times(t)[np.searchsorted(t.rows["step"], steps)] for t in peers])  # rank, step, phase
     totals = every.sum(2)
-    medians = _of_others(totals)
+    medians = median_of_others(totals)
     slower = totals - medians > np.maximum(SHARE * medians, LEAST_US)
     found: list[Slow] = []
     for i in (int(one) for one in np.flatnonzero(slower.sum(1) >= MOST_OF * FEWEST)):
@@ -110,15 +110,15 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
     return found
 
 
-def _of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def median_of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """For each of some ranks (the first dim) the median of all others'."""
     order = np.argsort(values, 0, kind="stable")
     place = np.argsort(order, 0, kind="stable")
     ranked: npt.NDArray[np.float64] = np.take_along_axis(values, order, 0)
     low, high = (len(values) - 2) // 2, (len(values) - 1) // 2
-    above = min(high + 1, len(values) - 1)
-    below: npt.NDArray[np.float64] = np.where(place > low, ranked[low], ranked[low + 1])
-    over: npt.NDArray[np.float64] = np.where(place > high, ranked[high], ranked[above])
+    last = len(values) - 1
+    below: npt.NDArray[np.float64] = np.take_along_axis(ranked, low + (place <= low), 0)
+    over: npt.NDArray[np.float64] = np.take_along_axis(ranked, np.minimum(high + (place <= high), last), 0)
     return (below + over) / 2
 
 
@@ -188,7 +188,7 @@ def _slow_among(
         return np.min([by_rank[rank].rows["wait_us"][at[rank], slot] for rank in ranks], 0).astype(float)
 
     every = np.stack([least(ranks, slot) for ranks, slot in groups])
-    others = _of_others(every)
+    others = median_of_others(every)
     long = every - others > np.maximum(LINK_SHARE * others, LEAST_US)
     found: list[SlowLink] = []
     for i in (int(one) for one in np.flatnonzero(long.sum(1) >= MOST_OF * FEWEST)):
