@@ -1,9 +1,11 @@
 """Tracing: what it costs a step, an event and a disk, and which of many planted faults it names.
 
     cost     a training step with and without, in interleaved pairs; an event; bytes
-    faults   4 ranks, one of which skips a call, makes one too many, in another order, of another size or type, is
-             stopped, killed, put to sleep, slow, or has a loss that is not finite: the rank and the cause of the first
-             finding, by a seed (`--repeats N`: N cases of each kind); and clean runs in which nothing may be found
+    faults   4 ranks, one of which skips a call, makes one too many, in another order, of another size or type or over
+             another group, is stopped, killed, put to sleep, slow, behind a slow link, of another clock, has a bit of
+             its weights flipped or a loss that is not finite: the rank and the cause of the first finding, by a seed
+             (`--repeats N`: N cases of each kind); and clean runs in which nothing may be found
+    ranks    16,384 ranks that never ran, from the planner's time model, with a planted fault: what a report takes
 
 Peers have no figure here: torch's flight recorder keeps no groups and no ends of calls under gloo, and its analyser
 does not read what it wrote.
@@ -13,11 +15,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from bench._tracing import cost, faults
+from bench._tracing.synthetic import Cluster, drawn, names, write
+from tangram.hardware.machine import peak_resident_mb
 from tangram.hardware.measure import Row
+from tangram.tracing.show.report import report
 
 SEED = 31
 
@@ -37,3 +43,25 @@ def rows(quick: bool, only: tuple[str, ...] = (), repeats: int = 0) -> Iterable[
         yield Row("and to the right cause", "%", 100 * found.cause / cases, target=95.0, better="higher")
         clean = 2 if quick else 10
         yield Row(f"of {clean} clean runs: a false alarm", "runs", faults.false_alarms(clean), target=0.0)
+    if not only or "ranks" in only:
+        yield from _synthetic(Cluster(4, 64, 4) if quick else Cluster(8, 256, 8), repeats or 3)
+
+
+def _synthetic(cluster: Cluster, seeds: int) -> Iterable[Row]:
+    """Reports on traces of ranks that never ran."""
+    taken: list[float] = []
+    right = 0
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory(prefix="tangram-bench-tracing-") as folder:
+            planted = drawn(cluster, seed)
+            write(Path(folder) / "trace", cluster, planted, seed)
+            begun = time.process_time()
+            found = report(Path(folder)).findings
+            taken.append(time.process_time() - begun)
+        right += bool(found) and names(found[0], planted)
+    what = f"a report on {cluster.ranks:,} ranks"
+    yield Row(what, "CPU s", max(taken), target=60.0)
+    yield Row(f"{what}: memory of the process", "GB", peak_resident_mb() / 1e3, target=2.0)
+    yield Row(
+        f"{what}: the right rank and axis, of {seeds} faults", "%", 100 * right / seeds, target=98.0, better="higher"
+    )

@@ -10,10 +10,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from bench._tracing.jobs import LAYERS, MESH, Case, train
-from tangram.tracing.blame import Finding
-from tangram.tracing.report import report
+from tangram.tracing.finding import Finding
+from tangram.tracing.format import (
+    EVENT_DTYPE,
+    EVENTS,
+    HEADER,
+    HEADER_BYTES,
+    LIVE,
+    LIVE_AT,
+    ROW_DTYPE,
+    ROWS,
+    file_of,
+    ring_bytes,
+)
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.show.report import report
 from tangram.training.run.launch import RankError, run_ranks
 
 HANG = 2.0
@@ -24,12 +38,16 @@ CAUSES: Mapping[str, frozenset[str]] = {
     "reorder": frozenset({"skipped", "reordered", "unlike"}),
     "size": frozenset({"mis-sized", "unlike"}),
     "dtype": frozenset({"mis-sized", "unlike"}),
+    "group": frozenset({"extra", "skipped", "unlike"}),
     "stop": frozenset({"stopped"}),
     "kill": frozenset({"died"}),
     "sleep": frozenset({"absent"}),
     "slow": frozenset({"slow"}),
     "slow-data": frozenset({"slow"}),
     "nan": frozenset({"not finite"}),
+    "slow-link": frozenset({"slow link"}),
+    "bit-flip": frozenset({"corrupted"}),
+    "clock-skew": frozenset({"slow"}),
 }
 """The kinds of findings that name a fault; before the sequence of a step is known a wrong call is "unlike"."""
 
@@ -51,21 +69,36 @@ def drawn(seed: int, count: int) -> Iterator[Case]:
     kinds = [*CAUSES]
     for number in range(count):
         fault = kinds[number % len(kinds)]
-        slow = fault.startswith("slow")
-        step = draw.randint(1, 3) if slow else draw.randint(2 if fault == "sleep" else 1, 12)
+        slow = fault.startswith("slow") or fault == "clock-skew"
+        step = draw.randint(1, 3) if slow else draw.randint(2 if fault in ("sleep", "bit-flip") else 1, 12)
         yield Case(fault, draw.randrange(4), step, draw.randrange(LAYERS), 24 if slow else 14, 0.05)
 
 
 def outcome(case: Case) -> tuple[Finding, ...]:
     """What the report on a job says."""
     folder = Path(tempfile.mkdtemp(prefix="tangram-tracing-"))
-    settings = TraceSettings(folder / "trace", mesh=MESH, hang_seconds=HANG)
+    settings = TraceSettings(folder / "trace", mesh=MESH, hang_seconds=HANG, digest_steps=1)
     with contextlib.suppress(RankError):
         run_ranks(train, case, world=4, on_event=lambda event: None, device="cpu", trace=settings)
+    if case.fault == "clock-skew":
+        other_clock(settings.folder, (case.rank + 1) % 4)
     try:
         return report(folder).findings
     finally:
         shutil.rmtree(folder)
+
+
+def other_clock(folder: Path, rank: int) -> None:
+    """Make a rank one of another machine, whose clocks are seven minutes ahead."""
+    path, ahead = folder / file_of(rank, "ring"), int(420e9)
+    data = bytearray(path.read_bytes())
+    head = [*HEADER.unpack_from(data)]
+    HEADER.pack_into(data, 0, *head[:8], b"another", head[9] + ahead, head[10] + 2 * ahead)
+    beat, *rest = LIVE.unpack_from(data, LIVE_AT)
+    LIVE.pack_into(data, LIVE_AT, beat + ahead, *rest)
+    np.frombuffer(data, EVENT_DTYPE, EVENTS, HEADER_BYTES)["time"] += ahead
+    np.frombuffer(data, ROW_DTYPE, ROWS, ring_bytes(EVENTS, 0))["begin"] += ahead
+    path.write_bytes(data)
 
 
 def score(seed: int, count: int) -> Score:
@@ -74,7 +107,7 @@ def score(seed: int, count: int) -> Score:
     missed: list[str] = []
     for case in drawn(seed, count):
         first = next(iter(outcome(case)), None)
-        right = first is not None and first.ranks == (case.rank,)
+        right = first is not None and first.ranks == case.blamed
         named = first is not None and first.kind in CAUSES[case.fault]
         found, rank, cause = found + (first is not None), rank + right, cause + (right and named)
         if not right or not named:

@@ -7,7 +7,10 @@ number over all ranks at the end. `FAULTS` are what can go wrong, by name; each 
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
+from tangram.tracing.weights import WeightGroup
 from tangram.training.run.launch import Rank
 
 MESH, WIDTH, LAYERS = "dp=2 tp=2", 32, 3
@@ -32,6 +36,12 @@ class Case:
     steps: int = 14
     seconds: float = 0.03
     """How much slower a slow rank is."""
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Whose fault it is: of a link, of all the ranks on it."""
+        peer = (self.rank + 2) % 4
+        return tuple(sorted({self.rank, peer})) if self.fault == "slow-link" else (self.rank,)
 
 
 class Block(nn.Module):
@@ -56,10 +66,38 @@ class Block(nn.Module):
         return x
 
 
-def grad_sum(group: dist.ProcessGroup, fault: str) -> None:
+class LateWork(dist.Work):
+    """A call over a link that is slow."""
+
+    def __init__(self, work: dist.Work, seconds: float) -> None:
+        super().__init__()
+        self.work, self.seconds = work, seconds
+
+    def wait(self, timeout: timedelta = timedelta(minutes=5)) -> bool:
+        """Later than the call itself."""
+        done = self.work.wait(timeout)
+        time.sleep(self.seconds)
+        return done
+
+
+def slow_down(group: Any, seconds: float) -> None:
+    """Have every all-reduce of a recorded group take longer on this rank."""
+    real = cast("Callable[..., Any]", type(group).allreduce)
+
+    def allreduce(*given: Any) -> Any:
+        recorded = real(group, *given)
+        recorded._work = LateWork(recorded._work, seconds)
+        return recorded
+
+    group.allreduce = allreduce
+
+
+def grad_sum(group: dist.ProcessGroup, fault: str, wrong: dist.ProcessGroup) -> None:
     """Over the ranks of dp."""
     grad = torch.zeros(WIDTH, WIDTH + 8 if fault == "size" else WIDTH, dtype=torch.int32 if fault == "dtype" else None)
-    if fault != "skip-grad":
+    if fault == "group":
+        dist.all_reduce(grad, group=wrong)
+    elif fault != "skip-grad":
         dist.all_reduce(grad, group=group)
 
 
@@ -68,17 +106,24 @@ def train(rank: Rank, case: Case) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     torch.manual_seed(0)
-    net = nn.ModuleList([Block(tp) for _ in range(LAYERS)])
+    blocks = [Block(tp) for _ in range(LAYERS)]
+    net = nn.ModuleList(blocks)
     trace = rank.trace
     trace.label([net])
+    trace.weights([WeightGroup(str(at), ("tp",), lambda own=one: [*own.parameters()]) for at, one in enumerate(blocks)])
     for step in range(1, case.steps + 1):
         trace.step(step)
-        mine = case.rank == rank.index
+        mine = rank.index in case.blamed
+        if mine and case.fault == "slow-link" and step == case.step:
+            slow_down(dp, case.seconds)
         here = case.fault if mine and step == case.step else ""
         slow = case.fault if mine and step >= case.step else ""
+        if here == "bit-flip":
+            with torch.no_grad():
+                blocks[case.layer].linear.weight.view(torch.int32)[3, 5] ^= 1 << 20
         if slow == "slow-data":
             time.sleep(case.seconds)
-        _step(net, dp, case, rank, here, slow)
+        _step(blocks, dp, case, rank, here, slow)
         if case.fault == "nan" and step == case.step:  # the gradients of others are sums with it
             trace.not_finite(LOSS_NOT_FINITE | GRADIENT_NOT_FINITE if here else GRADIENT_NOT_FINITE)
         trace.phase(Phase.OTHER)
@@ -93,20 +138,19 @@ def train(rank: Rank, case: Case) -> int:
     return case.steps
 
 
-def _step(net: nn.ModuleList, dp: dist.ProcessGroup, case: Case, rank: Rank, here: str, slow: str) -> None:
+def _step(blocks: list[Block], dp: dist.ProcessGroup, case: Case, rank: Rank, here: str, slow: str) -> None:
     trace = rank.trace
     x = torch.randn(8, WIDTH)
     trace.phase(Phase.FORWARD)
-    if slow == "slow":
+    if slow in ("slow", "clock-skew"):
         time.sleep(case.seconds)
-    blocks = [*net]
     for at, block in enumerate(blocks):
         x = block(x, here if at == case.layer else "")
     trace.phase(Phase.BACKWARD)
     if here == "reorder":
         dist.all_reduce(torch.zeros(2))
     for at in range(len(blocks)):
-        grad_sum(dp, here if at == case.layer else "")
+        grad_sum(dp, here if at == case.layer else "", blocks[0].group)
     trace.phase(Phase.OPTIMISER)
     if here != "reorder":
         dist.all_reduce(torch.zeros(2))

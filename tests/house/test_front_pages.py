@@ -58,8 +58,8 @@ def typed(page: Path, folder: Path) -> list[str]:
     return wrong
 
 
-def test_the_tutorial_has_five_pages() -> None:
-    assert [page.name[0] for page in TUTORIAL] == ["1", "2", "3", "4", "5"]
+def test_the_tutorial_has_six_pages() -> None:
+    assert [page.name[0] for page in TUTORIAL] == ["1", "2", "3", "4", "5", "6"]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def run(steps: list[str]) -> list[Deviation]:
         cursor.begin()
         for name in step.split():
             one = call(name)
-            if cursor.due(one.key, caller(0)) is None and cursor.came(one):
+            if cursor.due(one.key) is None and cursor.came(one):
                 noted = deviation(cursor, one, number, GROUPS)
                 found += [noted] if noted else []
         last = left_out(cursor, number, GROUPS)

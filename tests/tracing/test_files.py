@@ -12,14 +12,25 @@ import numpy as np
 import pytest
 import torch
 
+from bench._tracing.faults import other_clock
 from tangram.errors import UserError
-from tangram.tracing.blame import Outside, findings
-from tangram.tracing.format import EVENTS, HEADER_BYTES, LOSS_NOT_FINITE, ROW_DTYPE, ROWS, Kind, Phase, file_of
-from tangram.tracing.reading import Peek, read
+from tangram.tracing.blame import Outside, calls_of_step, findings
+from tangram.tracing.format import (
+    EVENTS,
+    HEADER_BYTES,
+    LOSS_NOT_FINITE,
+    ROW_DTYPE,
+    ROWS,
+    Kind,
+    Phase,
+    file_of,
+    ring_bytes,
+)
+from tangram.tracing.reading import Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.report import report
 from tangram.tracing.ring import TraceFiles, packed_rows, unpacked_rows
 from tangram.tracing.settings import fresh_folder
+from tangram.tracing.show.report import report
 
 RUN = b"r" * 16
 
@@ -113,6 +124,47 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path) -> None:
 def test_ranks_that_are_missing_are_named_and_the_others_read(tmp_path: Path) -> None:
     write(tmp_path, 1, 3, world=4)
     assert report(tmp_path).notes == ("ranks 0, 2, 3 of 4 have no trace here: findings are of the others",)
+
+
+def test_a_plan_that_is_not_the_traces_is_said(tmp_path: Path) -> None:
+    write(tmp_path / "trace", 0, 3)
+    write(tmp_path / "trace", 1, 3)
+    plan = tmp_path / "plan.toml"
+    for text, said in (('mesh = "dp=2"', ()), ("mesh = [", ()), ('mesh = "dp=1 tp=2"', ('has the mesh "dp=1 tp=2"',))):
+        plan.write_text(text)
+        notes = report(tmp_path).notes
+        assert len(notes) == len(said)
+        assert all(word in note for word, note in zip(said, notes, strict=True))
+    write(tmp_path / "trace-2", 0, 3)  # the run has resumed by another plan
+    assert not any("plan" in note for note in report(tmp_path / "trace").notes)
+
+
+def test_clocks_that_are_apart_by_minutes_are_said_and_a_slow_rank_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 0, 3)
+    write(tmp_path, 1, 3)
+    assert report(tmp_path).notes == ()
+    other_clock(tmp_path, 1)
+    (note,) = report(tmp_path).notes
+    assert note == "the clocks of hosts are apart by minutes: times of one host are not held against another's"
+
+
+def test_a_rank_of_more_than_four_gigabytes_has_them(tmp_path: Path) -> None:
+    write(tmp_path, 0, 3)
+    ring = tmp_path / file_of(0, "ring")
+    data = bytearray(ring.read_bytes())
+    np.frombuffer(data, ROW_DTYPE, ROWS, ring_bytes(EVENTS, 0))["memory_kb"][0] = 40_000_000
+    ring.write_bytes(data)
+    assert report(tmp_path).rows[0][-1] == "40,960"
+
+
+def test_a_step_whose_begin_has_left_the_ring_is_not_held_against_others(tmp_path: Path) -> None:
+    """Which call is which cannot be known then: those that are left are the last ones of each rank."""
+    for rank in range(2):
+        recorder = write(tmp_path, rank, 2)
+        group = recorder.group("1", "tp", [rank])
+        for _ in range(EVENTS):  # the last of the one are over other axes than those of the other
+            recorder.enter(group if rank else 0, 0, 64, torch.float32, -1)
+        assert calls_of_step(read_rank(tmp_path / file_of(rank, "ring")), 2) is None
 
 
 def test_a_full_disk_stops_the_trace_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

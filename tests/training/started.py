@@ -13,6 +13,8 @@ import torch.distributed as dist
 from tangram.checkpoint.saving.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
+from tangram.tracing.format import Phase
+from tangram.tracing.settings import TraceSettings
 from tangram.training.observe.events import Note
 from tangram.training.run.launch import Rank, RankError
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank, together
@@ -51,6 +53,16 @@ def never_ask(rank: Rank, payload: None) -> None:
     """A step that takes for ever."""
     say("pid", rank.index, os.getpid())
     time.sleep(600)
+
+
+def hang(rank: Rank, payload: None) -> None:
+    """Rank 1 sleeps in its third step; the others wait for it in a collective."""
+    for step in range(1, 4):
+        rank.trace.step(step)
+        rank.trace.phase(Phase.FORWARD)
+        if rank.index == 1 and step == 3:
+            time.sleep(600)
+        dist.barrier()
 
 
 def fail(rank: Rank, payload: None) -> None:
@@ -150,6 +162,12 @@ def crash(meeting: Meeting | None, arguments: list[str]) -> None:
     run_as_rank(fail, None, world=2, on_event=show, device="cpu", meeting=meeting)
 
 
+def stuck(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    trace = TraceSettings(Path(arguments[0]), b"a run of stuck..", "dp=2", hang_seconds=2.0)
+    run_as_rank(hang, None, world=2, on_event=show, device="cpu", meeting=meeting, trace=trace)
+
+
 def stop(meeting: Meeting | None, arguments: list[str]) -> None:
     assert meeting is not None
     say("stopped at step", run_as_rank(step_until_asked, None, world=2, on_event=show, device="cpu", meeting=meeting))
@@ -174,6 +192,7 @@ SCENES: dict[str, Callable[[Meeting | None, list[str]], None]] = {
         mistaken_elsewhere,
         other_mesh,
         crash,
+        stuck,
         killed_in_save,
         killed_in_step,
         stop,

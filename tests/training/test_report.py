@@ -15,6 +15,8 @@ from tangram.planner.report.html_page import script_json
 from tangram.schema.files import dumps
 from tangram.schema.job import PrecisionPlan
 from tangram.schema.plan import Plan
+from tangram.tracing.finding import Finding
+from tangram.tracing.show.report import TraceReport
 from tangram.training.observe.events import Record, SaveFailed
 from tangram.training.observe.summary import Summary
 from tangram.training.run.charts import MOST_POINTS, charts, smoothed, thinned
@@ -172,6 +174,21 @@ def test_low_precision_has_its_own_limit(tmp_path: Path) -> None:
     plan = plan_of(300).model_copy(update={"precision": PrecisionPlan(compute="bfloat16")})
     write(tmp_path / "report.html", record_of(300), plan, relayout_relative_difference=1e-3)
     assert "does not hold" not in read(tmp_path / "report.html").text
+
+
+def test_what_ranks_did_is_there_and_what_was_wrong(tmp_path: Path) -> None:
+    plan, record = plan_of(3), record_of(3)
+    wrong = Finding("slow", (1,), f"rank 1 is slow: {EVIL}")
+    trace = TraceReport(tmp_path, "ended", ("rank", "own ms"), (("0", "1.5"), ("1", "9.5")), (wrong,), (), "held so")
+    for given, rows in ((trace, [["0", "1.5"], ["1", "9.5"]]), (None, [])):
+        path = tmp_path / "report.html"
+        summary = summary_of(plan, record)
+        write_report(path, plan=plan, record=record, summary=summary, machine=MACHINE, sample=None, trace=given)
+        words = Words()
+        words.feed(path.read_text())
+        assert [row for row in words.rows if row in (["0", "1.5"], ["1", "9.5"])] == rows
+        assert (f"rank 1 is slow: {EVIL}" in words.text) == (given is not None)
+        assert ("Held so." in words.text) == (given is not None)
 
 
 def test_the_plan_is_there_as_a_table_and_as_a_file(tmp_path: Path) -> None:

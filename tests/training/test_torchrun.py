@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tangram.cli import main
 from tangram.errors import UserError
+from tangram.tracing.show.report import report
 from tangram.training.run.environment import place, speaks, started_by_torchrun
 from tangram.training.run.signals import SAME_SECONDS
 from tangram.training.run.torchrun import agree, on_one, together
@@ -119,6 +120,21 @@ def test_a_rank_that_is_killed_is_missed_in_a_sentence(scene: str, code: int, sa
     assert codes == [code, -signal.SIGKILL]
     assert err.splitlines()[-1].startswith(said.format(tmp_path / "saved"))
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.slow
+def test_a_job_of_torchrun_that_hangs_is_ended_and_says_for_whom(tmp_path: Path) -> None:
+    started = torchrun("--standalone", "--nproc-per-node=2", "-m", MODULE, "stuck", str(tmp_path / "trace"))
+    codes, _, (err,) = ended([started])
+    assert codes == [1]
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, err
+    assert said[0].startswith("error: rank 1 of 2 ended the job: no rank has moved for "), said
+    assert "rank 1 has not joined the others in barrier over dp" in said[0]
+    assert "forward of step 3 at training/started.py:" in said[0]
+    found = report(tmp_path / "trace")
+    assert [(one.kind, one.ranks) for one in found.findings] == [("absent", (1,))]
+    assert found.state.startswith("ended badly: rank 1 of 2 ended the job: no rank has moved")
 
 
 def process_ids(ranks: list[subprocess.Popen[str]]) -> None:

@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "data": "Show what a job trains on, token by token.",
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
         "trace": "Say what the ranks of a run did, and which is to blame for what went wrong.",
+        "top": "Show what the ranks of a run do now, the slowest first.",
         "experts": "Say how evenly tokens went to experts, and place these anew.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",
@@ -96,8 +97,13 @@ def _options(version: Annotated[bool, _VERSION] = False) -> None:
     """Train large models on PyTorch; their state takes any layout."""
 
 
+_BESIDE = {"top": "trace"}
+"""Commands that stand in the module of another."""
+
+
 def _load(name: str) -> Callable[..., object] | typer.Typer:
-    command: Callable[..., object] | typer.Typer = getattr(importlib.import_module(f"tangram.cli.{name}"), name)
+    module = importlib.import_module(f"tangram.cli.{_BESIDE.get(name, name)}")
+    command: Callable[..., object] | typer.Typer = getattr(module, name)
     return command
 
 

@@ -275,7 +275,7 @@ class RunPlan(TomlTable):
     trace: bool = True
     """Whether each rank records its collectives and steps in the folder of the run (`tangram.tracing`)."""
     hang_seconds: Annotated[float, Field(ge=0)] = 60.0
-    """Of a traced run of this machine alone: after so many seconds in which no rank moves, though some wait, the run
+    """Of a traced run: after so many seconds in which no rank moves, though some wait, the run
     ends and says for whom; 0: never."""
     skips_in_a_row: Positive = 10
     """Of steps that have gone astray; one more stops the run. Overflows that lower the loss scale are none of them."""

@@ -8,7 +8,8 @@ for finding in findings(traces):
     print(finding.text)
 """
 
-from tangram.tracing.blame import Finding, findings
+from tangram.tracing.blame import findings
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import Phase
 from tangram.tracing.reading import RankTrace, read
 from tangram.tracing.settings import Recording, record

@@ -4,61 +4,35 @@ a rank that died, or stands still      its heart has stopped while those of othe
 a call that was not the one due        the rank said so itself, when it happened
 ranks that learned unlike sequences    of one group, compared call by call
 ranks that have not joined             the others of their group wait in a call that these have not begun
+replicas that differ                   in the bits of weights that they both hold
 a part that is not finite              of a rank's own loss or gradient
 a slow rank                            more time of its own than its peers, in the same steps
+a slow link                            a group whose calls take long, though nobody comes late
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import (
     GRADIENT_NOT_FINITE,
     LOSS_NOT_FINITE,
     End,
     Kind,
 )
-from tangram.tracing.reading import Call, RankTrace
-from tangram.tracing.slow import peers_of, slow_ranks
+from tangram.tracing.reading import Call, Ranks, RankTrace
+from tangram.tracing.slow import peers_of, slow_links, slow_ranks
 from tangram.tracing.stacks import Stack, grouped, ranks_said
+from tangram.tracing.unlike import unlike_calls, unlike_replicas
 
-DEVIATIONS = ("skipped", "extra", "reordered", "mis-sized")
+DEVIATIONS = ("skipped", "extra", "reordered", "mis-sized", "corrupted")
 """Kinds of findings that a rank has noted itself."""
-ALIKE = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "barrier", "all-to-all")
-"""Calls that all ranks of a group make alike."""
+MOST_COMPARED = 64
+"""Ranks that each rank is compared with."""
 STILL_SECONDS = 3.0
 """A heart that has not beaten for so long while another has: its process does not run."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong."""
-
-    kind: str
-    """died, stopped, skipped, extra, reordered, mis-sized, unlike, absent, not finite, slow."""
-    ranks: tuple[int, ...]
-    """Whose fault it is."""
-    text: str
-    """One sentence."""
-    step: int = 0
-    axes: str = ""
-    """Of the mesh, of the group that it happened in."""
-    layer: str = ""
-    line: str = ""
-    details: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, object]:
-        """For a file."""
-        lists = {"ranks": [*self.ranks], "details": [*self.details]}
-        return {**vars(self), **lists}
-
-    @staticmethod
-    def of_json(words: Mapping[str, Any]) -> Finding:
-        """The inverse. Raises KeyError or TypeError for what is no finding."""
-        lists: dict[str, Any] = {"ranks": (*words["ranks"],), "details": (*words["details"],)}
-        return Finding(**{**words, **lists})
 
 
 @dataclass(frozen=True)
@@ -84,8 +58,8 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     still = _lifeless(traces, outside)
     absent = [] if still or now else _absent(traces, outside)
     odd = _odd(traces) if (still or absent) and not now else []
-    found = [*now, *odd, *still, *before, *([] if odd else [*_unlike(traces), *absent])]
-    return [*found, *_not_finite(traces), *slow_ranks_found(traces)]
+    found = [*now, *odd, *still, *before, *([] if odd else [*unlike_calls(traces), *absent])]
+    return [*found, *unlike_replicas(traces), *_not_finite(traces), *slow_ranks_found(traces)]
 
 
 def _where(trace: RankTrace) -> str:
@@ -111,13 +85,14 @@ def lifeless(traces: Sequence[RankTrace], outside: Outside) -> dict[int, str]:
     if not traces:
         return {}
     found = dict.fromkeys(outside.gone, "died") | dict.fromkeys(outside.stopped, "stopped")
-    hosts = {trace.host for trace in traces}
-    for host in hosts:
-        beats = [trace.live.beat for trace in traces if trace.host == host]
-        latest = max(beats) if outside.now is None or len(hosts) > 1 else max(outside.now, *beats)
-        for trace in running:
-            if trace.host == host and latest - trace.live.beat > STILL_SECONDS * 1e9:
-                found.setdefault(trace.rank, "stopped")
+    latest: dict[str, int] = {}
+    for trace in traces:
+        latest[trace.host] = max(latest.get(trace.host, 0), trace.live.beat)
+    if outside.now is not None and len(latest) == 1:
+        latest = {host: max(outside.now, beat) for host, beat in latest.items()}
+    for trace in running:
+        if latest[trace.host] - trace.live.beat > STILL_SECONDS * 1e9:
+            found.setdefault(trace.rank, "stopped")
     return found
 
 
@@ -144,17 +119,18 @@ def _was(trace: RankTrace) -> str:
 
 
 def _awaited(traces: Sequence[RankTrace], absent: set[int]) -> Call | None:
-    """A call that others wait in for one of these ranks."""
-    for trace in traces:
-        call = trace.waiting
-        if trace.rank not in absent and call is not None and absent.intersection(call.ranks):
-            return call
-    return None
+    """A call that others wait in for one of these ranks: of those of the smallest groups the first."""
+    calls = (trace.waiting for trace in traces if trace.rank not in absent)
+    direct = (call for call in calls if call is not None and any(rank in call.ranks for rank in absent))
+    return min(direct, key=lambda call: len(call.ranks), default=None)
 
 
 def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
-    """What ranks have noted themselves, the first of each rank and step, in order of steps."""
-    found: list[Finding] = []
+    """What ranks have noted themselves, the first of each rank and step, in order of steps.
+
+    What several have noted alike is one finding: they agree on something other than the plan.
+    """
+    found: dict[tuple[object, ...], Finding] = {}
     for trace in traces:
         steps: set[int] = set()
         for one in sorted(trace.deviations, key=lambda d: (d["step"], d["kind"] != "reordered", d["deviation"])):
@@ -162,92 +138,27 @@ def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
                 continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
-            text = f"rank {trace.rank} {one['text']}"
-            found.append(Finding(one["kind"], (trace.rank,), text, one["step"], axes, one["layer"], one["line"]))
-    return sorted(found, key=lambda one: one.step)
-
-
-def _unlike(traces: Sequence[RankTrace]) -> list[Finding]:
-    """Groups whose ranks have called different collectives in a step that was learned from, the first step of each."""
-    found: list[Finding] = []
-    done: set[tuple[tuple[int, ...], str]] = set()
-    by_rank = {trace.rank: trace for trace in traces}
-    for trace in traces:
-        for group in trace.groups.values():
-            known = tuple(group["ranks"]), str(group["axes"])
-            if known in done or len(known[0]) < 2 or any(rank not in by_rank for rank in known[0]):
-                continue
-            done.add(known)
-            steps = [step for step in sorted(trace.sequences) if all(step in by_rank[r].sequences for r in known[0])]
-            found += next((some for step in steps if (some := _unlike_in(*known, step, by_rank))), list[Finding]())
-    return found
-
-
-def _unlike_in(ranks: tuple[int, ...], axes: str, step: int, by_rank: Mapping[int, RankTrace]) -> list[Finding]:
-    sequences = {rank: _of_group(by_rank[rank], ranks, axes, step) for rank in ranks}
-    shared = {rank: tuple(_shared(site) for site in own) for rank, own in sequences.items()}
-    counts = [*shared.values()]
-    if len(set(counts)) == 1:
-        return []
-    # Two ranks have no majority: then those of other groups over these axes say what is usual.
-    elsewhere = [tuple(map(_shared, own)) for own in _elsewhere(axes, step, by_rank)]
-    usual = max(set(counts), key=lambda some: (counts.count(some), elsewhere.count(some), some == counts[0]))
-    odd = [rank for rank in ranks if shared[rank] != usual]
-    alike = next(rank for rank in ranks if shared[rank] == usual)
-    one, other = sequences[odd[0]], sequences[alike]
-    pairs = zip(shared[odd[0]], usual, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-    site = (one if at < len(one) else other)[at]
-    text = (
-        f"{ranks_said(odd)} and {ranks_said({*ranks} - {*odd})} called unlike collectives over {axes} in step {step}: "
-        f"as its call {at + 1} rank {odd[0]} called {_sized(one, at)}, rank {alike} {_sized(other, at)}"
-    )
-    return [Finding("unlike", tuple(odd), text, step, axes, str(site["layer"]), str(site["line"]))]
-
-
-def _elsewhere(axes: str, step: int, by_rank: Mapping[int, RankTrace]) -> list[list[Mapping[str, Any]]]:
-    """The calls of every rank in its own group over some axes."""
-    return [
-        _of_group(trace, tuple(group["ranks"]), axes, step)
-        for trace in by_rank.values()
-        for group in trace.groups.values()
-        if group["axes"] == axes and step in trace.sequences
-    ]
-
-
-def _sized(sites: Sequence[Mapping[str, Any]], at: int) -> str:
-    if at >= len(sites):
-        return "nothing more"
-    site = sites[at]
-    return f"{site['op']} of {site['bytes']:,} bytes of {site['dtype']}"
-
-
-def _shared(site: Mapping[str, Any]) -> tuple[object, ...]:
-    """What calls of the ranks of a group have in common."""
-    return (site["op"],) if site["op"] == "all-to-all" else (site["op"], site["bytes"], site["dtype"])
-
-
-def _of_group(trace: RankTrace, ranks: tuple[int, ...], axes: str, step: int) -> list[Mapping[str, Any]]:
-    """The sites of a step's calls in one group; sends and what only one rank gives are not alike on all of them."""
-    found: list[Mapping[str, Any]] = []
-    for number in trace.sequences[step]:
-        site = trace.sites.get(number, {})
-        group = trace.groups.get(int(site.get("group", -1)), {})
-        if tuple(group.get("ranks", ())) == ranks and group.get("axes") == axes and site["op"] in ALIKE:
-            found.append(site)
-    return found
+            key = one["kind"], one["text"], axes
+            ranks = (*found[key].ranks, trace.rank) if key in found else (trace.rank,)
+            text = f"{ranks_said(ranks)} {one['text']}"
+            found[key] = Finding(one["kind"], ranks, text, one["step"], axes, one["layer"], one["line"])
+    return sorted(found.values(), key=lambda one: one.step)
 
 
 def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     """Ranks that others of their group have waited for, for some seconds, and that have not begun the call."""
     by_rank = {trace.rank: trace for trace in traces}
     waiting = [trace for trace in traces if trace.waiting is not None]
-    late: dict[int, Call] = {}
+    calls: dict[tuple[Ranks, str], Call] = {}
+    """Of each group the last call that somebody waits in."""
     for trace in waiting:
         call = trace.waiting
         assert call is not None
-        if not _waits_long(trace, traces, outside):
-            continue
+        known = calls.get((call.ranks, call.axes))
+        if (known is None or known.turn < call.turn) and _waits_long(trace, traces, outside):
+            calls[call.ranks, call.axes] = call
+    late: dict[int, Call] = {}
+    for call in calls.values():
         for rank in call.ranks:
             other = by_rank.get(rank)
             if other is not None and other.turns(call.ranks, call.axes) < call.turn:
@@ -270,10 +181,15 @@ def _odd(traces: Sequence[RankTrace]) -> list[Finding]:
     """The rank whose calls of the step that hangs are not those of its peers, as far as these have come."""
     for peers in peers_of(traces):
         last = max(trace.live.step for trace in peers)
-        calls = {trace.rank: calls_of_step(trace, last) for trace in peers}
-        alike = {rank: sum(_agree(own, other) for other in calls.values()) for rank, own in calls.items()}
+        each = {trace.rank: calls_of_step(trace, last) for trace in peers if trace.live.step == last}
+        # Of a ring that does not go back to the begin of the step nothing says which call is which.
+        calls = {rank: some for rank, some in each.items() if some is not None}
+        if len(calls) < 2:
+            continue
+        some = [*calls.values()][:MOST_COMPARED]
+        alike = {rank: sum(_agree(own, other) for other in some) for rank, own in calls.items()}
         odd = min(alike, key=lambda rank: alike[rank])
-        if alike[odd] < len(peers) and sum(count == alike[odd] for count in alike.values()) == 1:
+        if alike[odd] < len(some) and sum(count == alike[odd] for count in alike.values()) == 1:
             trace = next(one for one in peers if one.rank == odd)
             other = next(rank for rank in calls if not _agree(calls[odd], calls[rank]))
             here, there = calls[odd], calls[other]
@@ -293,18 +209,21 @@ def _agree(some: Sequence[tuple[object, Call]], others: Sequence[tuple[object, C
     return all(a[0] == b[0] for a, b in zip(some, others, strict=False))
 
 
-def calls_of_step(trace: RankTrace, step: int) -> list[tuple[object, Call]]:
-    """The collectives of a step that the ring still has, with what peers have in common of each."""
-    some = trace.events[(trace.events["step"] == step) & (trace.events["kind"] == Kind.ENTER)]
+def calls_of_step(trace: RankTrace, step: int) -> list[tuple[object, Call]] | None:
+    """The collectives of a step, with what peers have in common of each; None where the ring has lost its begin."""
+    events = trace.events
+    if not ((events["kind"] == Kind.STEP) & (events["step"] == step)).any():
+        return None
+    some = events[(events["step"] == step) & (events["kind"] == Kind.ENTER)]
     calls = [trace.in_words(event) for event in some]
     return [((call.op, call.axes, call.nbytes, call.dtype), call) for call in calls]
 
 
 def _waits_long(trace: RankTrace, traces: Sequence[RankTrace], outside: Outside) -> bool:
     """Whether a rank has waited for so long that it is no matter of a step; where the run ended, until then."""
-    some = trace.events["time"][trace.events["number"] == trace.live.waiting]
+    event = trace.event(trace.live.waiting)
     until = outside.now or max(one.live.beat for one in traces if one.host == trace.host)
-    return len(some) > 0 and trace.live.end is not End.FINISHED and until - int(some[0]) > outside.still_ns
+    return event is not None and trace.live.end is not End.FINISHED and until - int(event["time"]) > outside.still_ns
 
 
 def _waits_for(trace: RankTrace, late: Mapping[int, Call]) -> bool:
@@ -345,4 +264,10 @@ def slow_ranks_found(traces: Sequence[RankTrace]) -> list[Finding]:
             f"{one.peers_ms:.1f}, most of it in {one.phase.word}{where}"
         )
         result.append(Finding("slow", (one.rank,), text, one.since, one.axes))
+    for link in slow_links(traces):
+        text = (
+            f"calls over {link.axes} take long among {ranks_said(link.ranks)}, though none of them comes late: "
+            f"{link.own_ms:.1f} ms a step at least where other groups take {link.others_ms:.1f}"
+        )
+        result.append(Finding("slow link", (*link.ranks,), text, 0, link.axes))
     return result

@@ -14,18 +14,19 @@ the trace (`blame`), so that a rank that errs from its first step on is seen, to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 
 from tangram.tracing.format import OPS
-from tangram.tracing.sites import Carrier, Site, call_words
+from tangram.tracing.sites import Carrier, Site, call_words, caller
 
 AHEAD = 32
 """Calls that are looked through for the one that came instead."""
 KEPT = 8
 """Sequences that are known beside the usual one."""
+CALLERS = 3
+"""Between who calls a collective and `Cursor.due`: the process group, and the recorder."""
 AT_MOST = 4
 """Deviations of a step that are told of: one mistake makes others."""
 
@@ -84,13 +85,18 @@ class Cursor:
     alike: list[bool] = field(default_factory=list[bool])
     """Of each expected call: whether only the module tells it from the next one."""
 
-    def due(self, key: tuple[object, ...], start: FrameType) -> Expected | None:
-        """The expected call, where it is this one, made from `start`; moves on. `key`: the fields of a `Key`."""
+    def due(self, key: tuple[object, ...], above: int = CALLERS) -> Expected | None:
+        """The expected call, where it is this one; moves on. `key`: the fields of a `Key`.
+
+        `above`: how many calls above this one it was made, which is looked at where only the module tells calls apart.
+        """
         expected, at = self.expected, self.at
         if expected is None or at >= len(expected):
             return None
         one = expected[at]
-        if one.key != key or (self.alike[at] and one.carrier is not None and not one.carrier.same(start)):
+        if one.key != key:
+            return None
+        if self.alike[at] and one.carrier is not None and not one.carrier.same(caller(above)):
             return None
         self.at = at + 1
         if self.strayed or not self.strict:

@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,30 @@ VERDICT = "verdict.json"
 _RING = re.compile(r"rank-(\d+)\.ring")
 
 
+Ranks = Sequence[int]
+"""Of a group, in order: a `range` where it is one, else a tuple."""
+KEPT_RANKS = 512
+"""Of runs of more ranks rings are not kept in memory, but read again where their events are looked at."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring of a rank: its bytes as they were when it was read, or where they are."""
+
+    path: Path
+    events: int
+    rows: int
+    data: bytes | None
+
+    def read(self, start: int = 0, size: int = -1) -> bytes:
+        """Some of its bytes."""
+        if self.data is not None:
+            return self.data if size < 0 else self.data[start : start + size]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            return file.read(size if size >= 0 else ring_bytes(self.events, self.rows) - start)
+
+
 @dataclass(frozen=True)
 class Live:
     """What a rank writes over and over."""
@@ -69,7 +93,7 @@ class Call:
     op: str
     group: int
     axes: str
-    ranks: tuple[int, ...]
+    ranks: Ranks
     turn: int
     """Which call of the group it is, from 1."""
     nbytes: int
@@ -94,17 +118,28 @@ class RankTrace:
     begun_wall: int
     """ns since 1970."""
     live: Live
-    events: npt.NDArray[np.void]
-    """Of `EVENT_DTYPE`, in order."""
+    ring: Ring
     rows: npt.NDArray[np.void]
     """Of `ROW_DTYPE`, in order of steps."""
     groups: Mapping[int, Mapping[str, Any]]
+    """"ranks" of each is a `range` where it is one."""
     sites: Mapping[int, Mapping[str, Any]]
     deviations: tuple[Mapping[str, Any], ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of the run: the text of its mesh, the axes of stages, the seconds after which it is taken to hang."""
     sequences: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """The sites of the calls of the steps that the rank has learned from, by step."""
+    layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Layers whose weights are summed, and the axes that shard them."""
+    sums: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """By step the sum of each layer's bits after the update."""
+    planned: tuple[str, ...] = ()
+    """Which calls of a step its plan says, in words."""
+
+    @property
+    def events(self) -> npt.NDArray[np.void]:
+        """Of `EVENT_DTYPE`, in order."""
+        return _events(np.frombuffer(self.ring.read(), EVENT_DTYPE, self.ring.events, HEADER_BYTES))
 
     @property
     def last(self) -> int:
@@ -118,8 +153,15 @@ class RankTrace:
 
     def call(self, number: int) -> Call | None:
         """The call that an event began; None where it has left the ring."""
-        found = self.events[(self.events["number"] == number) & (self.events["kind"] == Kind.ENTER)]
-        return self.in_words(found[0]) if len(found) else None
+        found = self.event(number)
+        return self.in_words(found) if found is not None and found["kind"] == Kind.ENTER else None
+
+    def event(self, number: int) -> np.void | None:
+        """The event of this number; None where it has left the ring."""
+        at = HEADER_BYTES + (number % self.ring.events) * EVENT_DTYPE.itemsize
+        data = self.ring.read(at, EVENT_DTYPE.itemsize)
+        found = np.frombuffer(data, EVENT_DTYPE) if len(data) == EVENT_DTYPE.itemsize else None
+        return found[0] if found is not None and int(found["number"][0]) == number else None
 
     def in_words(self, event: np.void) -> Call:
         """An event that began a call."""
@@ -128,18 +170,19 @@ class RankTrace:
             op=op_word(int(event["op"])),
             group=int(event["group"]),
             axes=str(group.get("axes", "an unknown group")),
-            ranks=tuple(group.get("ranks", ())),
+            ranks=group.get("ranks", ()),
             turn=int(event["turn"]),
             nbytes=int(event["size"]),
             dtype=str(site.get("dtype", "")),
             site=Site(*(str(site.get(part, "")) for part in ("what", "layer", "line"))),
         )
 
-    def turns(self, ranks: tuple[int, ...], axes: str) -> int:
+    def turns(self, ranks: Ranks, axes: str) -> int:
         """How many calls of the group of these ranks it has begun."""
         for number, group in self.groups.items():
-            if tuple(group["ranks"]) == ranks and group["axes"] == axes:
-                some = self.events[(self.events["group"] == number) & (self.events["kind"] == Kind.ENTER)]
+            if group["ranks"] == ranks and group["axes"] == axes:
+                events = self.events
+                some = events[(events["group"] == number) & (events["kind"] == Kind.ENTER)]
                 return int(some["turn"].max()) if len(some) else 0
         return 0
 
@@ -188,21 +231,19 @@ def missing(traces: list[RankTrace]) -> list[int]:
 def read_rank(path: Path) -> RankTrace:
     """The trace of the rank whose ring this is."""
     try:
-        data = path.read_bytes()
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+            _, _, rank, world, pid, events, rows, run, host, begun, wall = _header(path, head)
+            if size < ring_bytes(events, rows):
+                raise UserError(f'"{path}" is cut off: {size} of {ring_bytes(events, rows)} bytes are there')
+            file.seek(0 if world <= KEPT_RANKS else ring_bytes(events, 0))
+            data = file.read()
     except OSError as error:
         raise UserError(f'"{path}" cannot be read: {error.strerror}') from None
-    try:
-        magic, version, rank, world, pid, events, rows, run, host, begun, wall = HEADER.unpack_from(data)
-    except struct.error:
-        raise UserError(f'"{path}" is too short for a trace ({len(data)} bytes): leave it out') from None
-    if magic != MAGIC:
-        raise UserError(f'"{path}" is no trace of Tangram: leave it out')
-    if version > VERSION:
-        raise UserError(f'"{path}" was written by a newer Tangram (version {version} of traces): read it with that one')
-    if len(data) < ring_bytes(events, rows):
-        raise UserError(f'"{path}" is cut off: {len(data)} of {ring_bytes(events, rows)} bytes are there')
+    whole = data if world <= KEPT_RANKS else None
+    ring = np.frombuffer(data, ROW_DTYPE, rows, 0 if whole is None else ring_bytes(events, 0))
     names = _names(path.with_suffix(".names.jsonl"))
-    ring = np.frombuffer(data, ROW_DTYPE, rows, ring_bytes(events, 0))
     return RankTrace(
         rank=rank,
         world=world,
@@ -211,15 +252,47 @@ def read_rank(path: Path) -> RankTrace:
         host=host.rstrip(b"\0").decode(errors="replace"),
         begun=begun,
         begun_wall=wall,
-        live=live_of(data),
-        events=_events(np.frombuffer(data, EVENT_DTYPE, events, HEADER_BYTES)),
+        live=live_of(data if whole is not None else head),
+        ring=Ring(path, events, rows, whole),
         rows=_joined([*_chunks(path.with_suffix(".steps-before")), *_chunks(path.with_suffix(".steps")), ring]),
-        groups={int(one["group"]): one for one in names if "group" in one and "ranks" in one},
+        groups={int(one["group"]): {**one, "ranks": in_steps(one["ranks"])} for one in names if "ranks" in one},
         sites={int(one["site"]): one for one in names if "site" in one},
         deviations=tuple(one for one in names if "deviation" in one),
         about=next((cast("dict[str, Any]", one["run"]) for one in names if "run" in one), dict[str, Any]()),
         sequences={int(one["step"]): tuple(one["sequence"]) for one in names if "sequence" in one},
+        layers=next(
+            (tuple((name, tuple(axes)) for name, axes in one["layers"]) for one in names if "layers" in one), ()
+        ),
+        sums={int(one["step"]): tuple(one["sums"]) for one in names if "sums" in one},
+        planned=next((tuple(one["planned"]) for one in names if "planned" in one), ()),
     )
+
+
+def _header(path: Path, head: bytes) -> tuple[Any, ...]:
+    """The fields of a ring's header. Raises UserError for what is none."""
+    try:
+        found = HEADER.unpack_from(head)
+    except struct.error:
+        raise UserError(f'"{path}" is too short for a trace ({len(head)} bytes): leave it out') from None
+    if found[0] != MAGIC:
+        raise UserError(f'"{path}" is no trace of Tangram: leave it out')
+    if found[1] > VERSION:
+        raise UserError(
+            f'"{path}" was written by a newer Tangram (version {found[1]} of traces): read it with that one'
+        )
+    if len(head) < HEADER_BYTES:
+        raise UserError(f'"{path}" is too short for a trace ({len(head)} bytes): leave it out')
+    return found
+
+
+def in_steps(ranks: Sequence[int] | Mapping[str, int]) -> Ranks:
+    """Ranks as names files have them, which write many in equal steps as their first, step and count."""
+    if isinstance(ranks, Mapping):
+        first, step, count = ranks["first"], ranks["step"], ranks["count"]
+        return range(first, first + step * count, step)
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    regular = range(ranks[0], ranks[0] + step * len(ranks), step) if ranks and step > 0 else range(0)
+    return regular if [*regular] == [*ranks] else tuple(ranks)
 
 
 def live_of(data: bytes | mmap.mmap) -> Live:

@@ -41,12 +41,16 @@ from tangram.tracing.format import (
     Kind,
     Phase,
 )
+from tangram.tracing.planned import PlanCheck, PlannedCalls, planned_words
 from tangram.tracing.ring import TraceFiles
 from tangram.tracing.sites import caller, site_of
+from tangram.tracing.weights import WeightGroup, WeightWatch
 
 BEAT_SECONDS = 0.25
 SHOWN_STEPS = 4
 """Steps after the begin whose calls are all written down."""
+MOST_NAMED = 16
+"""Ranks of a group that are written one by one."""
 UNSETTLED = 16
 """Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
 _LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
@@ -73,6 +77,14 @@ class Trace(Protocol):
         """The parts of the model that will run, whose modules and parameters are called by their paths."""
         ...
 
+    def expect(self, planned: PlannedCalls) -> None:
+        """Before the first step: the calls of a step that the plan says; of other kinds they are learned."""
+        ...
+
+    def weights(self, groups: Sequence[WeightGroup]) -> None:
+        """The weights whose bits are summed now and then."""
+        ...
+
     def failure(self) -> str:
         """Why nothing is written any more, once; "" while all is well."""
         ...
@@ -93,6 +105,12 @@ class Untraced:
     def label(self, modules: Iterable[nn.Module]) -> None:
         """Nothing."""
 
+    def expect(self, planned: PlannedCalls) -> None:
+        """Nothing."""
+
+    def weights(self, groups: Sequence[WeightGroup]) -> None:
+        """Nothing."""
+
     def failure(self) -> str:
         """Nothing has failed."""
         return ""
@@ -105,9 +123,10 @@ UNTRACED = Untraced()
 class Recorder:
     """Writes the trace of one rank. Steps and phases come from one thread, which is the one that is timed."""
 
-    def __init__(self, files: TraceFiles, mesh: Mapping[str, object]) -> None:
-        """`mesh`: what is written of the run, for readers."""
-        self.files = files
+    def __init__(self, files: TraceFiles, mesh: Mapping[str, object], digest_steps: int = 0) -> None:
+        """`mesh`: what is written of the run, for readers. `digest_steps`: weights are summed each so many."""
+        self.files, self._digest_steps = files, digest_steps
+        self._weights: WeightWatch | None = None
         self._memory = files.memory
         self._numbers = itertools.count(1)
         self._thread = _thread()
@@ -120,8 +139,11 @@ class Recorder:
         self._labels: dict[int, str] = {}
         self._checked, self._others = Cursor(strict=True), {p: Cursor(strict=False) for p in Phase if p not in CHECKED}
         self._cursor = self._others[Phase.START]
+        self._learns = 0  # how many steps had ended when it began to learn
         self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
         self._deviations, self._reported = 0, False
+        self._plan: PlanCheck | None = None
+        self._plans = False  # whether this step's calls are held against the plan: there is no learned sequence yet
         self._mark = self._begun = _now()
         self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
         self._stop = threading.Event()
@@ -138,7 +160,7 @@ class Recorder:
         slot = self._axes.setdefault(axes or name, min(len(self._axes), AXES_AT_MOST - 1))
         self._slots.append(slot)
         self._turns.append(0)
-        words = {"group": number, "name": name, "axes": axes or name, "ranks": [*ranks], "slot": slot}
+        words = {"group": number, "name": name, "axes": axes or name, "ranks": _short(ranks), "slot": slot}
         self.files.name(words)
         return number
 
@@ -148,9 +170,8 @@ class Recorder:
         turn = self._turns[group] = self._turns[group] + 1
         key = group, op, nbytes, dtype, peer
         if _thread() == self._thread:
-            start = caller(2)
-            one = self._cursor.due(key, start)
-            site = self._unexpected(Key(*key), start) if one is None else one.number
+            one = self._cursor.due(key)
+            site = self._unexpected(Key(*key), caller(2)) if one is None else one.number
             self._calls += 1
         else:
             site = 0
@@ -182,7 +203,7 @@ class Recorder:
 
     def _unexpected(self, key: Key, start: FrameType) -> int:
         """The site of a call that was not found to be due; says where that is a deviation."""
-        seen = self._seen.get(key) if self._step > UNSETTLED and self._cursor.expected is None else None
+        seen = self._seen.get(key) if self._rows >= self._learns + UNSETTLED and self._cursor.expected is None else None
         if seen is not None:  # steps are never alike, so that looking at the stack would be for each call
             return seen
         site, carrier = site_of(self._labels, start)
@@ -195,6 +216,11 @@ class Recorder:
             self.files.name(words | {"dtype": dtype, "what": site.what, "layer": site.layer, "line": site.line})
         self._seen[key] = number
         came = Expected(key, site, number, carrier)
+        if self._plans and self._phase in CHECKED:
+            late = self._phase is Phase.OPTIMISER
+            assert self._plan is not None
+            if (other := self._plan.came(came, self._groups[key.group], late, self._step)) is not None:
+                self._deviated(other)
         if self._cursor.came(came):
             self._deviated(deviation(self._cursor, came, self._step, self._groups))
         return number
@@ -220,18 +246,25 @@ class Recorder:
     def step(self, number: int) -> None:
         """A step begins, from 1, with its data, and so does what is expected of its calls."""
         self._end_step()
-        self._step = number
+        before, self._step = self._step, number
         _INT(self._memory, STEP_AT, number)
         self._event(Kind.STEP)
-        if number > 1 and (number <= SHOWN_STEPS or self._checked.strayed):
-            self._write_sequence(number - 1)
+        if 0 < self._rows < self._learns + SHOWN_STEPS or (self._rows and self._checked.strayed):
+            self._write_sequence(before)
         self._checked.begin()
         for cursor in self._others.values():
             cursor.begin()
+        if self._plan is not None:
+            self._plans = self._checked.expected is None and self._rows < self._learns + UNSETTLED
+            self._plan.begin()
         self.phase(Phase.DATA)
 
     def phase(self, phase: Phase) -> None:
         """From now on it does this."""
+        if self._weights is not None:
+            self._weigh(self._weights, phase)
+        if self._plans and phase is Phase.OPTIMISER:
+            self._miss(late=False)
         now = _now()
         self._own[self._phase] += now - self._mark
         self._mark = now
@@ -255,6 +288,31 @@ class Recorder:
             self._labels |= {id(module): path for path, module in modules_ if path}
             self._labels |= {id(parameter): path for path, parameter in part.named_parameters()}
 
+    def expect(self, planned: PlannedCalls) -> None:
+        """The calls of a step that the plan says. What was learned before counts no more."""
+        self._plan = PlanCheck(planned) if planned else None
+        self._plans, self._checked, self._learns = False, Cursor(strict=True), self._rows
+        self.files.name({"planned": planned_words(planned)})
+
+    def weights(self, groups: Sequence[WeightGroup]) -> None:
+        """The weights whose bits are summed now and then."""
+        if self._digest_steps:
+            self._weights = WeightWatch(groups, self._digest_steps)
+            self.files.name({"layers": [[group.layer, [*group.axes]] for group in groups]})
+
+    def _weigh(self, weights: WeightWatch, phase: Phase) -> None:
+        sums, wrong = weights.enters(phase, self._step)
+        if sums is not None:
+            self.files.name({"sums": sums, "step": self._step})
+        if wrong is not None:
+            self._deviated(wrong)
+
+    def _miss(self, late: bool) -> None:
+        """At the end of a part of a step: what of the plan has not come."""
+        assert self._plan is not None
+        for one in self._plan.missing(late, self._step, self._groups):
+            self._deviated(one)
+
     def failure(self) -> str:
         """Why nothing is written any more, the first time that it is asked."""
         said, self._reported = self._reported, self._reported or bool(self.files.failure)
@@ -271,6 +329,8 @@ class Recorder:
         self._own[self._phase] += now - self._mark
         self._mark = now
         if self._step:
+            if self._plans and ended:
+                self._miss(late=True)
             due = left_out(self._checked, self._step, self._groups) if ended else None
             if due is not None:
                 self._deviated(due)
@@ -297,3 +357,11 @@ class Recorder:
 
     def _beat(self) -> None:
         _BEAT(self._memory, BEAT_AT, _now(), time.process_time_ns())
+
+
+def _short(ranks: Sequence[int]) -> object:
+    """Many ranks in equal steps by their first, step and count; else all of them."""
+    step = ranks[1] - ranks[0] if len(ranks) > MOST_NAMED else 0
+    if step > 0 and [*ranks] == [*range(ranks[0], ranks[0] + step * len(ranks), step)]:
+        return {"first": ranks[0], "step": step, "count": len(ranks)}
+    return [*ranks]

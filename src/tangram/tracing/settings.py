@@ -31,6 +31,8 @@ class TraceSettings:
     """The axes of pipeline stages, whose ranks do unlike work."""
     hang_seconds: float = 60.0
     """After so many without an event a run is taken to hang; 0: never."""
+    digest_steps: int = 50
+    """After so many the bits of weights are summed, for silent data corruption; 0: never."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ def traced_rank(settings: TraceSettings | None, rank: int, world: int, backend: 
         yield TracedRank(UNTRACED, backend, f'not traced: "{where}": {error.strerror}')
         return
     about = {"mesh": settings.mesh, "stages": [*settings.stages], "hang_seconds": settings.hang_seconds}
-    recorder = Recorder(files, about)
+    recorder = Recorder(files, about, settings.digest_steps)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     named = back_end(recorder, settings.mesh, world) if backend == "gloo" else backend
     end = End.FAILED

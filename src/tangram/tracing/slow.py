@@ -7,18 +7,23 @@ may have become so at some step, which is where its excess changes most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from tangram.layout import Mesh
-from tangram.tracing.format import COUNTED, Phase
+from tangram.tracing.format import COUNTED, Kind, Phase
 from tangram.tracing.reading import RankTrace
 
 SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 """More than the peers' median by this share and so many microseconds, in this part of the steps."""
+LINK_SHARE = 1.0
+"""Of the calls of a group over those of others."""
+LINKS_COMPARED = 8
+"""Other groups, whose calls are read one by one."""
 FEWEST = 5
 """Steps below which nobody is called slow."""
 
@@ -50,10 +55,28 @@ def peers_of(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
     """Ranks with the same work, together."""
     places: dict[tuple[int, ...], list[RankTrace]] = {}
     for trace in traces:
-        mesh, stages = str(trace.about.get("mesh", "")), trace.about.get("stages", ())
-        place = Mesh.parse(mesh).coords(trace.rank) if mesh and stages else {}
-        places.setdefault(tuple(place[axis] for axis in stages), []).append(trace)
+        stages = trace.about.get("stages", ())
+        place = coords_of(trace) if stages else {}
+        places.setdefault(tuple(place.get(axis, 0) for axis in stages), []).append(trace)
     return [some for some in places.values() if len(some) > 1]
+
+
+def coords_of(trace: RankTrace) -> dict[str, int]:
+    """The place of a rank in its mesh, by axis; nothing where it has none."""
+    text = str(trace.about.get("mesh", ""))
+    mesh = _mesh(text) if text else None
+    return dict(mesh.coords(trace.rank)) if mesh is not None and trace.rank < mesh.size else {}
+
+
+def mesh_axes(trace: RankTrace) -> list[tuple[str, int]]:
+    """The axes of its mesh and their sizes."""
+    mesh = str(trace.about.get("mesh", ""))
+    return [*_mesh(mesh).views[0]] if mesh else []
+
+
+@lru_cache(maxsize=64)
+def _mesh(text: str) -> Mesh:
+    return Mesh.parse(text)
 
 
 def own_times(trace: RankTrace) -> npt.NDArray[np.float64]:
@@ -70,21 +93,33 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
         return []
     every = np.stack([own_times(t)[np.searchsorted(t.rows["step"], steps)] for t in peers])  # rank, step, phase
     totals = every.sum(2)
+    medians = median_of_others(totals)
+    slower = totals - medians > np.maximum(SHARE * medians, LEAST_US)
     found: list[Slow] = []
-    for i, trace in enumerate(peers):
-        others = np.delete(every, i, 0)
-        median = np.median(others.sum(2), 0)
+    for i in (int(one) for one in np.flatnonzero(slower.sum(1) >= MOST_OF * FEWEST)):
+        trace, median = peers[i], medians[i]
         since = change(totals[i] - median)
         own, theirs = totals[i][since:], median[since:]
-        slower = own - theirs > np.maximum(SHARE * theirs, LEAST_US)
-        if len(own) < FEWEST or slower.mean() < MOST_OF:
+        if len(own) < FEWEST or slower[i, since:].mean() < MOST_OF:
             continue
-        excess = np.median(every[i, since:] - np.median(others, 0)[since:], 0)
+        excess = np.median(every[i, since:] - np.median(every, 0)[since:], 0)
         phase = COUNTED[int(excess.argmax())]
         first = int(steps[since]) if since else 1
         axes = _waited_over(trace, peers)
         found.append(Slow(trace.rank, float(np.median(own)) / 1e3, float(np.median(theirs)) / 1e3, first, phase, axes))
     return found
+
+
+def median_of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """For each of some ranks (the first dim) the median of all others'."""
+    order = np.argsort(values, 0, kind="stable")
+    place = np.argsort(order, 0, kind="stable")
+    ranked: npt.NDArray[np.float64] = np.take_along_axis(values, order, 0)
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2
+    last = len(values) - 1
+    below: npt.NDArray[np.float64] = np.take_along_axis(ranked, low + (place <= low), 0)
+    over: npt.NDArray[np.float64] = np.take_along_axis(ranked, np.minimum(high + (place <= high), last), 0)
+    return (below + over) / 2
 
 
 def change(excess: npt.NDArray[np.float64]) -> int:
@@ -99,6 +134,104 @@ def change(excess: npt.NDArray[np.float64]) -> int:
             best, at = float(score), cut
     left, right = excess[:at], excess[at:]
     return at if at and best > 5 and np.median(right) - np.median(left) > LEAST_US else 0
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A group whose calls take long, though nobody comes late to them."""
+
+    ranks: Sequence[int]
+    axes: str
+    own_ms: float
+    """What the last of its ranks waits in a step."""
+    others_ms: float
+    """The same of other groups over these axes."""
+
+
+def slow_links(traces: Sequence[RankTrace]) -> list[SlowLink]:
+    """Groups in which even the rank that comes last waits long, beside others over the same axes with the same work.
+
+    Who waits least in a group is the one that the others wait for: what is left is the calls themselves.
+    """
+    by_rank = {trace.rank: trace for trace in traces}
+    alike: dict[tuple[object, ...], dict[Sequence[int], int]] = {}
+    for trace in traces:
+        stages = trace.about.get("stages", ())
+        for group in trace.groups.values():
+            axes = str(group["axes"])
+            if 1 < len(group["ranks"]) < trace.world:
+                place = tuple(coords_of(trace).get(axis) for axis in stages if axis not in axes.split())
+                alike.setdefault((axes, place), {})[group["ranks"]] = int(group["slot"])
+    shared = by_rank[traces[0].rank].rows["step"] if traces else np.zeros(0, np.uint32)
+    for trace in traces:
+        if not np.array_equal(trace.rows["step"], shared):
+            shared = np.intersect1d(shared, trace.rows["step"])
+    steps = shared[1:-1]
+    if len(steps) < FEWEST:
+        return []
+    at = {rank: np.searchsorted(trace.rows["step"], steps) for rank, trace in by_rank.items()}
+    found: list[SlowLink] = []
+    for (axes, _), groups in alike.items():
+        whole = [ranks for ranks in groups if all(rank in by_rank for rank in ranks)]
+        if len(whole) > 1:
+            found += _slow_among(str(axes), [(ranks, groups[ranks]) for ranks in whole], by_rank, at)
+    return found
+
+
+def _slow_among(
+    axes: str,
+    groups: Sequence[tuple[Sequence[int], int]],
+    by_rank: Mapping[int, RankTrace],
+    at: Mapping[int, npt.NDArray[np.intp]],
+) -> list[SlowLink]:
+    def least(ranks: Sequence[int], slot: int) -> npt.NDArray[np.float64]:
+        return np.min([by_rank[rank].rows["wait_us"][at[rank], slot] for rank in ranks], 0).astype(float)
+
+    every = np.stack([least(ranks, slot) for ranks, slot in groups])
+    others = median_of_others(every)
+    long = every - others > np.maximum(LINK_SHARE * others, LEAST_US)
+    found: list[SlowLink] = []
+    for i in (int(one) for one in np.flatnonzero(long.sum(1) >= MOST_OF * FEWEST)):
+        since = change(every[i] - others[i])
+        lasts = len(every[i]) - since >= FEWEST and long[i, since:].mean() >= MOST_OF
+        if lasts and _confirmed(axes, i, [ranks for ranks, _ in groups], by_rank):
+            own, usual = (float(np.median(some[i, since:])) / 1e3 for some in (every, others))
+            found.append(SlowLink(groups[i][0], axes, own, usual))
+    return found
+
+
+def _confirmed(axes: str, at: int, groups: Sequence[Sequence[int]], by_rank: Mapping[int, RankTrace]) -> bool:
+    """Whether single calls say so, too: where ranks come late in turn, the sums of all are long and no call is.
+
+    Where rings have none of them, the sums of three groups or more have to do.
+    """
+    own = _least_of_calls(axes, groups[at], by_rank)
+    others = [groups[i] for i in range(len(groups)) if i != at][:LINKS_COMPARED]
+    found = [one for ranks in others if (one := _least_of_calls(axes, ranks, by_rank)) is not None]
+    if own is None or not found:
+        return len(groups) > 2
+    return own > (1 + LINK_SHARE) * float(np.median(found))
+
+
+def _least_of_calls(axes: str, ranks: Sequence[int], by_rank: Mapping[int, RankTrace]) -> float | None:
+    """The mean over calls, as far as rings go back, of what the rank of a group waits that waits least; ns."""
+    waits: dict[int, list[int]] = {}
+    for rank in ranks:
+        for turn, waited in _waits_of_calls(by_rank[rank], axes, ranks).items():
+            waits.setdefault(turn, []).append(waited)
+    least = [min(some) for some in waits.values() if len(some) == len(ranks)]
+    return float(np.mean(least)) if len(least) >= FEWEST else None
+
+
+def _waits_of_calls(trace: RankTrace, axes: str, ranks: Sequence[int]) -> dict[int, int]:
+    """By a call's turn in its group how long the rank waited for it, ns."""
+    numbers = [n for n, group in trace.groups.items() if group["axes"] == axes and group["ranks"] == ranks]
+    events = trace.events
+    events = events[np.isin(events["group"], numbers)]
+    enters, exits = (events[events["kind"] == kind] for kind in (Kind.ENTER, Kind.EXIT))
+    turns = dict(zip((enters["number"] & 0xFFFFFFFF).tolist(), enters["turn"].tolist(), strict=True))
+    some = zip(exits["site"].tolist(), exits["size"].tolist(), strict=True)
+    return {int(turns[call]): int(waited) for call, waited in some if call in turns}
 
 
 def _waited_over(slow: RankTrace, peers: list[RankTrace]) -> str:

@@ -86,8 +86,11 @@ def grouped(stacks: Mapping[int, Stack]) -> list[tuple[list[int], Stack]]:
 
 
 def ranks_said(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0 to 5, 7"."""
+    """ "rank 3", "ranks 0 to 5, 7", "ranks 1 to 41 in steps of 8"."""
     some = sorted(ranks)
+    step = some[1] - some[0] if len(some) > 3 else 1
+    if step > 1 and some == [*range(some[0], some[-1] + 1, step)]:
+        return f"ranks {some[0]} to {some[-1]} in steps of {step}"
     runs: list[list[int]] = []
     for rank in some:
         if runs and runs[-1][-1] == rank - 1:

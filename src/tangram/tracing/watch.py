@@ -8,18 +8,21 @@ stopped, the others may wait in what is not recorded, as in a save: that is a ha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tangram.errors import UserError
 from tangram.tracing import stacks
-from tangram.tracing.blame import DEVIATIONS, STILL_SECONDS, Finding, Outside, findings, lifeless
+from tangram.tracing.blame import DEVIATIONS, STILL_SECONDS, Outside, findings, lifeless
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import PATIENT, End, Phase
 from tangram.tracing.reading import VERDICT, Peek, RankTrace, read
 from tangram.tracing.settings import TraceSettings
@@ -90,7 +93,8 @@ class Watch:
         )
         if not outside.stopped and (not any(trace.waiting for trace in traces) or any(excused)):
             return None
-        pids = {trace.rank: trace.pid for trace in traces if trace.rank not in outside.stopped}
+        here = os.uname().nodename
+        pids = {one.rank: one.pid for one in traces if one.host == here and one.rank not in outside.stopped}
         seen = stacks.request(self._settings.folder, pids, STACK_SECONDS)
         patience = 0.9e9 * min(self._settings.hang_seconds, STILL_SECONDS)
         found = tuple(findings(traces, replace(outside, stacks=seen, still_ns=patience)))
@@ -128,6 +132,51 @@ class Watch:
         words = {"sentence": sentence, "findings": [one.as_json() for one in found]}
         with suppress(OSError):
             (self._settings.folder / VERDICT).write_text(json.dumps(words, indent=1), encoding="utf-8")
+
+
+WATCHERS = 2
+"""Ranks of each machine that watch where nobody else does: one may be the rank that stands still."""
+CLAIM = "hang.claim"
+
+
+@contextlib.contextmanager
+def watched(
+    settings: TraceSettings | None, local_index: int, world: int, end: Callable[[Hang], None]
+) -> Generator[None]:
+    """Look after all ranks from a thread of this one, where nobody outside of them does, as under torchrun.
+
+    Of those that see a hang the first calls `end`, which is to end its process. A run on several machines is watched
+    where all of its traces are in one folder.
+    """
+    if settings is None or not settings.hang_seconds or local_index >= WATCHERS:
+        yield
+        return
+    over = threading.Event()
+    pause = max(LOOK_SECONDS, settings.hang_seconds / 10, world / 100)
+
+    def look_after() -> None:
+        watch = Watch(settings)
+        while not over.wait(pause):
+            with suppress(OSError):  # somebody has taken the files away
+                _, hang = watch.look()
+                if hang is not None and not over.is_set() and _claimed(settings.folder):
+                    watch.end(f"rank {hang.rank} of {world} ended the job: {hang.sentence}")
+                    end(hang)
+
+    threading.Thread(target=look_after, daemon=True, name="tangram-watch").start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _claimed(folder: Path) -> bool:
+    """Whether this process is the first that sees a hang."""
+    try:
+        os.close(os.open(folder / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    return True
 
 
 def outside_of(traces: Sequence[RankTrace], now: int) -> Outside:

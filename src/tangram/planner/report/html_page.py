@@ -1,8 +1,9 @@
 """Pages for people: one HTML file each, with everything in it, that never ask the network for anything.
 
-A page carries plotly's script (the greater part of its 5 MB), so that it shows the same in ten years; its own policy
-forbids the browser to load anything. Charts are data in the page (`script_json`) that a script of its own draws. What a
-caller puts into the body has gone through `html.escape`: names of models and what they write may contain markup.
+A page with charts carries plotly's script (the greater part of its 5 MB), so that it shows the same in ten years; its
+own policy forbids the browser to load anything. Charts are data in the page (`script_json`) that a script of its own
+draws. What a caller puts into the body has gone through `html.escape`: names of models and what they write may contain
+markup.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ def need_plotly() -> None:
         raise UserError('a report needs plotly: install with pip install "tangram-train[report]"')
 
 
-def page(title: str, css: str, body: str, charts: object, script: str) -> str:
-    """The whole file. `css`: after what all pages have; `charts`: values as JSON has them; `script`: draws them."""
-    need_plotly()
-    # Here, as it loads slowly and only who writes a page needs it.
-    import plotly.offline  # pyright: ignore[reportMissingTypeStubs]
-
+def page(title: str, css: str, body: str, charts: object, script: str, plotly: bool = True) -> str:
+    """The whole file. `css`: after what all pages have; `charts`: values as JSON has them; `script`: draws them, with
+    plotly's script or without."""
     return Template(part("tangram.planner.report", "page.html")).substitute(
         title=escape(title),
         css=part("tangram.planner.report", "page.css") + css,
         body=body,
         charts=script_json(charts),
-        plotly=_script_text(str(plotly.offline.get_plotlyjs())),
+        plotly=_plotly() if plotly else "",
         script=script,
     )
+
+
+def _plotly() -> str:
+    need_plotly()
+    # Here, as it loads slowly and only who writes a page with charts needs it.
+    import plotly.offline  # pyright: ignore[reportMissingTypeStubs]
+
+    return _script_text(str(plotly.offline.get_plotlyjs()))
 
 
 @cache

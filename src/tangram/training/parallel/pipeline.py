@@ -77,7 +77,7 @@ class PipelineRun:
         self._model, self._world, self._plan, self._drawn = model, world, plan, drawn
         self._rank_of = plan.rank_of_stage
         self._dtype = getattr(torch, plan.precision.compute)
-        self._hidden, self._vocabulary = (_size(cast(Any, model).config, name) for name in ("hidden", "vocab"))
+        self.hidden, self._vocabulary = (_size(cast(Any, model).config, name) for name in ("hidden", "vocab"))
         self.actions: Callable[[int], Schedule] = plan.actions
         """The table for so many micro-batches."""
         self._made: dict[tuple[Any, ...], ScheduleRun] = {}
@@ -184,7 +184,7 @@ class PipelineRun:
     def _stage(self, number: int, rows: int, length: int, train: bool) -> StageRun:
         """Told what comes and goes, so that nothing is run to find out."""
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-        flow = torch.empty(rows, length, self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
+        flow = torch.empty(rows, length, self.hidden, dtype=self._dtype, device="meta", requires_grad=True)
         logits = torch.empty(rows, length, self._vocabulary, dtype=self._dtype, device="meta", requires_grad=True)
         first, last = number == 0, number + 1 == len(self._rank_of)
         part = self.parts[number]

@@ -25,6 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import (
+    UNSHARD,
+)
+from torch.distributed.pipelining.schedules import (
     _Action as TorchAction,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.distributed.pipelining.schedules import (
@@ -53,6 +56,11 @@ Sums = Callable[[int, int], Tensor]
 def as_torchs(row: Row) -> list[TorchAction | None]:
     """A rank's row in torch's words."""
     return [TorchAction.from_str(str(action)) for action in row]
+
+
+def times_gathered(row: Row, stage: int) -> int:
+    """How often a rank's row has a stage's parameters gathered: anew each time that they made room for others'."""
+    return sum(one.computation_type == UNSHARD and one.stage_index == stage for one in with_gathers(as_torchs(row)))
 
 
 class StageRun(PipelineStage):

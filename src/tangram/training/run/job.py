@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tangram.errors import UserError
 from tangram.hardware.machine import describe, versions
 from tangram.models.build import build_on_meta
 from tangram.models.costs import costs as model_costs
@@ -18,6 +19,8 @@ from tangram.models.source import Source
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.report import figures
 from tangram.schema.plan import Plan
+from tangram.tracing.show.report import TraceReport
+from tangram.tracing.show.report import report as trace_report
 from tangram.training.data import (
     Corpus,
     Tokens,
@@ -243,12 +246,30 @@ def finish(
     )
     sample = f"{proved.prompt}{proved.written}"
     machine = describe().in_words()
-    write_report(out / REPORT_FILE, plan=plan, record=record, summary=summary, machine=machine, sample=sample)
+    write_report(
+        out / REPORT_FILE,
+        plan=plan,
+        record=record,
+        summary=summary,
+        machine=machine,
+        sample=sample,
+        trace=_traced(job),
+    )
     summary.write(out / SUMMARY_FILE)
     on_event(
         TableEvent("Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out).items()))
     )
     return summary
+
+
+def _traced(job: RankJob) -> TraceReport | None:
+    """What the newest trace of the run says; None where it was not traced, or its files cannot be read."""
+    if job.trace is None:
+        return None
+    try:
+        return trace_report(job.folder)
+    except UserError:
+        return None
 
 
 def _predicted(estimate: Estimate | None) -> dict[str, object] | None:

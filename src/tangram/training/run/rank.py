@@ -29,8 +29,10 @@ from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.packing import SettledPacking, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
 from tangram.training.observe.profiling import profiled
+from tangram.training.parallel.due_calls import due_calls
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.weight_groups import weight_groups
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
@@ -135,6 +137,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     model, corpus, state = replace(begun.model, trace=rank.trace), begun.corpus, begun.state
     plan, world = model.plan, model.world
     rank.trace.label(part.module for part in model.parts)
+    rank.trace.expect(due_calls(model))
+    rank.trace.weights(weight_groups(model))
     tell = rank.emit if rank.index == 0 else _nowhere
     to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)
     checkpointer = Checkpointer(to.folder, plan, world, snapshots=job.snapshots is not None, spare=rank.spare)

@@ -15,8 +15,11 @@ from pathlib import Path
 import tangram
 from tangram.planner.report import figures
 from tangram.planner.report.html_page import page, part, write_whole
+from tangram.planner.report.html_parts import section
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
+from tangram.tracing.show.page import findings_as_html, ranks_as_html
+from tangram.tracing.show.report import TraceReport
 from tangram.training.observe.events import Record
 from tangram.training.observe.optional_libraries import need_report
 from tangram.training.observe.summary import Summary
@@ -37,6 +40,7 @@ def write_report(
     summary: Summary,
     machine: Mapping[str, str],
     sample: str | None,
+    trace: TraceReport | None = None,
 ) -> None:
     """Write the report. `machine`: what and how much there is, in words; `sample`: what the model writes."""
     need_report()
@@ -48,6 +52,7 @@ def write_report(
         _curves(drawn),
         _beside(summary),
         _checkpoints(record),
+        _trace(trace),
         _sample(sample),
         _plan(plan),
         _table("Text", summary.text or {}),
@@ -249,6 +254,17 @@ def _checkpoints(record: Record) -> str:
         f'<section><h2>Checkpoints</h2><div class="card scroll"><table><thead><tr>{heads}</tr></thead>'
         f"<tbody>{''.join(rows[key] for key in sorted(rows))}</tbody></table></div></section>"
     )
+
+
+def _trace(trace: TraceReport | None) -> str:
+    """What the ranks did, and what was wrong."""
+    if trace is None:
+        return ""
+    words = (
+        "Medians over steps, the first left out. <code>tangram trace report --html</code> shows every step and call."
+    )
+    lead = f'<p class="soft lead">{words} {escape(trace.basis[:1].upper() + trace.basis[1:])}.</p>'
+    return section("Ranks", lead, findings_as_html(trace), ranks_as_html(trace))
 
 
 def _sample(sample: str | None) -> str:

@@ -17,6 +17,8 @@ import math
 import os
 import pickle
 import signal
+import sys
+import threading
 import time
 import traceback
 import uuid
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.machine import pick_device
 from tangram.tracing.settings import TraceSettings, traced_rank
+from tangram.tracing.watch import Hang, watched
 from tangram.training.observe.events import Note
 from tangram.training.run.end_words import first_line
 from tangram.training.run.environment import RankPlace, SaidElsewhere, place, speaks, started_by_torchrun
@@ -43,6 +46,7 @@ Result = TypeVar("Result")
 MEETING_SECONDS = 300.0  # until every rank has come to the store: nodes do not start together
 INTERRUPTED = 130  # as a shell says it
 FAREWELL_SECONDS = 5.0
+STORE_SECONDS = 2.0
 _SOON, _SELDOM = 0.02, 0.5  # seconds between two looks into the store, when one has begun to wait and later
 _FAILED = "failed"
 
@@ -234,7 +238,14 @@ def run_as_rank(
             if chosen.type != "cpu":
                 torch.accelerator.set_device_index(here.local_index)
             backend = dist.get_default_backend_for_device(chosen)
-            with traced_rank(trace, here.index, world, backend) as traced:
+
+            def end(hang: Hang) -> None:
+                _end_of(hang, here, meeting)
+
+            with (
+                traced_rank(trace, here.index, world, backend) as traced,
+                watched(trace, here.local_index, world, end),
+            ):
                 dist.init_process_group(
                     traced.backend,
                     store=dist.PrefixStore("group", meeting.store),
@@ -252,6 +263,17 @@ def run_as_rank(
             raise RankError(here.index, world, first_line(error), traceback.format_exc()) from error
         dist.destroy_process_group()
     return result
+
+
+def _end_of(hang: Hang, here: RankPlace, meeting: Meeting) -> NoReturn:
+    """Say, for all ranks, why the job ends, and end this one: torchrun then ends the others."""
+    said = f"rank {hang.rank} of {here.world} ended the job: {hang.sentence}"
+    # Whoever misses this rank is silent then. The store may be waited for by the thread that hangs: not for long.
+    note = threading.Thread(target=lambda: meeting.fails(1, said), daemon=True)
+    note.start()
+    note.join(STORE_SECONDS)
+    sys.stderr.write(f"error: {said}\n")
+    leave(1)
 
 
 def _last_words() -> None:

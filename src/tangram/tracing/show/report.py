@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +12,20 @@ from typing import Any, cast
 
 import numpy as np
 
+from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.tracing.blame import Finding, findings
+from tangram.tracing.blame import findings
+from tangram.tracing.finding import Finding
 from tangram.tracing.format import End
 from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
-from tangram.tracing.slow import own_times
+from tangram.tracing.slow import coords_of, own_times
 from tangram.tracing.stacks import ranks_said
 from tangram.tracing.watch import outside_of
 
 MOST_ROWS = 64
 """Ranks that are shown, those with findings first."""
+MOST_KINDS = 6
+"""Kinds of calls that are named."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class TraceReport:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     """Of the trace itself, as ranks that are missing."""
+    basis: str = ""
+    """What the calls of a step were held against, in words."""
 
     def as_json(self) -> dict[str, object]:
         """One document."""
@@ -44,11 +51,17 @@ class TraceReport:
             "ranks": [dict(zip(self.headers, row, strict=True)) for row in self.rows],
             "findings": [one.as_json() for one in self.findings],
             "notes": [*self.notes],
+            "basis": self.basis,
         }
 
 
 def report(folder: Path) -> TraceReport:
     """Of a run's folder, or that of its trace; while it runs, too. Raises UserError for what is no trace."""
+    return read_report(folder)[0]
+
+
+def read_report(folder: Path) -> tuple[TraceReport, list[RankTrace]]:
+    """The same with the traces that it is of."""
     folder = trace_folder(folder)
     traces = read(folder)
     outside = outside_of(traces, time.monotonic_ns())
@@ -58,12 +71,23 @@ def report(folder: Path) -> TraceReport:
     else:
         found = findings(traces, outside)
         state = _state(traces, outside.now is not None)
-    axes = _axes(traces)
+    axes = axes_of(traces)
     headers = ("rank", "place", "state", "step", "step ms", "own ms", *(f"wait {one} ms" for one in axes), "memory MB")
     blamed = {rank for one in found for rank in one.ranks}
     shown = sorted(traces, key=lambda trace: (trace.rank not in blamed, trace.rank))[:MOST_ROWS]
-    rows = tuple(_row(trace, axes) for trace in sorted(shown, key=lambda trace: trace.rank))
-    return TraceReport(folder, state, headers, rows, tuple(found), _notes(traces, len(shown)))
+    rows = tuple(row_of(trace, axes) for trace in sorted(shown, key=lambda trace: trace.rank))
+    notes = _notes(folder, traces, len(shown))
+    return TraceReport(folder, state, headers, rows, tuple(found), notes, _basis(traces)), traces
+
+
+def _basis(traces: Sequence[RankTrace]) -> str:
+    """What calls were held against: the plan, and of which kinds; of all others what ranks do in their first steps."""
+    planned = dict.fromkeys(words for trace in traces for words in trace.planned)
+    if not planned:
+        return "calls are held against what each rank did in its first steps, and ranks against each other"
+    some = [*planned][:MOST_KINDS]
+    more = f" and {len(planned) - len(some)} kinds more" if len(planned) > len(some) else ""
+    return f"held against the plan in each step: {', '.join(some)}{more}; all other calls against the first steps"
 
 
 def verdict_of(folder: Path) -> tuple[str, list[Finding]] | None:
@@ -90,8 +114,10 @@ def _state(traces: Sequence[RankTrace], alive: bool) -> str:
     return f"ended in {where}" + (f" with an error on {ranks_said(failed)}" if failed else ", without a word")
 
 
-def _notes(traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
+def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
     notes: list[str] = []
+    if other := _other_plan(folder, traces[0]):
+        notes.append(other)
     if absent := missing([*traces]):
         notes.append(f"{ranks_said(absent)} of {traces[0].world} have no trace here: findings are of the others")
     if shown < len(traces):
@@ -102,7 +128,22 @@ def _notes(traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _axes(traces: Sequence[RankTrace]) -> list[str]:
+def _other_plan(folder: Path, trace: RankTrace) -> str:
+    """A word on the plan beside a trace, where its mesh is not the trace's."""
+    path, mesh = folder.parent / "plan.toml", str(trace.about.get("mesh", ""))
+    try:
+        if trace_folder(folder.parent) != folder:  # one of an older plan, which a run that resumed has replaced
+            return ""
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, UserError):  # none, or none that can be read: findings need it not
+        return ""
+    other = str(tables.get("mesh", ""))
+    if not mesh or not other or Mesh.parse(other) == Mesh.parse(mesh):
+        return ""
+    return f'"{path}" has the mesh "{other}" and the trace "{mesh}": it is not the plan that ran; the trace\'s is used'
+
+
+def axes_of(traces: Sequence[RankTrace]) -> list[str]:
     """Over what groups of more than one rank collectives were called."""
     found: dict[str, None] = {}
     for trace in traces:
@@ -112,21 +153,23 @@ def _axes(traces: Sequence[RankTrace]) -> list[str]:
     return [*found]
 
 
-def _row(trace: RankTrace, axes: Sequence[str]) -> tuple[str, ...]:
-    """The medians of its steps but the first, which is longer."""
-    rows = trace.rows[1:] if len(trace.rows) > 1 else trace.rows
+def row_of(trace: RankTrace, axes: Sequence[str]) -> tuple[str, ...]:
+    """The medians of its steps but the first, which is longer, and the last of a run that ended, which has the end."""
+    count, ended = len(trace.rows), trace.live.end is not End.RUNNING
+    some = slice(int(count > 1), count - int(ended and count > 2))
+    rows = trace.rows[some]
     slots = {str(group["axes"]): int(group["slot"]) for group in trace.groups.values()}
-    own = own_times(trace)[-len(rows) :].sum(1)
+    own = own_times(trace)[some].sum(1)
     waits = (rows["wait_us"][:, slots[one]] if one in slots else None for one in axes)
     return (
         str(trace.rank),
-        _place(trace),
-        _doing(trace),
+        place_of(trace),
+        doing(trace),
         str(trace.live.step),
         _median_ms(rows["nanoseconds"] / 1e3),
         _median_ms(own),
         *("" if some is None else _median_ms(some) for some in waits),
-        f"{trace.rows['memory_kb'].max() * 1024 / 1e6:,.0f}" if len(trace.rows) else "",
+        f"{int(trace.rows['memory_kb'].max()) * 1024 / 1e6:,.0f}" if len(trace.rows) else "",
     )
 
 
@@ -134,12 +177,13 @@ def _median_ms(microseconds: Any) -> str:
     return f"{np.median(microseconds) / 1e3:,.1f}" if len(microseconds) else ""
 
 
-def _place(trace: RankTrace) -> str:
-    mesh = str(trace.about.get("mesh", ""))
-    return " ".join(f"{axis}={at}" for axis, at in Mesh.parse(mesh).coords(trace.rank).items()) if mesh else ""
+def place_of(trace: RankTrace) -> str:
+    """Its coordinates, in words."""
+    return " ".join(f"{axis}={at}" for axis, at in coords_of(trace).items())
 
 
-def _doing(trace: RankTrace) -> str:
+def doing(trace: RankTrace) -> str:
+    """What a rank does now, in words."""
     if trace.live.end is not End.RUNNING:
         return trace.live.end.name.lower()
     call = trace.waiting

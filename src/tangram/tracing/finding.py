@@ -1,0 +1,37 @@
+"""One thing that is wrong in a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    kind: str
+    """died, stopped, skipped, extra, reordered, mis-sized, corrupted, unlike, absent, replicas, not finite, slow, slow
+    link."""
+    ranks: tuple[int, ...]
+    """Whose fault it is."""
+    text: str
+    """One sentence."""
+    step: int = 0
+    axes: str = ""
+    """Of the mesh, of the group that it happened in."""
+    layer: str = ""
+    line: str = ""
+    details: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """For a file."""
+        lists = {"ranks": [*self.ranks], "details": [*self.details]}
+        return {**vars(self), **lists}
+
+    @staticmethod
+    def of_json(words: Mapping[str, Any]) -> Finding:
+        """The inverse. Raises KeyError or TypeError for what is no finding."""
+        lists: dict[str, Any] = {"ranks": (*words["ranks"],), "details": (*words["details"],)}
+        return Finding(**{**words, **lists})

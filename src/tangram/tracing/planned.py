@@ -1,0 +1,142 @@
+"""The calls that a step of a plan makes, as far as they follow from the plan, and what it means that others come.
+
+Whoever knows how plans run says which calls of a kind a step makes over which axes, in their order where that is known
+(`training.parallel.due_calls`). Calls are held against them while a rank has no sequence of its own yet, so that it
+learns none that is not the plan's, though all ranks agree on it. Later steps are held against what was learned
+(`conformance`), which is then the same. Kinds of calls that a plan says nothing of are learned alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from tangram.tracing.conformance import Deviation, Expected
+from tangram.tracing.format import OPS
+from tangram.tracing.sites import Site, call_words
+
+
+class CallKind(NamedTuple):
+    """Calls of one kind over one set of axes, in one part of a step."""
+
+    axes: str
+    op: int
+    peer: int = -1
+    """Of what goes to or comes from one rank of the group."""
+    late: bool = False
+    """Whether they come after the backward, with the optimiser."""
+
+
+class PlannedCall(NamedTuple):
+    """One of them."""
+
+    nbytes: int
+    """-1: any."""
+    dtype: torch.dtype
+    layer: str = ""
+    """The module that it is for; "": any."""
+    what: str = ""
+    """The tensors, in words."""
+
+
+@dataclass(frozen=True)
+class CallsOfKind:
+    """All of a kind that a step makes."""
+
+    calls: Sequence[PlannedCall]
+    ordered: bool = True
+    alone: bool = True
+    """Whether no other calls of the kind come; else only what is missing counts."""
+
+
+PlannedCalls = Mapping[CallKind, CallsOfKind]
+
+
+@dataclass
+class PlanCheck:
+    """Holds the calls of a step against the plan's."""
+
+    planned: PlannedCalls
+    _left: dict[CallKind, list[PlannedCall]] = field(default_factory=dict[CallKind, list[PlannedCall]])
+    _told: set[CallKind] = field(default_factory=set[CallKind])
+    """What has deviated is told of once: it does so in every step."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._left = {kind: [*of.calls] for kind, of in self.planned.items()}
+
+    def came(self, came: Expected, axes: str, late: bool, step: int) -> Deviation | None:
+        """Take in a call; what it means where it is not the plan's."""
+        kind = CallKind(axes, came.key.op, came.key.peer, late)
+        left = self._left.get(kind)
+        if left is None:
+            return None
+        at = next((i for i, one in enumerate(left) if _is(one, came)), None)
+        if at is not None and (at == 0 or not (self.planned[kind].ordered and self.planned[kind].alone)):
+            del left[at]
+            return None
+        if not self.planned[kind].alone:
+            return None
+        if not left:
+            text = f"called {call_words(OPS[kind.op], axes, came.site)} in step {step} once more than the plan does"
+            return self._tell(kind, "extra", step, text, came.site, came.key.group)
+        due = left[0]
+        site = Site(due.what, due.layer, came.site.line)
+        said = call_words(OPS[kind.op], axes, Site(due.what, due.layer))
+        if at is not None:
+            del left[: at + 1]
+            more = f" and {at - 1} more" if at > 1 else ""
+            text = f"skipped {said}{more} in step {step}, which the plan has before {_words(kind, came)}"
+            return self._tell(kind, "skipped", step, text, site, came.key.group)
+        del left[0]
+        sizes = f"{_size(came.key.nbytes, came.key.dtype)} instead of the plan's {_size(due.nbytes, due.dtype)}"
+        text = f"called {said} in step {step} with {sizes}"
+        return self._tell(kind, "mis-sized", step, text, site, came.key.group)
+
+    def missing(self, late: bool, step: int, groups: Sequence[str]) -> list[Deviation]:
+        """What has not come at the end of a part of a step."""
+        found: list[Deviation] = []
+        for kind, left in self._left.items():
+            if kind.late == late and left:
+                site = Site(left[0].what, left[0].layer)
+                one = self.planned[kind].ordered
+                said = call_words(OPS[kind.op], kind.axes, site if one else Site())
+                text = f"ended {'' if late else 'the backward of '}step {step} without {said}"
+                text += f": {len(left)} of {len(self.planned[kind].calls)} such calls of the plan have not come"
+                group = next((i for i, axes in enumerate(groups) if axes == kind.axes), 0)
+                told = self._tell(kind, "skipped", step, text, site, group)
+                found += [told] if told else []
+                left.clear()
+        return found
+
+    def _tell(self, kind: CallKind, what: str, step: int, text: str, site: Site, group: int) -> Deviation | None:
+        if kind in self._told:
+            return None
+        self._told.add(kind)
+        return Deviation(what, step, group, text, site)
+
+
+def _is(one: PlannedCall, came: Expected) -> bool:
+    known = one.layer and came.site.layer
+    alike = one.nbytes in (-1, came.key.nbytes) and one.dtype == came.key.dtype
+    return alike and (not known or one.layer == came.site.layer)
+
+
+def _words(kind: CallKind, came: Expected) -> str:
+    return call_words(OPS[kind.op], kind.axes, came.site)
+
+
+def _size(nbytes: int, dtype: torch.dtype | None) -> str:
+    return f"{nbytes:,} bytes of {str(dtype).removeprefix('torch.')}"
+
+
+def planned_words(planned: PlannedCalls) -> list[str]:
+    """Which kinds of calls a plan says, for readers: "9 all-gather over dp", "1 all-reduce over dp at the end"."""
+    found: list[str] = []
+    for kind, of in planned.items():
+        peer = f" (rank {kind.peer} of it)" if kind.peer >= 0 else ""
+        found.append(f"{len(of.calls)} {OPS[kind.op]} over {kind.axes}{peer}{' at the end' if kind.late else ''}")
+    return found

@@ -1,0 +1,82 @@
+"""Whether weights are what they should be: sums of their bits every some steps, for silent data corruption.
+
+    by a rank alone    nothing changes weights between an update and the next one: if their sums differ, its memory did
+    by who reads       ranks that hold the same part have the same sums after an update
+
+One flipped bit changes a sum for certain. No value can be told from a sum over a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tangram.tracing.conformance import Deviation
+from tangram.tracing.format import Phase
+from tangram.tracing.sites import Site
+
+NO_GROUP = 0xFFFF
+"""What is no matter of a group."""
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """The weights of a layer that a rank holds."""
+
+    layer: str
+    axes: tuple[str, ...]
+    """Of the mesh, that shard any of them: ranks at one place of these hold the same."""
+    tensors: Callable[[], Sequence[Tensor]]
+    """This rank's parts, as they are now."""
+
+
+def sums_of(groups: Sequence[WeightGroup]) -> list[int]:
+    """Of each group the sum of its bits, read as integers."""
+    with torch.no_grad():
+        parts = [[_bits(one) for one in group.tensors()] for group in groups]
+        totals = [torch.stack(some).sum() for some in parts if some]
+        found = iter(cast("list[int]", torch.stack(totals).tolist()) if totals else list[int]())
+    return [next(found) if some else 0 for some in parts]
+
+
+def _bits(x: Tensor) -> Tensor:
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat.view(torch.int32 if flat.numel() % 4 == 0 else torch.uint8).sum(dtype=torch.int64)
+
+
+@dataclass
+class WeightWatch:
+    """Takes sums at the begins of phases."""
+
+    groups: Sequence[WeightGroup]
+    every: int
+    """After the update of each so-many-th step, and before the next one."""
+    _before: Phase = Phase.START
+    _kept: tuple[int, list[int]] | None = field(default=None)
+
+    def enters(self, phase: Phase, step: int) -> tuple[list[int] | None, Deviation | None]:
+        """A phase of a step begins: the sums that are new after an update, and what is wrong before one."""
+        before, self._before = self._before, phase
+        if before is Phase.OPTIMISER and phase is not Phase.OPTIMISER and step % self.every == 0:
+            self._kept = step, sums_of(self.groups)
+            return self._kept[1], None
+        if phase is Phase.OPTIMISER and before is not Phase.OPTIMISER and self._kept is not None:
+            (updated, kept), self._kept = self._kept, None
+            return None, self._changed(kept, updated, step)
+        return None, None
+
+    def _changed(self, kept: Sequence[int], updated: int, step: int) -> Deviation | None:
+        now = sums_of(self.groups)
+        changed = [group.layer for group, a, b in zip(self.groups, kept, now, strict=True) if a != b]
+        if not changed:
+            return None
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        text = (
+            f"has other weights in {changed[0]}{more} before the update of step {step} than after that of {updated}"
+            ", though nothing updates them between: its memory is not sound, or code writes into weights"
+        )
+        return Deviation("corrupted", step, NO_GROUP, text, Site(layer=changed[0]))

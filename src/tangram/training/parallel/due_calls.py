@@ -1,0 +1,208 @@
+"""The collectives that a step makes, from the plan and the shapes of parameters alone: what a trace is held against.
+
+    DDP          an all-reduce for each bucket of gradients
+    FSDP         a gather for each unit (a layer; all outside of layers) and pass, a reduction for each backward
+    HSDP         an all-reduce of each reduced shard
+    pipelines    a send and a receive for each micro-batch at each border of ranks, as the schedule's table has them
+    norms        one all-reduce over all ranks, with the loss and the wishes to stop
+
+Nothing is asked of FSDP2 or of the runtime of pipelines, so that what they do can be held against it. What is not
+said here is learned from the first steps (`tracing.conformance`): gathers of models whose layers do not surely run
+once and in order; derived programs over model axes, whose backward is
+autograd's; adapters, frozen and quantised parameters, of which FSDP2 leaves some out; buffers that steps change; the
+losses of routers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tangram.layout import intervals
+from tangram.models.outlined import FIELDS, int_field
+from tangram.planner.local.estimate import whole_copies
+from tangram.schema.plan import Plan
+from tangram.tracing.format import OPS
+from tangram.tracing.groups import axes_of_ranks
+from tangram.tracing.planned import CallKind, CallsOfKind, PlannedCall, PlannedCalls
+from tangram.training.mesh.buffers import RULES
+from tangram.training.mesh.layout_to_torch import cuts_of_one, named_modules, over_model_axes
+from tangram.training.mesh.world import World
+from tangram.training.parallel.apply import blocks_of
+from tangram.training.parallel.data_parallel import in_buckets
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.precision import dtype_of
+from tangram.training.parallel.schedule_runtime import times_gathered
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV = (
+    OPS.index(op) for op in ("all-reduce", "all-gather", "reduce-scatter", "send", "recv")
+)
+NORM_NUMBERS = 6
+"""Loss, norm, routers' loss, share of dropped choices, and two wishes to stop: float64."""
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Parameters that FSDP gathers together."""
+
+    layer: str
+    shards: int
+    """Numbers of a rank's part, padded to that of the first rank."""
+
+
+def due_calls(model: ParallelModel, stop_requests: int = 2) -> PlannedCalls:
+    """The calls of a step on this rank, of the kinds that the plan says. `stop_requests`: as given to each step."""
+    plan, world = model.plan, model.world
+    if world.size == 1 or plan.lora is not None or not all(p.requires_grad for p in model.module.parameters()):
+        return {}
+    if any(isinstance(module, tuple(RULES)) for module in model.module.modules()):
+        return {}
+    if any(part.routers is not None or part.capacity is not None for part in model.parts):
+        return {}
+    data = _copies(model) if whole_copies(plan) else _shards(model)
+    ends = PlannedCall(
+        (NORM_NUMBERS - 2 + stop_requests) * 8, torch.float64, what="loss, gradient norm, wishes to stop"
+    )
+    whole = {CallKind(_axes(world, range(world.size)), ALL_REDUCE, late=True): CallsOfKind([ends], alone=False)}
+    model_axes = {axis for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
+    found = {**data, **_between_stages(model), **whole}
+    return {kind: of for kind, of in found.items() if of.calls and not {*kind.axes.split()} <= model_axes}
+
+
+def _axes(world: World, ranks: Sequence[int]) -> str:
+    return axes_of_ranks(str(world.mesh), ranks) or "all ranks"
+
+
+def _axes_of_dim(world: World, dim: str) -> str:
+    return _axes(world, dist.get_process_group_ranks(world.devices.get_group(dim)))
+
+
+def _reductions(plan: Plan) -> int:
+    """How often gradients are reduced in a step."""
+    return plan.micro_steps if plan.run.reduce_every == "micro-batch" and plan.pipeline is None else 1
+
+
+def _copies(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
+    """Of gradients in buckets, behind each a number for each parameter."""
+    plan, world = model.plan, model.world
+    if world.data_size == 1:
+        return {}
+    calls: list[PlannedCall] = []
+    for part in model.parts:
+        for bucket in in_buckets(reversed([*part.module.parameters()])):
+            numbers = sum(_numel(one) for one in bucket.parameters) + len(bucket.parameters)
+            dtype = dtype_of(plan.gradients)
+            calls.append(PlannedCall(numbers * dtype.itemsize, dtype, what="gradients"))
+    kind = CallKind(_axes_of_dim(world, "replicate"), ALL_REDUCE)
+    return {kind: CallsOfKind(calls * _reductions(plan), ordered=len(model.parts) == 1)}
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel()
+
+
+def _shards(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
+    """Of parameters that FSDP cuts."""
+    plan, world = model.plan, model.world
+    shards = world.devices["shard"].size()
+    if shards == 1 or (plan.precision.compute == "float32" and plan.precision.parameters != "float32"):
+        return {}
+    if plan.pipeline is None and not runs_in_order(model.module):
+        return {}
+    compute = dtype_of(plan.precision.compute)
+    reduce = dtype_of(plan.precision.reduce if plan.precision.compute != "float32" else plan.precision.parameters)
+    gathers: list[PlannedCall] = []
+    reductions: list[PlannedCall] = []
+    copies: list[PlannedCall] = []
+    ordered = plan.pipeline is None
+    for at, part in enumerate(model.parts):
+        root, *layers = _units(model, part.module)
+        forward = [PlannedCall(u.shards * compute.itemsize, compute, u.layer, "parameters") for u in (root, *layers)]
+        backward = [*reversed(forward[1:])]
+        if plan.pipeline is not None:
+            row, stage = plan.actions().rows[world.stage], plan.stages_at(world.stage)[at]
+            gathers += forward * times_gathered(row, stage)
+        elif plan.run.reshard == "after step":
+            gathers += forward
+        else:
+            again = plan.run.reshard == "after forward"
+            gathers += [*forward, *(backward if again else ())] * plan.micro_steps
+        ends = [u for u in (*reversed(layers), root) if u.shards]
+        parts = [PlannedCall(u.shards * reduce.itemsize, reduce, u.layer, "gradients") for u in ends]
+        reductions += [one._replace(nbytes=one.nbytes * shards) for one in parts] * _reductions(plan)
+        copies += parts * _reductions(plan)
+    over = _axes_of_dim(world, "shard")
+    found = {
+        CallKind(over, ALL_GATHER): CallsOfKind([c for c in gathers if c.nbytes], ordered),
+        CallKind(over, REDUCE_SCATTER): CallsOfKind(reductions, ordered),
+    }
+    if world.devices["replicate"].size() > 1:
+        found[CallKind(_axes_of_dim(world, "replicate"), ALL_REDUCE)] = CallsOfKind(copies, ordered)
+    return found
+
+
+def runs_in_order(model: nn.Module) -> bool:
+    """Whether a forward surely runs each layer once, in the order in which they stand.
+
+    So it is of a model whose configuration has as many layers as there are modules of them, in one list. Layers that
+    are run several times (as ALBERT's), in an order of the model's own or at random are gathered as they come.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or getattr(config, "layerdrop", 0):
+        return False
+    said = int_field(config.get_text_config(), FIELDS["layers"])
+    return said is not None and said[1] == len(blocks_of(model))
+
+
+def _units(model: ParallelModel, part: nn.Module) -> Iterator[_Unit]:
+    """What lies outside of the layers, then the layers."""
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    blocks = {*blocks_of(part)}
+    layers = {path: [*module.parameters()] for path, module in named_modules(part) if module in blocks}
+    inside = {parameter for some in layers.values() for parameter in some}
+    outside = [parameter for parameter in part.parameters() if parameter not in inside]
+    for path, some in (("the root", outside), *layers.items()):
+        # In a pipeline FSDP2 gathers a stage before its modules have learned their names.
+        layer = path if model.pipeline is None else ""
+        yield _Unit(layer, sum(_shard_of(model, names[one], one) for one in some))
+
+
+def _shard_of(model: ParallelModel, name: str, parameter: nn.Parameter) -> int:
+    """The numbers of a rank's part, padded to the first rank's: what FSDP2 sends."""
+    plan, world = model.plan, model.world
+    shape = tuple(parameter.shape) if name not in model.plain else tuple(model.plain[name].shape)
+    cuts = cuts_of_one(name, shape, plan)
+    at = world.mesh.coords(world.index)
+    sizes = [intervals.size(over_model_axes(shape, cuts, world.mesh, at, dim)) for dim in range(len(shape))]
+    if sizes:
+        dim = cuts.shard or 0
+        sizes[dim] = -(-sizes[dim] // world.devices["shard"].size())
+    return int(torch.Size(sizes).numel())
+
+
+def _between_stages(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
+    """What a rank sends to and receives from others of its pipeline: hidden states on, their gradients back."""
+    plan, world = model.plan, model.world
+    if plan.pipeline is None:
+        return {}
+    table, place, dtype = plan.actions(), world.stage, dtype_of(plan.precision.compute)
+    even = plan.data.global_batch == plan.data.micro_batch * plan.micro_steps * plan.data_ranks
+    numbers = plan.data.micro_batch * plan.data.sequence * model.pipeline.hidden if even and model.pipeline else -1
+    call = PlannedCall(numbers * dtype.itemsize if even else -1, dtype, what="activations or gradients between stages")
+    counts: Counter[CallKind] = Counter()
+    axes = _axes_of_dim(world, "pipeline")
+    for action in table.rows[place]:
+        ahead = action.stage + 1 if action.kind == "F" else action.stage - 1
+        behind = action.stage - 1 if action.kind == "F" else action.stage + 1
+        for op, other in ((SEND, ahead), (RECV, behind)):
+            if action.kind != "W" and 0 <= other < table.stages and table.rank_of[other] != place:
+                counts[CallKind(axes, op, table.rank_of[other])] += 1
+    return {kind: CallsOfKind([call] * count) for kind, count in counts.items()}
