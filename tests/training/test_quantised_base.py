@@ -25,7 +25,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.blocks import in_blocks
-from tangram.models import nf4
+from tangram.models import dynamic_codes, nf4
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load, loads
@@ -92,7 +92,7 @@ def some_weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 def test_the_tables_are_those_of_their_papers() -> None:
     sixteen, many = tables()
     np.testing.assert_allclose(nf4.NORMAL, sixteen, atol=2e-7)
-    np.testing.assert_allclose(nf4.dynamic_numbers(), many, rtol=1e-6)
+    np.testing.assert_allclose(dynamic_codes.dynamic_numbers(), many, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(96, 128), (33, 704), (2, 64)])

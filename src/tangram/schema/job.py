@@ -3,6 +3,9 @@
 All tables are frozen and refuse unknown keys. Loads neither torch nor transformers, so that a mistake shows at once.
 """
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -84,6 +87,12 @@ class DataPlan(TomlTable):
     """Where tokens are kept between runs; the default is the user's cache folder."""
 
 
+Moments = Literal["as masters", "8-bit"]
+"""Of AdamW."""
+LEAST_CODED = 4096
+"""Numbers of a parameter whose moments become codes: few bytes are saved by others."""
+
+
 class OptimiserPlan(TomlTable):
     """AdamW with a linear warm-up."""
 
@@ -105,6 +114,16 @@ class OptimiserPlan(TomlTable):
     """The rate at the last step, as a share of `lr`."""
     states: Literal["as parameters"] = "as parameters"
     """How the optimiser's states lie: cut like their parameters."""
+    moments: Moments = "as masters"
+    """In which numbers its two moments are kept: in the type of precision.masters, or as codes of 8 bits with a float32
+    for each 256 of them."""
+    moments_skip: tuple[str, ...] = ()
+    """Name patterns of parameters whose moments are as masters all the same; those of fewer than 4,096 numbers are."""
+
+    def has_codes(self, name: str, shape: Iterable[int]) -> bool:
+        """Whether the moments of a parameter, of this shape in all, are codes of 8 bits."""
+        small = self.moments != "8-bit" or prod(shape) < LEAST_CODED
+        return not small and not any(fnmatchcase(name, pattern) for pattern in self.moments_skip)
 
 
 Type = Literal["float32", "bfloat16", "float16"]
