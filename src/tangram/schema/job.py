@@ -61,6 +61,10 @@ Special = Literal["refuse", "parse", "text"]
 """Of special tokens in text."""
 
 
+Packing = Literal["packed", "best-fit", "single"]
+"""Of documents into samples."""
+
+
 class DataPlan(TomlTable):
     """Which text, cut into which samples, and how many of them make a step."""
 
@@ -78,9 +82,10 @@ class DataPlan(TomlTable):
     """Samples in one step over all ranks and micro-batches."""
     micro_batch: Positive = 1
     """Samples that one rank takes through the model at once; the rest of its share follows, gradients add up."""
-    packing: Literal["auto", "packed", "single"] = "auto"
-    """Which documents a sample holds: "packed" as many as fit, which the model has to keep apart; "single" one, and the
-    rest of the window counts nothing; "auto" asks the model before training and takes "packed" where it can."""
+    packing: Literal[Packing, "auto"] = "auto"
+    """Which documents a sample holds: "packed" as many as fit, cut where it ends, which the model has to keep apart;
+    "best-fit" the same, but whole; "single" one, and the rest of the window counts nothing; "auto" asks the model
+    before training and takes "packed" where it can."""
     too_long: Literal["cut", "drop", "refuse"] = "cut"
     """Of conversations of more than `sequence` tokens: what is over is left out, or all of it; or it is refused."""
     cache: PathText | None = None
@@ -365,7 +370,8 @@ class Job(TomlTable):
             raise mistake
         if self.task == "sft" and self.data.packing == "packed":
             raise Mistake(
-                "data.packing", 'windows of packed text cut conversations: of the task "sft" each is a sample, "single"'
+                "data.packing",
+                'windows of packed text cut conversations: for the task "sft" take "best-fit", or "single"',
             )
         if self.lora is not None and self.model.path is None:
             raise Mistake("lora", "adapters stand beside weights that were trained: give their directory as model.path")

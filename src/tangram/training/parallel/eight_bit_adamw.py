@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tangram.models.dynamic_codes import places, shares, table
 from tangram.relayout.mapping.states import ADAM_8BIT, States
 from tangram.training.mesh.local_parts import local
-from tangram.training.parallel.master_weights import MASTER, MasterAdamW
+from tangram.training.parallel.master_weights import MASTER, MasterAdamW, has_no_values
 
 BLOCK = ADAM_8BIT["absmax1"].block
 CODED: States = {name: ADAM_8BIT[name] for name in ("state1", "absmax1", "state2", "absmax2", "step")}
@@ -68,7 +68,7 @@ class EightBitAdamW(MasterAdamW):
 
     def _update_codes(self, group: dict[str, Any], parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         state["step"] += 1
-        own, steps = local(parameter), state["step"].item()
+        own, steps = local(parameter), 1.0 if has_no_values(state["step"]) else state["step"].item()
         master = local(state.get(MASTER, parameter))
         numbers, gradient = (x.contiguous().view(-1) for x in (master, local(cast(Tensor, parameter.grad))))
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
