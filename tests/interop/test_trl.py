@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +20,7 @@ from tangram.planner.local.strategies import Strategy, plan_of
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, sample_ids, tokens_of
+from tangram.training.data.samples import best_fit
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tests.training.tuning_tasks import Traced, begin_as, run_plans, write_folder
@@ -87,6 +89,15 @@ def trained(trainer: type[Any], plan: Plan, config: Any, rows: Sequence[Any], fo
     begin_as(made.model, plan)
     made.train()
     return [one["loss"] for one in made.state.log_history if "loss" in one]
+
+
+def test_samples_are_as_few_as_those_of_trl() -> None:
+    trl: Any = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    sizes = np.minimum(np.random.default_rng(0).lognormal(5.0, 1.0, 3000).astype(np.int64) + 2, 1024)
+    theirs = trl.pack_dataset(Dataset.from_dict({"input_ids": [[0] * n for n in sizes.tolist()]}), 1024, "bfd")
+    assert abs(len(best_fit(sizes, 1024).first_W) - 1 - len(theirs)) <= 1
 
 
 def test_a_chat_model_is_tuned_as_by_trl(tmp_path: Path) -> None:

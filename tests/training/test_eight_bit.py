@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, Region, region
@@ -100,6 +101,20 @@ def test_masters_are_updated_and_rounded() -> None:
         assert ("master" in own.state[p]) == (p is low)
     assert torch.equal(low.detach(), high.detach().bfloat16())
     assert torch.equal(low.detach(), values.bfloat16()) is False
+
+
+@pytest.mark.parametrize("kind", ["masters", "8-bit"])
+def test_a_run_without_memory_updates_too(kind: str) -> None:
+    """There a step has no number that could be read."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        p = torch.nn.Parameter(torch.zeros(64, 256, dtype=torch.bfloat16))
+        p.grad = torch.zeros_like(p)
+        own = EightBitAdamW([p], torch.float32, [p] if kind == "8-bit" else [], lr=1e-3)
+        own.step()
+        own.step()
+        assert sum(one.nbytes for one in own.state[p].values()) == (4 + (2 if kind == "8-bit" else 8)) * p.numel() + (
+            516 if kind == "8-bit" else 4
+        )
 
 
 # ---------------------------------------------------------------- where blocks lie
