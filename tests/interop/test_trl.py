@@ -1,6 +1,6 @@
 """TRL itself as the oracle of fine-tuning: its trainers on the samples of a job, in the job's order, on one process.
 
-TRL comes with the extra `tuners`; `make interop` runs this.
+`make interop` brings TRL and runs this.
 """
 
 from __future__ import annotations
