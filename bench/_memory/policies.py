@@ -33,6 +33,7 @@ NF4 = {**LORA, "lora.base": '"nf4"'}
 POLICIES: Mapping[str, Mapping[str, str]] = {
     "AdamW in float32": {},
     "AdamW, recompute": RECOMPUTE,
+    "AdamW in 8 bits": {"optimiser.moments": '"8-bit"'},
     "LoRA": LORA,
     "LoRA, recompute": {**LORA, **RECOMPUTE},
     "LoRA on NF4": NF4,

@@ -224,6 +224,30 @@ def test_mistakes_of_a_job_and_a_cluster(file: Path, capsys: pytest.CaptureFixtu
     assert Mesh.parse(load(plan).model_dump()["mesh"]).size == 2
 
 
+def test_moments_of_8_bits_are_planned_for_and_written(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an option and of the job's own key; what is written runs, and has states as predicted."""
+    out = file.parent / "plan.toml"
+    skip = ["--set", 'optimiser.moments_skip=["*embed_tokens*", "lm_head*"]']  # 257 rows in two parts
+    skip += ["--set", "model.change.hidden_size=128", "--set", "model.change.intermediate_size=256"]
+    command = ["plan", "cluster", str(file), "--cluster", "cpu-2", "--runs", "--json", "--out", str(out)]
+
+    def planned(*words: str) -> dict[str, Any]:
+        assert main([*command, *skip, *words]) == 0
+        return json.loads(capsys.readouterr().out)["choices"][0]
+
+    typed = planned("--optimiser", "adamw-8bit")
+    assert load(out).optimiser.moments == "8-bit"
+    assert planned("--set", 'optimiser.moments="8-bit"') == typed
+    assert load(out).optimiser.moments == "8-bit"
+    assert main(["train", str(out), "--dry-run", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["needs"][0]["memory_bytes"]
+    assert memory["optimiser"] < memory["parameters"]  # and not twice as much
+    assert main(["plan", "explain", "qwen3-1m", str(out), "--cluster", "cpu-2"]) == 0
+    assert "--optimiser adamw-8bit" in capsys.readouterr().out
+    assert main([*command, "--optimiser", "adamw-8bit"]) == 2
+    assert "rows that can be are" in capsys.readouterr().err
+
+
 def test_adapters_of_a_job_are_planned_for_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job of the same model without adapters needs more, and gets the same ones from --lora."""
     file, full, out = write_folder(tmp_path) / "sft.toml", tmp_path / "full.toml", tmp_path / "plan.toml"

@@ -260,6 +260,8 @@ def test_a_model_whose_weights_are_zero_cannot_be_judged_causal() -> None:
         ("llama", "auto", None, "packed", "LlamaForCausalLM keeps them apart"),
         ("llama", "packed", None, "packed", "as the plan says"),
         ("llama", "single", None, "single", "as the plan says"),
+        ("llama", "best-fit", None, "best-fit", "as the plan says"),
+        ("llama", "auto", "best-fit", "best-fit", "as in the run that goes on"),
         ("llama", "auto", "single", "single", "as in the run that goes on"),
         ("llama", "auto", "packed", "packed", "as in the run that goes on"),
         ("bloom", "auto", None, "single", "BloomForCausalLM would let a document see the one"),
@@ -272,7 +274,7 @@ def test_what_the_packing_comes_to(family: str, asked: Any, before: Any, found: 
     assert settled.why.startswith(why)
 
 
-@pytest.mark.parametrize(("asked", "before"), [("packed", None), ("auto", "packed")])
+@pytest.mark.parametrize(("asked", "before"), [("packed", None), ("auto", "packed"), ("best-fit", None)])
 def test_a_model_that_mixes_documents_is_refused_with_the_way_out(asked: Any, before: Any) -> None:
     with pytest.raises(UserError, match=r'windows of its own with data\.packing = "single"'):
         settle(build("bloom", "eager", **CAUSAL["bloom"]), asked, before, lambda mine: mine)

@@ -1,17 +1,22 @@
-"""Layouts of tensors of which one column stands for several of another: bytes of two codes, scales of blocks.
+"""Layouts of tensors of which one number stands for several of another: bytes of two codes, scales of blocks.
 
-What keeps a quantised weight is cut where the weight is, in whole blocks, so its layout follows from the weight's.
+What keeps a quantised tensor is cut where that is, in whole blocks, so its layout follows from the tensor's. Blocks are
+of columns of a row (`in_blocks`), or of consecutive numbers of all rows (`flat_blocks`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 from tangram.layout.errors import LayoutError
-from tangram.layout.locate import held
+from tangram.layout.intervals import span
+from tangram.layout.locate import held, region
 from tangram.layout.mesh import Mesh
 from tangram.layout.notation import Layout
+from tangram.layout.region import Box, Region
 from tangram.layout.syntax import VOID, Dim
 
 
@@ -45,11 +50,50 @@ def _cut_alike(wide: Dim, narrow: Dim, columns: int, mesh: Mesh) -> bool:
     """Whether every rank has of the one what its part of the other stands for."""
     if wide.n != narrow.n * columns:
         return False
-    axes = tuple((axis, mesh.axes[axis][0]) for axis in sorted(wide.axes))
-    small = Mesh((axes or (("one", 1),),))
+    small = _only(mesh, wide.axes)
     for rank in range(small.size):
         at = small.coords(rank)
         spread = tuple((first * columns, last * columns) for first, last in held(narrow, small, at))
         if held(wide, small, at) != spread:
             return False
     return True
+
+
+def shape_of_blocks(shape: Sequence[int], count: int) -> tuple[int, ...]:
+    """The shape of what has a number for each `count` consecutive ones of a tensor: rows of blocks where these fill the
+    tensor's rows, else all blocks in one row, of which the last may be of fewer."""
+    if shape and shape[-1] % count == 0:
+        return (*shape[:-1], shape[-1] // count)
+    return (-(-prod(shape) // count),)
+
+
+def flat_blocks(part: Region, shape: Sequence[int], count: int) -> Region:
+    """What a rank has of `shape_of_blocks`, of its part of the tensor. Raises LayoutError where that has some of a
+    block and not all."""
+    return Region.of([_blocks_of(box, tuple(shape), count) for box in part.boxes])
+
+
+@lru_cache(maxsize=4096)
+def refuse_cut_blocks(layout: Layout, shape: tuple[int, ...], count: int, mesh: Mesh) -> None:
+    """Raise LayoutError where a bound layout gives any rank some of a block and not all."""
+    small = _only(mesh, layout.axes)
+    for rank in range(small.size):
+        flat_blocks(region(replace(layout, at=()), small, rank), shape, count)
+
+
+def _blocks_of(box: Box, shape: tuple[int, ...], count: int) -> Box:
+    if shape and shape[-1] % count == 0:
+        *rows, last = box
+        if all(first % count == 0 and stop % count == 0 for first, stop in last):
+            return (*rows, tuple((first // count, stop // count) for first, stop in last))
+    elif box[1:] == tuple(span(0, n) for n in shape[1:]):
+        inner, whole = prod(shape[1:]), prod(shape)
+        flat = [(first * inner, stop * inner) for first, stop in box[0]]
+        if all(first % count == 0 and (stop % count == 0 or stop == whole) for first, stop in flat):
+            return (tuple((first // count, -(-stop // count)) for first, stop in flat),)
+    raise LayoutError(f"it cuts blocks of {count} consecutive numbers apart")
+
+
+def _only(mesh: Mesh, axes: frozenset[str] | set[str]) -> Mesh:
+    """The part of a mesh that some axes make."""
+    return Mesh((tuple((axis, mesh.axes[axis][0]) for axis in sorted(axes)) or (("one", 1),),))

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from tangram.models import dynamic_codes
 
 __all__ = [
     "AT_ONCE",
@@ -75,13 +75,13 @@ def scales_of(found: Tensor) -> Scales:
     rest = flat - mean
     padded = torch.nn.functional.pad(rest, (0, -rest.numel() % GROUP)).view(-1, GROUP)
     groups = padded.abs().amax(dim=1)
-    codes = _places(_scaled(padded, groups), _dynamic(rest.device))
+    codes = dynamic_codes.places(dynamic_codes.shares(padded, groups), dynamic_codes.table(rest.device))
     return Scales(codes.reshape(-1)[: rest.numel()].view(found.shape), groups, mean)
 
 
 def values_of(codes: Tensor, groups: Tensor, mean: Tensor, group: Tensor) -> Tensor:
     """Scales as float32, of codes (uint8) that are of these groups (`group`: a number for each)."""
-    return _dynamic(codes.device)[codes.int()] * groups[group] + mean
+    return dynamic_codes.table(codes.device)[codes.int()] * groups[group] + mean
 
 
 def group_of(rows: Tensor, columns: Tensor, across: int) -> Tensor:
@@ -94,7 +94,9 @@ def encode(weight: Tensor, found: Tensor) -> Tensor:
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in _some_rows(weight):
         blocks = weight[rows].float().reshape(-1, BLOCK)
-        places = _places(_scaled(blocks, found[rows].reshape(-1)), _table(weight.device)).view(-1, 2)
+        places = dynamic_codes.places(
+            dynamic_codes.shares(blocks, found[rows].reshape(-1)), _table(weight.device)
+        ).view(-1, 2)
         codes[rows] = ((places[:, 0] << 4) | places[:, 1]).view(-1, weight.shape[1] // 2)
     return codes
 
@@ -113,15 +115,6 @@ def _some_rows(weight: Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, weight.shape[0], step))
 
 
-def _scaled(blocks: Tensor, found: Tensor) -> Tensor:
-    return (blocks * (1.0 / found.clamp(min=1e-38))[:, None]).clamp_(-1, 1)
-
-
-def _places(scaled: Tensor, table: Tensor) -> Tensor:
-    """The place of the nearest number of a table in order, the lower one of two that are as near."""
-    return torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
-
-
 def _table(device: torch.device) -> Tensor:  # never kept: one that is made in a run without memory has no values
     return torch.tensor(NORMAL, dtype=torch.float32, device=device)
 
@@ -130,20 +123,3 @@ def _pairs(device: torch.device) -> Tensor:
     """The two numbers of each byte."""
     table, byte = _table(device), torch.arange(256, device=device)
     return torch.stack([table[byte >> 4], table[byte & 15]], dim=1)
-
-
-def _dynamic(device: torch.device) -> Tensor:
-    return torch.tensor(dynamic_numbers(), dtype=torch.float32, device=device)
-
-
-@cache
-def dynamic_numbers() -> tuple[float, ...]:
-    """256 numbers from -1 to 1 that are closer to each other where they are smaller (Dettmers 2016): of each of seven
-    tenfold ranges the middles of twice as many parts as of the range below."""
-    found = [0.0, 1.0]
-    with _disable_current_modes():  # of a run without memory
-        for power in range(7):
-            ends = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
-            middles = 10 ** (power - 6) * ((ends[:-1] + ends[1:]) / 2.0)
-            found += [*middles.tolist(), *(-middles).tolist()]
-    return tuple(sorted(found))

@@ -3,6 +3,9 @@
 All tables are frozen and refuse unknown keys. Loads neither torch nor transformers, so that a mistake shows at once.
 """
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -58,6 +61,10 @@ Special = Literal["refuse", "parse", "text"]
 """Of special tokens in text."""
 
 
+Packing = Literal["packed", "best-fit", "single"]
+"""Of documents into samples."""
+
+
 class DataPlan(TomlTable):
     """Which text, cut into which samples, and how many of them make a step."""
 
@@ -75,13 +82,20 @@ class DataPlan(TomlTable):
     """Samples in one step over all ranks and micro-batches."""
     micro_batch: Positive = 1
     """Samples that one rank takes through the model at once; the rest of its share follows, gradients add up."""
-    packing: Literal["auto", "packed", "single"] = "auto"
-    """Which documents a sample holds: "packed" as many as fit, which the model has to keep apart; "single" one, and the
-    rest of the window counts nothing; "auto" asks the model before training and takes "packed" where it can."""
+    packing: Literal[Packing, "auto"] = "auto"
+    """Which documents a sample holds: "packed" as many as fit, cut where it ends, which the model has to keep apart;
+    "best-fit" the same, but whole; "single" one, and the rest of the window counts nothing; "auto" asks the model
+    before training and takes "packed" where it can."""
     too_long: Literal["cut", "drop", "refuse"] = "cut"
     """Of conversations of more than `sequence` tokens: what is over is left out, or all of it; or it is refused."""
     cache: PathText | None = None
     """Where tokens are kept between runs; the default is the user's cache folder."""
+
+
+Moments = Literal["as masters", "8-bit"]
+"""Of AdamW."""
+LEAST_CODED = 4096
+"""Numbers of a parameter whose moments become codes: few bytes are saved by others."""
 
 
 class OptimiserPlan(TomlTable):
@@ -105,6 +119,16 @@ class OptimiserPlan(TomlTable):
     """The rate at the last step, as a share of `lr`."""
     states: Literal["as parameters"] = "as parameters"
     """How the optimiser's states lie: cut like their parameters."""
+    moments: Moments = "as masters"
+    """In which numbers its two moments are kept: in the type of precision.masters, or as codes of 8 bits with a float32
+    for each 256 of them."""
+    moments_skip: tuple[str, ...] = ()
+    """Name patterns of parameters whose moments are as masters all the same; those of fewer than 4,096 numbers are."""
+
+    def has_codes(self, name: str, shape: Iterable[int]) -> bool:
+        """Whether the moments of a parameter, of this shape in all, are codes of 8 bits."""
+        small = self.moments != "8-bit" or prod(shape) < LEAST_CODED
+        return not small and not any(fnmatchcase(name, pattern) for pattern in self.moments_skip)
 
 
 Type = Literal["float32", "bfloat16", "float16"]
@@ -346,7 +370,8 @@ class Job(TomlTable):
             raise mistake
         if self.task == "sft" and self.data.packing == "packed":
             raise Mistake(
-                "data.packing", 'windows of packed text cut conversations: of the task "sft" each is a sample, "single"'
+                "data.packing",
+                'windows of packed text cut conversations: for the task "sft" take "best-fit", or "single"',
             )
         if self.lora is not None and self.model.path is None:
             raise Mistake("lora", "adapters stand beside weights that were trained: give their directory as model.path")

@@ -113,7 +113,7 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | 
     outline = adapted(outline_given(model), training.lora) if job is None else job.outline
     read = None if one is None else given_in(one[0], outline, devices_of(typed[4])[1], where)
     asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
-    asked = training.of(asked, outline)
+    asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:

@@ -38,7 +38,8 @@ def answered_over_parts(common: Common, names: Sequence[str], between: float | N
         raise UserError("what a device gets from another part is not said: give --between in GB/s")
     job = job_given(common, Taking(None, 1, runs=False))
     outline = adapted(outline_given(common.model), training.lora) if job is None else job.outline
-    asked = training.of(asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None)), outline)
+    asked = asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None))
+    asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):
         found = over_parts(outline, parts, asked, rate)

@@ -139,7 +139,7 @@ class Common:
         from tangram.cli.plan.training_options import TrainingOptions
 
         return TrainingOptions(
-            self.optimiser or "adamw", self.lora, self.base or "", self.offload or "", self.imbalance,
+            self.optimiser or "", self.lora, self.base or "", self.offload or "", self.imbalance,
             self.checkpoint_every, self.without, self.loss or "",
         )  # fmt: skip
 

@@ -25,7 +25,8 @@ class TrainingOptions:
     """Ways to train in less memory that may be taken, and what may not be used, how experts are used and how often is
     saved; as typed."""
 
-    optimiser: str = "adamw"
+    optimiser: str = ""
+    """"": as the job has it, or adamw."""
     lora: int = 0
     base: str = ""
     """"": as the model's configuration says, beside adapters."""
@@ -38,8 +39,8 @@ class TrainingOptions:
     loss: str = ""
     """Of `planner.space.losses`; "": the framework's."""
 
-    def of(self, asked: Ask, outline: Outline) -> Ask:
-        """With what is asked of a model. Raises UserError."""
+    def of(self, asked: Ask, outline: Outline, usual: str = "adamw") -> Ask:
+        """With what is asked of a model. `usual`: the kind of optimiser where none is typed. Raises UserError."""
         base = base_of(self.base) if self.base else kept_base(outline)
         if base is not FULL and not outline.adapted:
             raise UserError(f"--base {self.base} is of frozen weights: give --lora, the rank of what is trained")
@@ -50,7 +51,7 @@ class TrainingOptions:
         if self.checkpoint_every < 0:
             raise UserError("--checkpoint-every is a number of steps from 0, which is never")
         return replace(
-            asked, optimisers=optimisers_of(self.optimiser), offloads=offloads_of(self.offload), base=base,
+            asked, optimisers=optimisers_of(self.optimiser or usual), offloads=offloads_of(self.offload), base=base,
             away_share=away_share_of(self.offload), loss=loss_of(self.loss) if self.loss else "",
             unlike=self.imbalance, save_every=self.checkpoint_every,
             without=tuple(one.strip() for one in self.without.split(",") if one.strip()),

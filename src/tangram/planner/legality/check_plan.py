@@ -17,7 +17,7 @@ from torch import nn
 
 from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, validate
-from tangram.layout.blocks import in_blocks
+from tangram.layout.blocks import in_blocks, refuse_cut_blocks
 from tangram.layout.locate import partitions
 from tangram.models.attention import refuse_unable
 from tangram.models.base_layers import base_layers
@@ -28,6 +28,7 @@ from tangram.models.named import token_inputs
 from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.planner.legality.engine import nearest, uneven
 from tangram.planner.legality.plan_as_grid import marks_on, refused
+from tangram.relayout.mapping.states import ADAM_8BIT
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS, packed
 from tangram.sharding.derive.marking.marks import Mark, matched
@@ -61,6 +62,8 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
         cutting |= layout.axes & data
         _covers(layout, name, mesh)
+        if parameter.requires_grad and plan.optimiser.has_codes(name, parameter.shape):
+            _refuse_cut_codes(plan, layout, name, tuple(parameter.shape))
     if plan.lora is not None and plan.lora.base == "nf4":
         for name, layer in base_layers(model, plan.lora.base_skip).items():
             rows, columns = cast(nn.Parameter, layer.weight).shape
@@ -150,6 +153,16 @@ def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
         return replace(layout, at=plan.held_at(name))
     except LayoutError as error:
         raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
+
+
+def _refuse_cut_codes(plan: Plan, layout: Layout, name: str, shape: tuple[int, ...]) -> None:
+    try:
+        refuse_cut_blocks(layout, shape, ADAM_8BIT["absmax1"].block, Mesh.parse(plan.mesh))
+    except LayoutError as error:
+        raise UserError(
+            f'the layout "{plan.layout_of(name)}" of {name} {list(shape)} does not fit its moments of 8 bits: {error}; '
+            "name it in optimiser.moments_skip"
+        ) from None
 
 
 @lru_cache(maxsize=4096)

@@ -44,9 +44,11 @@ from tangram.models import nf4
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.local.derived_layouts import Moves
 from tangram.planner.local.stage_shares import Share, recomputed, shares
+from tangram.planner.space.optimisers_and_offload import OPTIMISERS, optimisers_of
 from tangram.schema.plan import Plan
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODED_BYTES = OPTIMISERS[optimisers_of("adamw-8bit")[0]].nbytes
 VERSION = 2
 """Of what is predicted: runs that another version predicted are not learned from. Raise it with every change here."""
 SPLIT_BACKWARD = 0.2
@@ -201,7 +203,7 @@ def _memory(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> Mem
     return Memory(
         parameters=kept,
         gradients=BYTES[plan.gradients] * trained,
-        optimiser=BYTES[plan.precision.masters] * trained * (2 if _own_masters(plan) else 3),
+        optimiser=sum(held[one.name] * _states_bytes(plan, one) for one in parameters if one.trained),
         activations=activations,
         logits=_logits(plan, local, kind),
         gathered=_gathered(plan, parameters, held) + _made(plan, parameters, held),
@@ -212,6 +214,13 @@ def _memory(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> Mem
 def _bytes_of(plan: Plan, one: Parameter) -> float:
     """For each number that a rank keeps of a parameter."""
     return nf4.BYTES if one.quantised else BYTES[plan.precision.parameters]
+
+
+def _states_bytes(plan: Plan, one: Parameter) -> float:
+    """Of the optimiser's states for each number that is trained: two moments, and where it has one the master."""
+    master = BYTES[plan.precision.masters]
+    moments = CODED_BYTES if plan.optimiser.has_codes(one.name, one.shape) else 2.0 * master
+    return moments + (0 if _own_masters(plan) else master)
 
 
 def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:

@@ -59,11 +59,13 @@ def prepare(
 def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
     """Map the tokens that `prepare` has made. Raises UserError when they are not there, or too few."""
     stores = [open_source(data, source, tokens) for source in data.sources]
+    best = data.packing == "best-fit"
     content = hashlib.blake2b(f"{tokens.digest} {data.held_out}".encode(), digest_size=16)
     for store in stores:
         content.update(store.digest.encode())
     training, held_out = (
-        tuple(replace(store.splits[split], context=tokens.context) for store in stores) for split in (0, 1)
+        tuple(replace(store.splits[split], context=tokens.context, best_fit=best) for store in stores)
+        for split in (0, 1)
     )
     for source, split, kept in zip(data.sources, training, held_out, strict=True):
         if not split.windows(data.sequence, single=is_single(data)):

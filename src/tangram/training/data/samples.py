@@ -1,4 +1,4 @@
-"""Samples: the documents of a split laid end to end and cut into windows of equal length, in one of two ways.
+"""Samples: the documents of a split laid end to end and cut into windows of equal length, in one of three ways.
 
 A document is [begin?] tokens end. A window takes its inputs from some place on, and the label of each is the next
 token; windows that follow one another overlap by that one token, so an epoch counts every label exactly once. A window
@@ -9,12 +9,16 @@ token of one has the label `IGNORE`, and position ids begin at 0 with each docum
 attention is kept within documents. All of every window is trained on; a document that a window's edge cuts loses its
 context there; and the model has to take notice of position ids.
 
+Best fit: windows of single documents, as below, are put together into as few as a greedy search finds (the longest
+first, each where least room is left), so that none is cut which fits a window. They are kept apart as packed ones are.
+
 Single: every document is cut by itself, so a window holds tokens of one document only, and any causal model may have
 it: what it is filled up with stands to the right of all that counts. The price is the places that are filled up.
 """
 
 # ruff: noqa: N803, N806, N815  a tensor carries its dims in its name
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +48,11 @@ class Split:
     context: int | None = None
     """Numbers from here on are tokens that are so much less and no labels: what an answer answers. None: all are."""
 
+    best_fit: bool = False
+    """Whether a window that is not single has as many single ones as fit, and else what lies there end to end."""
+
+    _packs: dict[int, "Packs"] = field(default_factory=dict[int, "Packs"], compare=False, repr=False)
+    """By `sequence`."""
     _before: dict[int, Ints] = field(default_factory=dict[int, Ints], compare=False, repr=False)
     """Single documents, by `sequence`: the windows before every `_STRIDE`th document, and those of all."""
 
@@ -51,6 +60,8 @@ class Split:
         """How many samples it makes."""
         if single:
             return int(self._windows_before(sequence)[-1])
+        if self.best_fit:
+            return len(self._packed(sequence).first_W) - 1
         return max(0, -(-(self.size - 1) // sequence))
 
     def spans(self, windows: npt.ArrayLike, sequence: int, *, single: bool = False) -> tuple[Ints, Ints]:
@@ -68,8 +79,19 @@ class Split:
         start, stop = self._single_spans(np.array([window]), sequence)
         return int(start[0]), int(stop[0])
 
+    def pieces(self, window: int, sequence: int, *, single: bool = False) -> list[tuple[int, int]]:
+        """Of a window the place of the first input and the place after the last, of each document that lies in it by
+        itself: one but of a best fit."""
+        if single or not self.best_fit:
+            return [self.span(window, sequence, single=single)]
+        start, stop = self._single_spans(self._packed(sequence).of(window), sequence)
+        return list(zip(start.tolist(), stop.tolist(), strict=True))
+
     def labels(self, windows: npt.ArrayLike, sequence: int, *, single: bool = False) -> Ints:
         """How many labels each of these windows counts; no token has to be read for that."""
+        if self.best_fit and not single:
+            each = [self._packed(sequence).of(window) for window in np.ravel(np.asarray(windows, np.int64)).tolist()]
+            return np.array([int(self.labels(members, sequence, single=True).sum()) for members in each], np.int64)
         start, stop = self.spans(windows, sequence, single=single)
         if (context := self.context) is not None:
             spans = zip(start.tolist(), stop.tolist(), strict=True)
@@ -78,6 +100,15 @@ class Split:
             self.end_D, start.astype(self.end_D.dtype), "right"
         )
         return stop - start - ends
+
+    def _packed(self, sequence: int) -> "Packs":
+        """One pass over the single windows, then kept."""
+        if sequence not in self._packs:
+            count = self.windows(sequence, single=True)
+            some = (np.arange(at, min(at + _CHUNK // _STRIDE, count)) for at in range(0, count, _CHUNK // _STRIDE))
+            sizes = [stop - start for start, stop in (self._single_spans(one, sequence) for one in some)]
+            self._packs[sequence] = best_fit(np.concatenate([np.zeros(0, np.int64), *sizes]), sequence)
+        return self._packs[sequence]
 
     def _windows_before(self, sequence: int) -> Ints:
         """One pass over the documents, then kept: an eighth of a byte for each."""
@@ -110,6 +141,45 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Packs:
+    """Which single windows each window of a best fit has, one after the other."""
+
+    members_M: Ints
+    first_W: Ints
+    """Where in these each begins, and where all end."""
+
+    def of(self, window: int) -> Ints:
+        """The single windows of one."""
+        return self.members_M[self.first_W[window] : self.first_W[window + 1]]
+
+
+def best_fit(size_M: Ints, room: int) -> Packs:
+    """Put pieces of these sizes, none above `room`, into windows of that room: the longest first, of two as long the
+    first, each into a window where least is left of those where it fits."""
+    order = np.argsort(-size_M, kind="stable")
+    bins: list[list[int]] = []
+    open_ones: dict[int, list[int]] = {}  # by what is left
+    lefts: list[int] = []  # in order
+    for member, size in zip(order.tolist(), size_M[order].tolist(), strict=True):
+        at = bisect_left(lefts, size)
+        if at == len(lefts):
+            own, left = len(bins), room
+            bins.append([])
+        else:
+            left = lefts[at]
+            own = open_ones[left].pop()
+            if not open_ones[left]:
+                del open_ones[left], lefts[at]
+        bins[own].append(member)
+        if (rest := left - size) not in open_ones:
+            open_ones[rest] = []
+            insort(lefts, rest)
+        open_ones[rest].append(own)
+    members = np.array([member for one in bins for member in one], np.int64)
+    return Packs(members, np.cumsum([0, *map(len, bins)], dtype=np.int64))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Inputs, the labels that follow them, and where in its document each input stands; all int64."""
 
@@ -136,14 +206,11 @@ def collate(
 def _lay(
     split: Split, window: int, sequence: int, single: bool, inputs_S: Ints, labels_S: Ints, positions_S: Ints
 ) -> None:
+    if split.best_fit and not single:
+        _lay_pieces(split, split.pieces(window, sequence), inputs_S, labels_S, positions_S)
+        return
     start, stop = split.span(window, sequence, single=single)
-    tokens_T = split.read(start, stop + 1)
-    count = stop - start
-    inputs_S[:count] = tokens_T[:-1]
-    labels_S[:count] = tokens_T[1:]
-    if split.context is not None:
-        labels_S[labels_S >= split.context] = IGNORE
-        inputs_S[:count] %= split.context
+    count = _tokens_of(split, start, stop, inputs_S, labels_S)
     if single:
         return
     kind = split.end_D.dtype.type
@@ -157,3 +224,26 @@ def _lay(
     if count < len(begin_S):
         begin_S[count] = count  # what is filled up stands apart, like a document
     positions_S -= np.maximum.accumulate(begin_S)
+
+
+def _tokens_of(split: Split, start: int, stop: int, inputs_S: Ints, labels_S: Ints) -> int:
+    """Lay the tokens of a span at the begin of a row; how many inputs that are."""
+    tokens_T, count = split.read(start, stop + 1), stop - start
+    inputs_S[:count] = tokens_T[:-1]
+    labels_S[:count] = tokens_T[1:]
+    if split.context is not None:
+        labels_S[labels_S >= split.context] = IGNORE
+        inputs_S[:count] %= split.context
+    return count
+
+
+def _lay_pieces(
+    split: Split, pieces: Sequence[tuple[int, int]], inputs_S: Ints, labels_S: Ints, positions_S: Ints
+) -> None:
+    at = 0
+    for start, stop in pieces:
+        count = _tokens_of(split, start, stop, inputs_S[at:], labels_S[at:])
+        positions_S[at:] -= positions_S[at]
+        at += count
+    if at < len(positions_S):
+        positions_S[at:] -= positions_S[at]  # what is filled up stands apart, like a document

@@ -153,7 +153,7 @@ def padding(corpus: Corpus, data: DataPlan) -> float:
     single, filled, weights = is_single(data), 0.0, 0.0
     for source, split in zip(data.sources, corpus.training, strict=True):
         # Every token but the last of a window is an input; of single documents that is the last of the document.
-        inputs = split.size - (len(split.end_D) if single else 1)
+        inputs = split.size - (len(split.end_D) if single or split.best_fit else 1)
         filled += source.weight * inputs / (split.windows(data.sequence, single=single) * data.sequence)
         weights += source.weight
     return 1 - filled / weights
@@ -175,14 +175,17 @@ def shown_samples(job: Job, tokens: Tokens, corpus: Corpus, first: int, count: i
     for source, window in sample_ids(corpus, data, job.seed, first, count):
         split = corpus.training[source]
         batch = collate([(split, window)], data.sequence, corpus.fill, torch.device("cpu"), single=single)
-        start, stop = split.span(window, data.sequence, single=single)
-        labels = cast("list[int]", batch.labels_BS[0, : stop - start].tolist())
-        last = int(split.read(stop, stop + 1)[0])
-        inputs = cast("list[int]", batch.inputs_BS[0, : stop - start].tolist())
-        ids = [*inputs, last % (split.context or last + 1)]
-        marked = zip([False, *(label != IGNORE for label in labels)], ids, strict=True)
+        marked, at = list[tuple[bool, int]](), 0
+        for start, stop in split.pieces(window, data.sequence, single=single):
+            labels, inputs = (
+                cast("list[int]", x_BS[0, at : at + stop - start].tolist())
+                for x_BS in (batch.labels_BS, batch.inputs_BS)
+            )
+            last, at = int(split.read(stop, stop + 1)[0]), at + stop - start
+            ids = [*inputs, last % (split.context or last + 1)]
+            marked += zip([False, *(label != IGNORE for label in labels)], ids, strict=True)
         runs = [(counts, tokens.spelled([i for _, i in some])) for counts, some in groupby(marked, lambda one: one[0])]
-        yield ShownSample(data.sources[source].path, runs, len(ids), sum(label != IGNORE for label in labels))
+        yield ShownSample(data.sources[source].path, runs, len(marked), sum(one for one, _ in marked))
 
 
 class Stream:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
+from tangram.schema.job import Packing
 from tangram.training.data import Batch
 from tangram.training.objective.model_inputs import TokenOrder, logits_in_order
 from tangram.training.objective.step_guard import is_finite
@@ -35,7 +36,7 @@ SAME_ALONE = 0.1  # relative, of norms; a token that stands at another place dif
 class SettledPacking:
     """How the text of a run is packed, and why, in words."""
 
-    packing: Literal["packed", "single"]
+    packing: Packing
     why: str
 
 
@@ -47,8 +48,8 @@ class _Probed:
 
 def settle(
     model: nn.Module,
-    requested: Literal["auto", "packed", "single"],
-    before: Literal["packed", "single"] | None,
+    requested: Literal[Packing, "auto"],
+    before: Packing | None,
     on_all: Callable[[bool], bool],
     *,
     device: torch.device | None = None,
@@ -62,7 +63,7 @@ def settle(
     name = _class_of(model)
     wanted = before or "auto" if requested == "auto" else requested
     apart = wanted != "single" and on_all(respects_documents(model, device=device, tokens=tokens))
-    if wanted == "packed" and not apart:
+    if wanted in ("packed", "best-fit") and not apart:
         raise UserError(
             f"{name} lets a document see the one that is packed before it: it takes no notice of position ids, so give "
             'each document windows of its own with data.packing = "single"'
@@ -78,7 +79,9 @@ def settle(
         why = f"{name} keeps them apart"
     else:
         why = f"{name} would let a document see the one that is packed before it"
-    return SettledPacking("packed" if apart else "single", why)
+    if not apart:
+        return SettledPacking("single", why)
+    return SettledPacking("best-fit" if wanted == "best-fit" else "packed", why)
 
 
 def why_not_causal(

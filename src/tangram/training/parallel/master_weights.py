@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw  # pyright: ignore[reportUnknownVariableType]  typed in part
@@ -69,10 +70,16 @@ class MasterAdamW(AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            fused=has_no_values(states[0]["step"]),  # which reads no step
         )
         for parameter, master in zip(own, masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Whether it is of a run without memory, so that nothing can be read of it."""
+    return isinstance(x, FakeTensor)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from tangram.models.source import Source
 from tangram.planner.local.estimate import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
+from tangram.schema.job import Packing
 from tangram.schema.plan import Plan
 from tangram.tracing.format import Phase
 from tangram.tracing.settings import TraceSettings
@@ -87,7 +88,7 @@ class RankReport:
     peak_rss_mb: float
     """The most memory that any rank has had."""
     blocked_seconds: float
-    packing: Literal["packed", "single"]
+    packing: Packing
     """Which documents a sample held."""
 
 
@@ -207,7 +208,7 @@ def stream_of(plan: Plan, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def packing_of(checkpoint: Path) -> Literal["packed", "single"]:
+def packing_of(checkpoint: Path) -> Packing:
     """How the run that wrote a checkpoint packed its text; before there was a choice, documents shared windows."""
     return describe(checkpoint).about.get("stream", {}).get("packing", "packed")
 
@@ -241,13 +242,15 @@ def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -
         return settle(model.module, plan.data.packing, before, on_all, device=device, tokens=tokens)
 
 
-def with_packing(plan: Plan, packing: Literal["packed", "single"]) -> Plan:
+def with_packing(plan: Plan, packing: Packing) -> Plan:
     """The plan in which it is settled."""
     return plan.model_copy(update={"data": plan.data.model_copy(update={"packing": packing})})
 
 
 def _packing_words(settled: SettledPacking, corpus: Corpus, plan: Plan) -> str:
     what = "documents share samples"
+    if settled.packing == "best-fit":
+        what = f"whole documents share samples, {figures.percent(padding(corpus, plan.data))} of the places hold none"
     if settled.packing == "single":
         what = f"one document to a sample, {figures.percent(padding(corpus, plan.data))} of the places hold none"
     return f"packing    {settled.packing}: {what}; {settled.why}"

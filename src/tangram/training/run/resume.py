@@ -97,6 +97,8 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "optimiser.decay_steps": _RATE,
         "optimiser.final_lr": _RATE,
         "optimiser.states": _REPORTED,
+        "optimiser.moments": _REFUSED,
+        "optimiser.moments_skip": _REFUSED,
         "precision.compute": _REFUSED,
         "precision.parameters": _REFUSED,
         "precision.masters": _REFUSED,

@@ -17,18 +17,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from tangram.checkpoint.state.entries import StateEntry, replicas, uneven_share
-from tangram.layout import Region, region
+from tangram.errors import UserError
+from tangram.layout import LayoutError, Region, region
+from tangram.layout.blocks import flat_blocks, shape_of_blocks
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.relayout import TensorSpec
 from tangram.relayout.mapping.states import ADAMW, SAME, States
 from tangram.schema.plan import Plan
 from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World
+from tangram.training.parallel.eight_bit_adamw import CODED, EightBitAdamW
 from tangram.training.parallel.fsdp import reshard
 from tangram.training.parallel.master_weights import MASTER, MasterAdamW
 
 ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
-MASTER_STATES: States = {**ADAMW_STATES, MASTER: SAME}
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,28 @@ def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
             states = states_of(state.optimiser, parameters[name])
             if values.keys() != states.keys():
                 raise RuntimeError(f"the optimiser keeps {sorted(values)} for {name}, not {sorted(states)}")
+            shape = shapes.get(name) or tuple(parameters[name].shape)
             for key, spec in states.items():
-                alike = spec.kind == "same"
-                whole = shapes.get(name) if alike else None
-                found.append(_entry(f"optim.{name}.{key}", values[key], name, places, whole, alike=alike))
+                full = f"optim.{name}.{key}"
+                if spec.kind == "blocks":
+                    found.append(
+                        _blocks_entry(full, values[key], places.of(name, shape, alike=True), shape, spec.block)
+                    )
+                else:
+                    alike = spec.kind == "same"
+                    found.append(_entry(full, values[key], name, places, shape if alike else None, alike=alike))
     return found
+
+
+def _blocks_entry(name: str, own: Tensor, place: TensorPlace, shape: tuple[int, ...], count: int) -> StateEntry:
+    """Of a number for each block of a parameter that lies here and has this shape."""
+    try:
+        here = flat_blocks(place.region, shape, count)
+        share = None if place.uneven_share is None else flat_blocks(place.uneven_share, shape, count)
+    except LayoutError as error:
+        raise UserError(f'"{place.layout}" cannot have {name}: {error}') from None
+    spec = TensorSpec(shape_of_blocks(shape, count), "float32")
+    return StateEntry(name, spec, here, own.view(here.local_shape or -1), place.replicas, "", share)
 
 
 def _entry(
@@ -167,8 +186,9 @@ def frozen(state: JobState) -> tuple[str, ...]:
 
 def states_of(optimiser: AdamW, parameter: Tensor) -> States:
     """The states that the optimiser keeps of a parameter."""
+    own = CODED if isinstance(optimiser, EightBitAdamW) and optimiser.has_codes(parameter) else ADAMW_STATES
     has_master = isinstance(optimiser, MasterAdamW) and parameter.dtype != optimiser.masters
-    return MASTER_STATES if has_master else ADAMW_STATES
+    return {**own, MASTER: SAME} if has_master else own
 
 
 def make_missing_states(optimiser: AdamW) -> None:

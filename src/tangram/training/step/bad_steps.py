@@ -47,11 +47,12 @@ def _data_rank(place: int, plan: Plan) -> int:
 
 def _documents(corpus: Corpus, plan: Plan, source: int, window: int) -> list[int]:
     split = corpus.training[source]
-    start, stop = split.spans([window], plan.data.sequence, single=is_single(plan.data))
-    low, high = np.searchsorted(
-        split.end_D, np.array([start[0], max(start[0], stop[0] - 1)], split.end_D.dtype), "right"
-    )
-    return list(range(int(low), int(high) + 1))
+    found: list[int] = []
+    for start, stop in split.pieces(window, plan.data.sequence, single=is_single(plan.data)):
+        ends = np.array([start, max(start, stop - 1)], split.end_D.dtype)
+        low, high = np.searchsorted(split.end_D, ends, "right")
+        found += range(int(low), int(high) + 1)
+    return found
 
 
 def located(

@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from tangram.errors import UserError
 from tangram.schema.job import OptimiserPlan
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
+from tangram.training.parallel.eight_bit_adamw import EightBitAdamW
 from tangram.training.parallel.master_weights import MasterAdamW
 from tangram.training.parallel.precision import dtype_of
 from tangram.training.step.weight_decay import why_not
@@ -25,19 +26,24 @@ def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32", 
 
     Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh. Where some
     are of a lower type than float32, the optimiser keeps moments and masters in the type `masters`. Else torch's fused
-    update takes all parameters of a group at once.
+    update takes all parameters of a group at once, unless moments are codes (`parallel.eight_bit_adamw`).
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = {}
+    coded: list[nn.Parameter] = []
     whys = why_not(model, plan, {name: part.shape for name, part in plain.items()})
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = not whys[name]
             mesh = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
             groups.setdefault((decays, mesh), []).append(parameter)
+            if plan.has_codes(name, plain[name].shape if name in plain else parameter.shape):
+                coded.append(parameter)
     tables = [
         {"params": parameters, "weight_decay": plan.weight_decay if decays else 0.0}
         for (decays, _), parameters in groups.items()
     ]
+    if coded:
+        return EightBitAdamW(tables, dtype_of(masters), coded, lr=plan.lr, betas=plan.betas, eps=plan.eps)
     if all(parameter.dtype == torch.float32 for parameters in groups.values() for parameter in parameters):
         return AdamW(tables, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=True)
     return MasterAdamW(tables, dtype_of(masters), lr=plan.lr, betas=plan.betas, eps=plan.eps)

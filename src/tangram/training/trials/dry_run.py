@@ -196,7 +196,7 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
 def counted_steps(model: ParallelModel) -> list[CountedStep]:
     """The steps of a rank whose model has storage, of whatever kind. Collective."""
     plan, module = model.plan, model.module
-    optimiser = make_adamw(module, plan.optimiser, plan.precision.masters)
+    optimiser = make_adamw(module, plan.optimiser, plan.precision.masters, model.plain)
     module.train()
     with Tally() as tally:
         tally.watch(_local([*module.parameters(), *module.buffers()]))

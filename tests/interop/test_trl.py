@@ -1,0 +1,115 @@
+"""TRL itself as the oracle of fine-tuning: its trainers on the samples of a job, in the job's order, on one process.
+
+`make interop` brings TRL and runs this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.strategies import Strategy, plan_of
+from tangram.schema.files import load
+from tangram.schema.plan import Plan
+from tangram.training.data import open_corpus, prepare, sample_ids, tokens_of
+from tangram.training.data.samples import best_fit
+from tangram.training.run.launch import run_ranks
+from tangram.training.state.build_model import source_of
+from tests.training.tuning_tasks import Traced, begin_as, run_plans, write_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of accelerators that are not here, and of what TRL will change
+
+ALONE = Strategy("one process", "dp=1", ("dp",), shard="dp")
+SET = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+
+
+def planned(folder: Path, **more: str) -> Plan:
+    asked = load(folder / "sft.toml", {**SET, "lora.alpha": "16.0", "data.cache": str(folder / "cache"), **more})
+    prepare(asked.data, tokens_of(asked), lambda event: None)
+    return plan_of(ALONE, asked, Counted(asked, source_of(asked, tokens_of(asked)).config))
+
+
+def ran(plan: Plan, folder: Path) -> Traced:
+    """What a job does, on a rank of its own."""
+    work = {("trl", "one"): plan}
+    done: list[Any] = run_ranks(run_plans, (work, folder / "runs"), world=1, on_event=print, device="cpu")
+    return done[0]["trl", "one"]
+
+
+def rows_in_order(plan: Plan, file: str) -> list[Any]:
+    """The rows of all steps, one after the other."""
+    rows = [json.loads(line) for line in (Path(plan.data.sources[0].path) / file).read_text().splitlines()]
+    count = plan.run.steps * plan.data.global_batch
+    return [
+        rows[window]
+        for _, window in sample_ids(open_corpus(plan.data, tokens_of(plan)), plan.data, plan.seed, 0, count)
+    ]
+
+
+def settings(plan: Plan, folder: Path) -> dict[str, Any]:
+    """What both of TRL's configurations take."""
+    o = plan.optimiser
+    return {
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],
+        "per_device_train_batch_size": plan.data.global_batch, "max_steps": plan.run.steps, "logging_steps": 1,
+        "learning_rate": o.lr, "lr_scheduler_type": "constant", "adam_beta1": o.betas[0], "adam_beta2": o.betas[1],
+        "adam_epsilon": o.eps, "weight_decay": 0.0, "max_grad_norm": o.clip_norm, "save_strategy": "no",
+        "max_length": plan.data.sequence, "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def trained(trainer: type[Any], plan: Plan, config: Any, rows: Sequence[Any], folder: Path) -> list[float]:
+    """The losses of a trainer of TRL that begins with the job's adapters and takes these rows in order."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from torch.utils.data import SequentialSampler
+
+    class InOrder(trainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(dataset if dataset is not None else self.train_dataset)
+
+    lora = plan.lora
+    assert lora is not None
+    model = AutoModelForCausalLM.from_pretrained(folder / "chat-model", dtype=torch.float32)
+    made = InOrder(
+        model=model, args=config, train_dataset=Dataset.from_list(list(rows)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "chat-model"),
+        peft_config=LoraConfig(
+            r=lora.rank, lora_alpha=int(lora.alpha), target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+    )  # fmt: skip
+    begin_as(made.model, plan)
+    made.train()
+    return [one["loss"] for one in made.state.log_history if "loss" in one]
+
+
+def test_samples_are_as_few_as_those_of_trl() -> None:
+    trl: Any = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    sizes = np.minimum(np.random.default_rng(0).lognormal(5.0, 1.0, 3000).astype(np.int64) + 2, 1024)
+    theirs = trl.pack_dataset(Dataset.from_dict({"input_ids": [[0] * n for n in sizes.tolist()]}), 1024, "bfd")
+    assert abs(len(best_fit(sizes, 1024).first_W) - 1 - len(theirs)) <= 1
+
+
+def test_a_chat_model_is_tuned_as_by_trl(tmp_path: Path) -> None:
+    trl: Any = pytest.importorskip("trl")
+    folder = write_folder(tmp_path)
+    plan = planned(folder)
+    own = ran(plan, folder)
+    rows = rows_in_order(plan, "a.jsonl")
+    config = trl.SFTConfig(assistant_only_loss=True, **settings(plan, folder / "theirs"))
+    theirs = trained(trl.SFTTrainer, plan, config, rows, folder)
+    assert len(theirs) == plan.run.steps == 30
+    assert own.losses == pytest.approx(theirs, rel=1e-6)
+    assert own.losses[-1] < own.losses[0] - 0.1
+    every = trl.SFTConfig(assistant_only_loss=False, **settings(plan, folder / "theirs"))
+    assert trained(trl.SFTTrainer, plan, every, rows, folder)[:3] != pytest.approx(own.losses[:3], rel=1e-3)
