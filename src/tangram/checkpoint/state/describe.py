@@ -48,7 +48,9 @@ def describe(state: State, peers: Peers | None = None) -> Described:
             else:
                 objects[name] = _json(name, value)
     places = _Places(peers, tensors)
+    still = {f"{section}.{n}" for section, one in state.items() if isinstance(one, nn.Module) for n in frozen(one)}
     entries = [places.entry(name, value) for name, value in tensors.items()]
+    entries = [replace(entry, frozen=True) if entry.name in still else entry for entry in entries]
     return Described(tuple(_with_replicas(entries, peers)), objects)
 
 
@@ -108,6 +110,13 @@ def _of_module(section: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if name in kept and id(tensor) not in seen:
             seen.add(id(tensor))
             yield f"{section}.{name}", tensor
+
+
+def frozen(module: nn.Module) -> set[str]:
+    """The parameters that training leaves as they are; none where that is all of them, or none is."""
+    parameters = dict(module.named_parameters())
+    still = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    return still if len(still) < len(parameters) else set()
 
 
 def _names(state: State) -> dict[int, str]:
