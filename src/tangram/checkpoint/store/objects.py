@@ -105,9 +105,8 @@ def store_of(address: str, quick: bool = False) -> ObjectStore:
         raise UserError(f'"{address}" {MISSING}') from None
     try:
         more: dict[str, Any] = {}
-        if quick:
+        if quick:  # options of the client would take the place of the environment's
             more["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=10)}
-            more["client_options"] = {"connect_timeout": "4s", "timeout": "60s"}
         return ObjectStore(address, from_url(address.rstrip("/"), **more))
     except Exception as error:  # noqa: BLE001  each kind of store refuses in its own way
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
