@@ -197,8 +197,9 @@ def test_a_run_goes_on_from_the_store_on_another_disk(
     plan = plan_file(tmp_path / "plan.toml", text, **tables)
     assert main(["train", str(plan), "--out", str(tmp_path / "whole"), "--set", 'checkpoint.store=""']) == 0
     assert main(["train", str(plan), "--out", str(tmp_path / "first")]) == 0
-    assert steps(store_of(address)) == [4, 5]
+    assert steps(store_of(address))[-1] == 5
     store_of(address).delete(["step-00000005/tangram.json"])  # as if it had been killed while it sent the last
+    assert steps(store_of(address)) in ([2], [4]), "whatever the store had taken by then"
     shutil.rmtree(tmp_path / "first")
     capsys.readouterr()
     assert main(["train", str(plan), "--out", str(tmp_path / "new")]) == 2

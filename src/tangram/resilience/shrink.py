@@ -4,8 +4,6 @@ Batch, data, seed and model stay, and a snapshot is loaded into any layout: so e
 its loss within rounding. A run that is started again has all ranks again.
 """
 
-from pydantic import ValidationError
-
 from tangram.errors import UserError
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
@@ -33,7 +31,7 @@ def plan_for(plan: Plan, ranks: int) -> Plan | None:
     tables = {name: getattr(plan, name) for name in Job.model_fields}
     try:
         ranking = planned(Job(**tables), ranks, stages=0).ranking
-    except (UserError, ValidationError):  # no strategy divides this batch, or these heads, among so many
+    except (UserError, ValueError):  # no strategy divides this batch, or these heads, among so many
         return None
     fitting = (one.plan for one in ranking.ranked if one.plan is not None and one.fits)
     return next((found for found in fitting if not other_micro_batch(plan, found)), None)
