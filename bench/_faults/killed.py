@@ -87,8 +87,8 @@ class Watched:
 Run = Callable[[RankJob, Watched], RankReport]
 
 
-def kept_going(snapshot_every: int) -> Run:
-    """By `tangram launch`."""
+def kept_going(snapshot_every: int | None) -> Run:
+    """By `tangram launch`; None: with as many snapshots as it chooses itself."""
     return lambda job, seen: supervised(job, seen, Settings(snapshot_every), seen.started)
 
 

@@ -62,7 +62,7 @@ def make(
         files = images(own, writer, writers, save_id)
         done = [write_image(partial, f, [values[p.piece.name, p.piece.region] for p in f.placed], RING) for f in files]
         empty = {n: TensorSpec(tuple(t.shape), str(t.dtype)) for n, t in tensors.items() if not t.numel()}
-        rank_parts.leave_part(partial, writer, rank_parts.part_of(files, done, empty, objects))
+        rank_parts.leave_part(partial, writer, rank_parts.part_of(rank_parts.tensors_of(files, empty), done, objects))
     return finish(partial, path, writers, save_id, about or About())
 
 

@@ -50,7 +50,7 @@ def store(
             for name, t in tensors.items()
             if not t.numel()
         }
-        found.append(rank_parts.part_of(files, written, empty, objects))
+        found.append(rank_parts.part_of(rank_parts.tensors_of(files, empty), written, objects))
     made = rank_parts.merged(found, id=save_id, step=7, created="2026-01-01T00:00:00+00:00")
     commits.commit(partial, path, made)
     return made

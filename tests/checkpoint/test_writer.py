@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from tangram.checkpoint.saving import rank_parts
+from tangram.checkpoint.saving.rank_files import share_fields
 from tangram.checkpoint.saving.snapshot import Pool, RankShare, Snapshot, share
-from tangram.checkpoint.saving.writer_process import Order, SaveWriter, _refuse_failed, attempt_id, share_fields
+from tangram.checkpoint.saving.writer_process import Order, SaveWriter, _refuse_failed, attempt_id
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits

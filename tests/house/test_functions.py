@@ -21,6 +21,7 @@ REASONS = {
     "tangram.sharding.choose.choose.choose": OPTIONS,
     "tangram.cli.bench.bench": COMMAND,
     "tangram.cli.checkpoint.convert": COMMAND,
+    "tangram.cli.launch.launch": COMMAND,
     "tangram.cli.plan.commands.cluster": COMMAND,
     "tangram.cli.plan.commands.export": COMMAND,
     "tangram.cli.plan.commands.local": COMMAND,

@@ -27,7 +27,7 @@ MINIMAL = {
     "relayout": {"torch", "numpy", "lark"},
     "checkpoint": {"torch", "numpy", "lark", "safetensors", "xxhash"},
 }
-OPTIONAL = {("tangram.checkpoint.conversion.object_store", "obstore")}
+OPTIONAL = {("tangram.checkpoint.store.objects", "obstore")}
 """What a module imports when it is asked for it and not before; without it it says so in a sentence."""
 
 # One owner each: the modules (or rooms) that may use what the name on the left stands for.

@@ -76,7 +76,7 @@ def job_of(folder: Path, text: Path, **changes: Any) -> RankJob:
 
 def run(job: RankJob, seen: Run, settings: Settings | None = None) -> RankReport:
     seen.memory = memory_of(job.folder)
-    return supervised(job, seen, settings, seen.started)
+    return supervised(job, seen, settings or Settings(1), seen.started)
 
 
 def text_in(folder: Path) -> Path:

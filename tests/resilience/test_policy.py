@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.resilience.policy import Cause, Failure, Limits, verdict
+from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 
 
 def killed(step: int) -> Failure:
@@ -28,6 +28,15 @@ def test_an_error_that_comes_again_at_the_same_step_stops_it() -> None:
 def test_failures_without_a_new_step_stop_it() -> None:
     assert verdict([killed(3)] * 3, Limits()) == ""
     assert "failed 4 times in a row after step 3" in verdict([killed(3)] * 4, Limits())
+
+
+def test_capacity_is_lost_where_ranks_are_killed_again_and_again() -> None:
+    limits = Limits(in_a_row=2)
+    assert not lost_capacity([killed(3)] * 2, limits)
+    assert lost_capacity([killed(3)] * 3, limits)
+    assert lost_capacity([raised(2), *[killed(3)] * 3], limits)
+    assert not lost_capacity([raised(3), *[killed(3)] * 2], limits), "an error may be the job's own"
+    assert not lost_capacity([killed(3), killed(4), killed(5)], limits)
 
 
 def test_there_is_a_last_restart() -> None:

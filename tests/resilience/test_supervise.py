@@ -100,18 +100,59 @@ def test_what_fails_at_once_each_time_is_given_up(text: Path) -> None:
     seen = Killing()
     folder = text.parent / "hopeless"
     with pytest.raises(RankError, match=r"rank 0 of 2 .* it failed 3 times in a row after step 0"):
-        run(job_of(folder, text, **TABLES), seen, Settings(limits=Limits(in_a_row=2)))
+        run(job_of(folder, text, **TABLES), seen, Settings(1, limits=Limits(in_a_row=2)))
     assert seen.starts == 3
     memory = memory_of(folder)
     assert memory is not None
     assert not memory.exists()
 
 
+class LosingARank(Run):
+    """Of two ranks one is killed, once there is a snapshot, and again whenever two are started."""
+
+    def started(self, pids: list[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().started(pids)
+        if self.starts > 1 and len(pids) > 1:
+            os.kill(pids[1], signal.SIGKILL)
+
+
+def test_where_a_rank_cannot_be_kept_alive_fewer_go_on(text: Path, undisturbed: Run) -> None:
+    seen = LosingARank(at={3: 1})
+    report = run(job_of(text.parent / "fewer", text, **TABLES), seen, Settings(1, Limits(in_a_row=1), min_ranks=1))
+    assert seen.starts == 3
+    assert len(seen.pids) == 1
+    assert any('going on with 1 of 2 ranks, mesh "' in note for note in seen.notes), seen.notes
+    assert [step.step for step in seen.steps] == [*range(1, STEPS + 1)]
+    assert seen.losses == pytest.approx(undisturbed.losses, rel=1e-4), "same data, same batch: rounding alone"
+    assert report.trained.tokens == sum(step.tokens for step in undisturbed.steps)
+    assert not any("computes otherwise" in note for note in seen.notes)
+
+
+def test_fewer_devices_than_ranks_take_fewer_ranks(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(choice: str, local_rank: int, world: int) -> None:
+        raise UserError("the mesh has 2 ranks but this machine has 1 device")
+
+    monkeypatch.setattr(supervise, "pick_device", lacking)
+    job = job_of(text.parent / "lacking", text, run={"steps": 2})
+    with pytest.raises(UserError, match="has no plan for fewer than 2 and at least 2 ranks; with --min-ranks 1"):
+        supervise.supervised(job, Run(), Settings(1, min_ranks=2))
+    seen = Run()
+    run(job, seen, Settings(1, min_ranks=1))
+    assert len(seen.pids) == 1
+    assert [step.step for step in seen.steps] == [1, 2]
+
+
+def test_too_few_ranks_say_which_would_do(text: Path) -> None:
+    seen = LosingARank(at={3: 1})
+    with pytest.raises(UserError, match=r"killed .* 2 times in a row .* with --min-ranks 1 it could go on"):
+        run(job_of(text.parent / "too_few", text, **TABLES), seen, Settings(1, Limits(in_a_row=1), min_ranks=2))
+
+
 def test_a_run_that_gives_up_leaves_its_newest_state_on_the_disk(text: Path) -> None:
     folder = text.parent / "given_up"
     seen = Run(at={3: 1})
     with pytest.raises(RankError, match="started again 0 times already"):
-        run(job_of(folder, text, **TABLES), seen, Settings(limits=Limits(restarts=0)))
+        run(job_of(folder, text, **TABLES), seen, Settings(1, limits=Limits(restarts=0)))
     assert [marker.step for _, marker in whole(folder / "checkpoint")][-1] >= 3
 
 

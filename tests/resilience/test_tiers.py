@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tangram.checkpoint.inspect.diff import compare
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.save import About, save
-from tangram.checkpoint.store.commits import read_marker, whole
+from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.store.commits import read_manifest, read_marker, whole
 from tangram.checkpoint.tiers.promote import pin, promote
+from tangram.relayout.exchange.peers import Peers
 from tangram.resilience.tiers import Tiers, memory_of
 
 
@@ -44,6 +48,38 @@ def test_what_is_promoted_is_what_was_saved(tmp_path: Path) -> None:
     assert read_marker(path).id == read_marker(memory / "step-00000002").id
     assert [report.sound for report in [verify(path)]] == [True]
     assert promote(memory / "step-00000002", disk).name == "step-00000002-2", "never over one that is good"
+
+
+def test_a_snapshot_gets_its_digests_on_the_way_to_the_disk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state: dict[str, dict[str, torch.Tensor]] = {
+        "model": {"w": torch.randn(300, 70), "scalar": torch.tensor(3.0), **{f"n{i}": torch.randn(9) for i in range(5)}}
+    }
+    saver = AsyncSaver(tmp_path / "memory", Peers(), Settings(digests=False))
+    described = describe(state, Peers())
+    for step in range(3):  # the third by what is kept from the second
+        saver.save(described, About(step))
+        saver.fence()
+        kept = state["model"]["w"].clone()
+        state["model"]["w"] += 1
+    assert [result.reason for result in saver.close()] == [""] * 3
+    found = tmp_path / "memory" / "step-00000002"
+    assert {tensor.digest for tensor in read_manifest(found).tensors.values()} == {""}
+    assert verify(found).sound
+    state["model"]["w"].copy_(kept)
+    save(state, tmp_path / "plain")
+    path = promote(found, tmp_path / "disk")
+    assert verify(path).sound
+    made, plain = read_manifest(path), read_manifest(tmp_path / "plain")
+    assert made.tensors == plain.tensors
+    assert made.files.keys() == plain.files.keys(), "with the index that other libraries look for"
+    before = tmp_path / "memory" / "step-00000001"
+    changed = compare((found, read_manifest(found)), (before, read_manifest(before)))
+    assert [(one.name, one.kind) for one in changed.changes] == [("model.w", "values")]
+    flip(found)
+    assert not verify(found).sound
+    with pytest.raises(DamagedError, match="other bytes from 0 to"):
+        promote(found, tmp_path / "disk")
 
 
 def test_rotten_memory_never_reaches_the_disk(tmp_path: Path) -> None:

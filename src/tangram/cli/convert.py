@@ -63,8 +63,9 @@ def run(source: str, target: str, asked: Asked) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.conversion.convert import target_of
     from tangram.checkpoint.conversion.converting import exported_as_it_is, rare_collections, refuse_target
-    from tangram.checkpoint.conversion.object_store import is_remote, opening
+    from tangram.checkpoint.conversion.object_store import opening
     from tangram.checkpoint.formats.hf_export import bytes_of
+    from tangram.checkpoint.store.objects import is_remote
 
     target_of(asked.to)
     if asked.transformer_impl not in NAMES:
@@ -96,11 +97,12 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
     from tangram.checkpoint.conversion.converting import rare_collections
-    from tangram.checkpoint.conversion.object_store import is_remote, opening
+    from tangram.checkpoint.conversion.object_store import opening
     from tangram.checkpoint.conversion.quantised import alike
     from tangram.checkpoint.inspect import diff, quantised_weights
     from tangram.checkpoint.inspect.foreign import is_foreign
     from tangram.checkpoint.store import commits
+    from tangram.checkpoint.store.objects import is_remote
 
     def foreign(place: str) -> bool:
         return is_remote(place) or is_foreign(Path(place))

@@ -10,6 +10,8 @@ from tangram.cli.errors import say
 from tangram.cli.output import print_json
 from tangram.errors import UserError
 from tangram.schema.files import changes_of, load
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tangram.training.observe.progress import ProgressLine
 from tangram.training.run.environment import started_by_torchrun
 from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
@@ -26,9 +28,16 @@ def launch(
     ] = False,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=300.")] = None,
     snapshot_every: Annotated[
-        int, typer.Option(min=0, help="Steps from one snapshot in memory to the next; 0: checkpoints on disk alone.")
-    ] = 1,
+        str, typer.Option(help="Steps from one snapshot in memory to the next; auto: at most 3 % of training; 0: none.")
+    ] = "auto",
     restarts: Annotated[int, typer.Option(min=0, help="How often the ranks are started again, at most.")] = 100,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Where not all ranks can be kept alive, go on with at least so many."),
+    ] = None,
+    what_if_lost: Annotated[
+        str | None, typer.Option(metavar="rank:N,M", help="Say what of a plan's state is lost with these; run nothing.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> int:
     """Train on this machine and recover: a lost rank costs seconds, and no step; exit code 1 when that fails."""
@@ -37,6 +46,7 @@ def launch(
             "tangram launch starts the ranks of one machine itself: leave torchrun out, or on more machines have it "
             "start `tangram train --resume`"
         )
+    every = _steps(snapshot_every)
     folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
     if plan is None:
         if folder is None:
@@ -44,12 +54,17 @@ def launch(
         plan = folder / PLAN_FILE
     asked = load(plan, changes_of(change or []))
 
+    if what_if_lost is not None:
+        return _what_if(asked, what_if_lost, json=json)
+
     from tangram.resilience.policy import Limits  # these load torch: only for a sound plan
     from tangram.resilience.supervise import Settings, rescue, supervised
     from tangram.training.start import FAILURES, TrainRequest, train_request
 
-    settings = Settings(snapshot_every, Limits(restarts))
-    request = TrainRequest(asked, run_name(plan), processes, out, folder, profile=False)
+    settings = Settings(every, Limits(restarts), min_ranks)
+    request = TrainRequest(
+        asked, run_name(plan), processes, out, folder, profile=False, from_store=resume and folder is None
+    )
     try:
         with ProgressLine(Console(stderr=json)) as line:
             if folder is not None:
@@ -61,3 +76,25 @@ def launch(
     if json and summary is not None:
         print_json(summary)
     return 0
+
+
+def _what_if(asked: Job | Plan, what: str, *, json: bool) -> int:
+    if not isinstance(asked, Plan):
+        raise UserError("--what-if-lost asks of a plan, and this is a job: give the plan.toml of a run")
+    from tangram.resilience.what_if import lost, ranks_named
+
+    found = lost(asked, ranks_named(what, asked))
+    if json:
+        print_json(vars(found))
+    else:
+        print("\n".join(found.sentences()))
+    return 0
+
+
+def _steps(text: str) -> int | None:
+    """What --snapshot-every says; None is auto."""
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise UserError(f"--snapshot-every {text}: give a number of steps, 0 for none, or auto")
+    return int(text)

@@ -79,14 +79,18 @@ def train(
                 raise UserError("--dry-run runs nothing: leave --out, --resume and torchrun out")
             return dry(asked, json=json)
 
-        from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
+        from tangram.resilience.supervise import rescue  # these load torch: only for a sound plan
+        from tangram.training.run.resume import refuse_unknown
         from tangram.training.start import FAILURES, TrainRequest, train_request
 
         refuse_unknown(allow or [])
         try:
             with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
+                if folder is not None and (meeting is None or meeting.place.index == 0):
+                    rescue(folder, line)  # what the launcher of a run, who was killed, has left in memory
+                tries, begins = trials if auto else 0, resume and folder is None
                 told = TrainRequest(
-                    asked, run_name(plan), processes, out, folder, profile, trials if auto else 0, tuple(allow or ())
+                    asked, run_name(plan), processes, out, folder, profile, tries, tuple(allow or ()), begins
                 )
                 summary = train_request(told, Startup(line) if profile_startup else line, meeting)
         except FAILURES as failure:

@@ -47,7 +47,16 @@ def verdict(failures: Sequence[Failure], limits: Limits) -> str:
         return f"the same error came twice after step {last.step}, so it would come again"
     if len(failures) > limits.restarts:
         return f"it was started again {limits.restarts} times already (--restarts)"
-    stuck = [one for one in failures if one.step == last.step]
-    if len(stuck) > limits.in_a_row:
-        return f"it failed {len(stuck)} times in a row after step {last.step}"
+    if (times := _in_a_row(failures)) > limits.in_a_row:
+        return f"it failed {times} times in a row after step {last.step}"
     return ""
+
+
+def lost_capacity(failures: Sequence[Failure], limits: Limits) -> bool:
+    """Whether so many ranks cannot be kept alive here: killed again and again, without a step between."""
+    here = failures[-_in_a_row(failures) :]
+    return len(here) > limits.in_a_row and all(one.cause is Cause.KILLED for one in here)
+
+
+def _in_a_row(failures: Sequence[Failure]) -> int:
+    return sum(one.step == failures[-1].step for one in failures)

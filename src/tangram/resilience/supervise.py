@@ -11,6 +11,7 @@ Every attempt has a folder and a store of its own, so nothing of a dead one is t
 restarts fail by that (pytorch#135712, #167288).
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,14 @@ from tangram.checkpoint.saving.rank_parts import sentence
 from tangram.checkpoint.store.commits import read_marker
 from tangram.checkpoint.tiers.promote import promote
 from tangram.errors import UserError
-from tangram.resilience.policy import Cause, Failure, Limits, verdict
+from tangram.hardware.machine import pick_device
+from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.promoter import Promoter
+from tangram.resilience.shrink import fewer_ranks
 from tangram.resilience.tiers import Tiers, memory_of
 from tangram.schema.plan import Plan
 from tangram.tracing.settings import fresh_folder
+from tangram.training.mesh.world import axes_of
 from tangram.training.observe.events import (
     CheckpointSaved,
     Evaluated,
@@ -44,14 +48,20 @@ OnEvent = Callable[[object], None]
 LEFT_OUT = "left out: "
 """How a save begins that came while the one before was being written: of snapshots no failure."""
 
+ROUNDED = 1e-4
+"""By how much a step's loss may differ at another layout, relative to it."""
+
 
 @dataclass(frozen=True)
 class Settings:
     """How a run is kept going."""
 
-    snapshot_every: int = 1
-    """Steps from one snapshot in memory to the next; 0: none, so that checkpoints go to the disk alone."""
+    snapshot_every: int | None = None
+    """Steps from one snapshot in memory to the next; 0: none, so that checkpoints go to the disk alone. None: as often
+    as costs at most 3 % of training."""
     limits: Limits = field(default_factory=Limits)
+    min_ranks: int | None = None
+    """With how many the run goes on where not all can be kept alive; None: only with all."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,13 @@ def supervised(
     Raises UserError and RankError as `run_ranks` does where the policy gives up, with its reason.
     """
     refuse_too_many(job.plan.ranks)
-    run = _Run(job, on_event, settings or Settings(), on_start)
+    settings = settings or Settings()
+    if settings.min_ranks is not None:
+        try:
+            pick_device(job.plan.run.device, 0, job.plan.ranks)
+        except UserError as error:
+            job = _shrunk(job, settings.min_ranks, str(error), on_event)
+    run = _Run(job, on_event, settings, on_start)
     try:
         return run.to_its_end()
     finally:
@@ -129,6 +145,8 @@ class _Run:
     settings: Settings
     on_start: Callable[[Sequence[int]], None]
     failures: list[Failure] = field(default_factory=list[Failure])
+    begun: int = 0
+    """The failures before there were as many ranks as now."""
     bad: set[Path] = field(default_factory=set[Path])
     """Checkpoints that no attempt came to a step from."""
     newest: CheckpointSaved | None = None
@@ -136,8 +154,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         plan, folder = self.job.plan, self.job.folder
-        memory = memory_of(folder) if self.settings.snapshot_every else None
-        if self.settings.snapshot_every and memory is None:
+        memory = memory_of(folder) if self.settings.snapshot_every != 0 else None
+        if self.settings.snapshot_every != 0 and memory is None:
             self.on_event(Note("this system has no /dev/shm: without snapshots in memory, checkpoints go to the disk"))
         self.tiers = Tiers(memory, folder / CHECKPOINTS)
         self.promoter = Promoter(self.tiers.disk, (f"last={plan.checkpoint.keep}", *plan.checkpoint.also))
@@ -188,7 +206,7 @@ class _Run:
         trace = self.job.trace
         if trace is not None and self.failures:  # that of the attempt before says what it died of
             trace = replace(trace, folder=fresh_folder(self.job.folder))
-        job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace)
+        job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace, spent=self.seen.spent())
         self.seen.begin(from_memory=resume is not None and resume.parent != self.tiers.disk)
         results = run_ranks(
             train_rank,
@@ -207,7 +225,12 @@ class _Run:
         """Where the run goes on from after a failure. Raises what the policy stops at."""
         self.seen.failed_at = time.monotonic()
         self.failures.append(failure)
-        if why := verdict(self.failures, self.settings.limits):
+        of_size, limits, least = self.failures[self.begun :], self.settings.limits, self.settings.min_ranks
+        why = verdict(self.failures, replace(limits, in_a_row=len(self.failures)))
+        if not why and (why := verdict(of_size, limits)) and least is not None and lost_capacity(of_size, limits):
+            self.job = _shrunk(self.job, least, f"{failure.words}; {why}", self.on_event)
+            self.begun, why, self.seen.relaid = len(self.failures), "", True
+        if why:
             if isinstance(error, RankError):
                 raise RankError(error.rank, self.job.plan.ranks, f"{failure.words}; {why}", error.details) from error
             raise UserError(f"{failure.words}; {why}")
@@ -289,6 +312,8 @@ class _Seen:
         self.promoted = 0
         self.blocked = 0.0
         self.failed_at = 0.0
+        self.relaid = False
+        """Whether ranks lie otherwise than at first, so that losses are the same but for rounding."""
         self._before: set[tuple[type, int]] = set()
         self._began: float | None = None
         self._again = 0
@@ -297,6 +322,10 @@ class _Seen:
     def begin(self, *, from_memory: bool) -> None:
         """Of an attempt."""
         self._again, self._from_memory = 0, from_memory
+
+    def spent(self) -> float:
+        """Seconds since the first step began."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
 
     def __call__(self, event: object) -> None:
         """Tell an event on, unless it is of a step that was told of."""
@@ -333,12 +362,25 @@ class _Seen:
         if isinstance(event, StepDone | StepSkipped):
             self._again += 1
         if isinstance(event, StepDone) and (before := self.steps.get(event.step)) and before.loss != event.loss:
+            if self.relaid and math.isclose(before.loss, event.loss, rel_tol=ROUNDED):
+                return
             self._tell(
                 Note(
                     f"step {event.step} was done again and has another loss, {event.loss!r} and not {before.loss!r}: "
                     "its ranks compute otherwise than before (run.deterministic refuses what is not repeatable)"
                 )
             )
+
+
+def _shrunk(job: RankJob, least: int, why: str, tell: OnEvent) -> RankJob:
+    """The same job on fewer ranks. Raises UserError where no plan has so many."""
+    try:
+        plan = fewer_ranks(job.plan, least)
+    except UserError as error:
+        raise UserError(f"{why}; {error}") from None
+    tell(Note(f'{why}; going on with {plan.ranks} of {job.plan.ranks} ranks, mesh "{plan.mesh}"'))
+    trace = job.trace and replace(job.trace, mesh=plan.mesh, stages=axes_of(plan).pipeline)
+    return replace(job, plan=plan, memory=None, trace=trace)
 
 
 def _failure_of(error: RankError, step: int) -> Failure:

@@ -226,6 +226,8 @@ class CheckpointPlan(TomlTable):
     """How many of the newest are kept."""
     also: tuple[str, ...] = ()
     """Rules by which others are kept, too: "every=1000" steps, "best=metrics.held_out_loss:min:2", "younger=2d"."""
+    store: Annotated[str, Field(pattern=r"^([a-z0-9]+://.+)?$")] = ""
+    """The address in an object store, as "s3://bucket/run", to which checkpoints are sent while training goes on."""
     asynchronous: bool = True
     """Go on training while the copy is written."""
 

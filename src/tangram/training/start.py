@@ -46,8 +46,9 @@ from tangram.training.run.job import (
 )
 from tangram.training.run.rank import RankJob, RankReport, train_rank
 from tangram.training.run.resume import checkpoint_to_resume
-from tangram.training.run.run_folder import PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder
+from tangram.training.run.run_folder import CHECKPOINTS, PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
+from tangram.training.run.uploads import bring_here
 from tangram.training.state.build_model import source_of
 from tangram.training.trials.auto import try_plans
 from tangram.training.trials.history_rows import remembering
@@ -74,6 +75,8 @@ class TrainRequest:
     """Plans of a job that are tried before one is taken, at most."""
     allow: tuple[str, ...] = ()
     """Keys that a resume may change (`training.run.resume`)."""
+    from_store: bool = False
+    """Whether a run that has no folder yet goes on from the checkpoints of its store."""
 
 
 def train_request(
@@ -96,8 +99,12 @@ def train_request(
         def begin() -> RankJob:
             known.append(prepare_job(chosen, tell))
             ready = known[0]
-            resume = None
-            if request.resume is not None:
+            resume, going_on = None, request.resume is not None
+            if chosen.plan.checkpoint.store:
+                wanted = going_on or request.from_store
+                there = bring_here(chosen.plan, folder / CHECKPOINTS, resume=wanted, tell=tell)
+                going_on = going_on or there
+            if going_on:
                 config = ready.source.config
                 resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, config, request.allow, tell)
                 replace_plan(folder, dumps(chosen.plan))

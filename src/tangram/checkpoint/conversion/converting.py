@@ -28,12 +28,13 @@ from tangram.checkpoint.conversion.convert import (
 )
 from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of, structure_of
 from tangram.checkpoint.conversion.lora_adapters import with_adapter
-from tangram.checkpoint.conversion.object_store import is_remote, opening
+from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.hf_export import Converted, to_hugging_face
 from tangram.checkpoint.formats.own import is_own
 from tangram.checkpoint.formats.paddle.step_count import betas_of, with_betas, with_steps
+from tangram.checkpoint.store.objects import is_remote
 from tangram.errors import UserError
 from tangram.models.families import family_named
 

@@ -14,15 +14,14 @@ that is killed leaves those, and no reader takes them for a checkpoint.
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.store.commits import appearing
+from tangram.checkpoint.store.objects import ObjectStore, is_remote, store_of
 from tangram.errors import UserError
 
 WHOLE = 16 << 20
@@ -33,73 +32,6 @@ PIECE = 4 << 20
 HEAD = 8
 LAST = ("model.safetensors.index.json", ".metadata", "metadata.json", "manifest.json", "tangram.json")
 """The files by which readers know a checkpoint, in the order in which they are sent."""
-MISSING = "needs the extra `remote`: pip install 'tangram-train[remote]'"
-
-
-def is_remote(place: str) -> bool:
-    """Whether it is the address of an object store, and no path."""
-    return "://" in place
-
-
-@dataclass(frozen=True)
-class ObjectStore:
-    """A prefix of an object store."""
-
-    address: str
-    store: Any
-
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each object below, by name."""
-        import obstore
-
-        with self._said("looked at"):
-            rows: list[Any] = [row for some in obstore.list(self.store) for row in some]
-        return {str(row["path"]): int(row["size"]) for row in rows}
-
-    def ranges(self, name: str, starts: Sequence[int], stops: Sequence[int]) -> list[Any]:
-        """Bytes of an object, as buffers; several requests at once."""
-        import obstore
-
-        with self._said(f"read ({name})"):
-            return list(obstore.get_ranges(self.store, name, starts=starts, ends=stops)) if starts else []
-
-    def put(self, name: str, file: Path) -> None:
-        """Send a file, in parts where it is large."""
-        import obstore
-
-        with self._said(f"written ({name})"), file.open("rb") as stream:
-            obstore.put(self.store, name, stream)
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Remove objects."""
-        import obstore
-
-        if names:
-            with self._said("cleaned up"):
-                obstore.delete(self.store, list(names))
-
-    @contextlib.contextmanager
-    def _said(self, what: str) -> Generator[None]:
-        from obstore.exceptions import BaseError
-
-        try:
-            yield
-        except (BaseError, OSError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f'"{self.address}" cannot be {what}: {first[:300]}') from None
-
-
-def store_of(address: str) -> ObjectStore:
-    """The store of an address, with the credentials of the environment. Raises UserError for one that is none."""
-    try:
-        from obstore.store import from_url
-    except ImportError:
-        raise UserError(f'"{address}" {MISSING}') from None
-    try:
-        return ObjectStore(address, from_url(address.rstrip("/")))
-    except Exception as error:  # noqa: BLE001  each kind of store refuses in its own way
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f'"{address}" is no address of an object store that is known: {first[:300]}') from None
 
 
 # ---------------------------------------------------------------- reading

@@ -265,6 +265,11 @@ def _prove(source: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], su
     """That what was written of each tensor that was not cast is what was saved."""
     for name, spec in specs.items():
         stored = manifest.tensors[name]
+        if not stored.digest:
+            raise UserError(
+                f'"{source}" is a snapshot in memory, without the digests that prove an export: give a checkpoint of '
+                "the run's folder, into which `tangram launch --resume` brings it"
+            )
         own = digest.digest(spec.dtype, spec.shape, sums.get(name, digest.NOTHING))
         if spec == stored.spec and own != stored.digest:
             raise DamagedError(f'{name} of the checkpoint "{source}" is not what was saved: its digest is another')

@@ -23,7 +23,7 @@ from tangram.checkpoint.formats.hf_export import by_size
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.saving.file_layout import Outgoing, images
 from tangram.checkpoint.saving.file_writer import Ring, WrittenFile, write_from
-from tangram.checkpoint.saving.rank_parts import MODEL, merged, part_of, with_small_files
+from tangram.checkpoint.saving.rank_parts import MODEL, merged, part_of, tensors_of, with_small_files
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import BLOCK, StoredPiece, checksum
 from tangram.layout import Region
@@ -118,7 +118,7 @@ def write(task: WriteTask) -> list[str]:
         written.append(write_from(task.folder, image, taking(image, task, back), ring))
         task.done(image.name)
     manifest = merged(
-        [part_of(files, written, empty, {"imported": dict(task.objects)})],
+        [part_of(tensors_of(files, empty), written, {"imported": dict(task.objects)})],
         id=save_id,
         step=int(max(task.steps().values(), default=0)),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -134,7 +134,9 @@ def compare(a: Side, b: Side, pattern: str = "*", on_bytes: Callable[[int], None
             changes.append(TensorChange(name, "shape", _said(one.spec), _said(other.spec)))
         else:
             differing.append(one)
-    changes += _compared(a, b, differing, on_bytes or (lambda count: None))
+    read = _compared(a, b, differing, on_bytes or (lambda count: None))
+    same = [change for change in read if change.kind == "values" and not change.differing]  # of snapshots, say
+    changes, equal = [*changes, *(change for change in read if change not in same)], equal + len(same)
     changes.sort(key=lambda change: change.name)
     return CheckpointDiff(tuple(changes), _objects(a[1], b[1], pattern), equal)
 
@@ -152,7 +154,7 @@ def _said(spec: TensorSpec) -> str:
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    return one.spec == other.spec and one.digest == other.digest
+    return one.spec == other.spec and one.digest == other.digest != ""
 
 
 def _alike(one: TensorSpec, other: TensorSpec) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tangram.checkpoint.loading.block_threads import WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import DirectFile, pages
-from tangram.checkpoint.saving.file_layout import Image, Outgoing, PlacedPiece, add_sums, parts
+from tangram.checkpoint.saving.file_layout import Outgoing, add_sums, parts, stored_images
 from tangram.checkpoint.store import digest, safetensors_header
 from tangram.checkpoint.store.commits import MANIFEST, MARKER
 from tangram.checkpoint.store.digest import Bytes, Sums
@@ -68,14 +68,7 @@ class Scan:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        placed: dict[str, list[PlacedPiece]] = {name: [] for name in self.manifest.files}
-        for name, tensor in self.manifest.tensors.items():
-            for piece in tensor.pieces:
-                placed[piece.file].append(PlacedPiece(Outgoing(name, tensor.spec, piece.region), piece.offset))
-        self._images = {
-            name: Image(name, b"", tuple(sorted(some, key=lambda one: one.offset)), self.manifest.files[name].size)
-            for name, some in placed.items()
-        }
+        self._images = stored_images(self.manifest)
         self._open: dict[str, DirectFile] = {}
         self._done = 0
         """Bytes that were read."""
@@ -134,8 +127,9 @@ class Scan:
             head = stream.read(8)
             head += stream.read(safetensors_header.header_length(head, size, name))
         slots, metadata = safetensors_header.parse(head, self.manifest.files[name].size, name)
-        if metadata.get(SAVE) != self.manifest.id:
-            return f"{name} is of another save: {metadata.get(SAVE, 'none')!r}, not {self.manifest.id!r}"
+        meant_id = self.manifest.files[name].save or self.manifest.id
+        if metadata.get(SAVE) != meant_id:
+            return f"{name} is of another save: {metadata.get(SAVE, 'none')!r}, not {meant_id!r}"
         said = {slot.name: (slot.dtype, slot.shape, slot.offset) for slot in slots}
         meant = {one.piece.key: (*_stored(one.piece), one.offset) for one in self._images[name].placed}
         for key, place in meant.items():
@@ -201,7 +195,7 @@ class Scan:
         """Tensors whose elements are not those that were saved, though every block is what was written."""
         for name, tensor in self.manifest.tensors.items():
             own = digest.digest(tensor.spec.dtype, tensor.spec.shape, self.sums.get(name, digest.NOTHING))
-            if name not in self.unsure and own != tensor.digest:
+            if tensor.digest and name not in self.unsure and own != tensor.digest:
                 yield Finding("digest", f"{name} has the digest {own}, the manifest {tensor.digest}", tensors=(name,))
 
 

@@ -106,7 +106,7 @@ class Sources:
             if found.st_size != stored.size:
                 raise self.damaged(file, None, f"has {found.st_size} of {stored.size} bytes")
             own = _save_id(source)
-            if own != self._manifest.id:
+            if own != (stored.save or self._manifest.id):
                 raise self.damaged(file, None, f"is of another save: its header has the id {own}, not the manifest's")
         except BaseException:
             source.close()

@@ -19,22 +19,27 @@ import dataclasses
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tangram.checkpoint.saving.file_layout import Outgoing
+from tangram.checkpoint.saving.rank_files import share_fields
 from tangram.checkpoint.saving.rank_parts import About, new_id, sentence
-from tangram.checkpoint.saving.snapshot import Pool, RankShare, Snapshot, share
-from tangram.checkpoint.saving.writer_process import Order, share_fields
+from tangram.checkpoint.saving.save_results import SaveResult, Settings
+from tangram.checkpoint.saving.snapshot import Laid, Pool, RankShare, Snapshot, copies_of, share
+from tangram.checkpoint.saving.writer_process import Order
 from tangram.checkpoint.state.entries import Described, StateEntry
 from tangram.hardware.hostmemory import Shared
 from tangram.hardware.workers import Detached, Job, start_detached
 from tangram.relayout import TensorSpec
 from tangram.relayout.exchange.peers import Peers
+
+__all__ = ["AsyncSaver", "SaveResult", "Settings"]
 
 START = 120.0
 """Seconds that a new process has for its imports."""
@@ -43,41 +48,6 @@ LISTEN = 0.1
 _NOTHING: tuple[tuple[Outgoing, ...], Mapping[str, TensorSpec], None] = ((), {}, None)
 LINGER = 10.0
 """Seconds that `close` waits for the process to end; it may go on alone."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How saves are made."""
-
-    policy: Literal["wait", "skip"] = "wait"
-    """What a save does that comes while the last one is still being written: wait, or be left out and reported."""
-    retries: int = 1
-    """How often a save that failed is tried again, from the same copy."""
-    pause: float = 5.0
-    """Seconds before that."""
-    limit: float = 600.0
-    """Seconds without any progress after which storage, or another rank's writer, counts as stalled."""
-    keep: tuple[str, ...] = ()
-    """Rules of `tangram.checkpoint.store.retention`: which are kept after each commit. None: all."""
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """What came of a save."""
-
-    step: int
-    path: Path | None
-    """The checkpoint; None when there is none."""
-    reason: str
-    """Why not, in one sentence."""
-    blocked: float
-    """Seconds that training stood still: in `save` and in `fence`."""
-    seconds: float
-    """From `save` until the checkpoint was durable on this rank's word, or given up."""
-    nbytes: int
-    """That this rank's writer wrote."""
-    notes: tuple[str, ...] = ()
-    """What a person should know: a process that had to be replaced, an old checkpoint that could not be removed."""
 
 
 @dataclass(eq=False)
@@ -100,6 +70,7 @@ class _Task:
     ended: float = 0.0
     result: str = ""
     """The path."""
+    cpu: float = 0.0
     reason: str = ""
     notes: list[str] = field(default_factory=list[str])
 
@@ -108,7 +79,7 @@ class _Task:
         path = Path(self.result) if self.result else None
         took = (self.ended or time.monotonic()) - self.begun
         size = self.nbytes if path else 0
-        return SaveResult(self.about.step, path, self.reason, self.blocked, took, size, tuple(self.notes))
+        return SaveResult(self.about.step, path, self.reason, self.blocked, took, size, self.cpu, tuple(self.notes))
 
 
 class AsyncSaver:
@@ -132,6 +103,9 @@ class AsyncSaver:
         self._process: Detached | None = None
         self._spare = spare
         self._ready = False
+        self._laid: Laid | None = None
+        self._first: weakref.ref[StateEntry] | None = None
+        """Of the entries that were saved last."""
         self._knows: tuple[tuple[Outgoing, ...], Mapping[str, TensorSpec], Shared | None] = _NOTHING
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -147,6 +121,7 @@ class AsyncSaver:
         """
         self._start()
         own = share(tuple(entries), self._peers.index, self._peers.size)
+        self._laid = None
         try:
             self._pool_of(own).reserve(own.places.size)
         except Exception as error:  # noqa: BLE001  an accelerator's own error, say: training does not need the copy
@@ -163,7 +138,7 @@ class AsyncSaver:
         self._start()
         word: dict[str, Any] = {}
         if self._peers.index == 0:
-            late = self._task is not None and not self._task.done.is_set()
+            late = self.busy
             if self._task is not None and late and self.settings.policy == "wait":
                 self._task.done.wait()
                 late = False
@@ -202,6 +177,11 @@ class AsyncSaver:
         return self._written
 
     @property
+    def busy(self) -> bool:
+        """Whether a save is under way, as this rank sees it."""
+        return self._task is not None and not self._task.done.is_set()
+
+    @property
     def handed_over(self) -> bool:
         """Whether the process has all of the last save: where that is so on every rank, it outlives all of them."""
         return self._task is not None and self._task.handed_over
@@ -231,6 +211,7 @@ class AsyncSaver:
             if self._process is not None:
                 self._process.close(LINGER)
                 self._process = None
+            self._laid = None
             if self._pool is not None:
                 self._pool.close()
         return self.poll()
@@ -262,11 +243,13 @@ class AsyncSaver:
                 continue
             if task is None:
                 return
+            before = time.thread_time()
             try:
                 task.result, task.reason = self._serve(task)
             except Exception as error:  # noqa: BLE001  whatever it is, training goes on and is told
                 task.reason = f"the save could not be made: {sentence(error)}"
             task.snapshot.give_up()
+            task.cpu += time.thread_time() - before
             task.ended = time.monotonic()
             self._written = (0, 0)
             self._over.put(task)
@@ -276,10 +259,10 @@ class AsyncSaver:
         own = share((), self._peers.index, self._peers.size)
         memory, problem = None, ""
         try:
-            own = share(task.entries, self._peers.index, self._peers.size)
+            laid = self._laid_out(task.entries)
+            own, memory = laid.own, laid.memory
             task.nbytes = own.places.nbytes
-            memory = self._memory(own)
-            task.snapshot.run(own, memory)
+            task.snapshot.follow(laid.copies)
         except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, from this one's writer
             problem = sentence(error)
             task.snapshot.give_up()
@@ -294,6 +277,20 @@ class AsyncSaver:
                 task.notes.append(f"the process that writes ended ({how}); a new one goes on")
                 problem = problem or f"its process ended ({how})"
         return "", f"the process that writes ended again and again ({task.notes[-1]})"
+
+    def _laid_out(self, entries: tuple[StateEntry, ...]) -> Laid:
+        """What this rank writes of them and how it is copied; the same again while the entries are the same."""
+        known = self._laid
+        if known is not None and entries is known.entries:
+            return known
+        self._laid = None  # before its memory is given back
+        own = share(entries, self._peers.index, self._peers.size)
+        memory = self._memory(own)
+        laid = Laid(entries, own, memory, copies_of(own, memory))
+        if entries and self._first is not None and self._first() is entries[0]:
+            self._laid = laid  # who saves the same ones again keeps them anyway
+        self._first = weakref.ref(entries[0]) if entries else None
+        return laid
 
     def _memory(self, own: RankShare) -> Shared:
         pool = self._pool_of(own)
@@ -323,6 +320,7 @@ class AsyncSaver:
             pause=self.settings.pause,
             limit=self.settings.limit,
             keep=self.settings.keep,
+            digests=self.settings.digests,
             objects=task.objects,
             mesh=task.about.mesh if first else "",
             beside=dict(task.about.beside) if first else None,
@@ -344,6 +342,7 @@ class AsyncSaver:
                     self._written = (message["bytes"], task.nbytes)
                 elif message.get("done") == task.id:
                     task.notes += message["notes"]
+                    task.cpu += message["cpu"]
                     return message["path"], message["reason"]
             elif time.monotonic() - heard > self.settings.limit:
                 raise EOFError("nothing was heard of it")

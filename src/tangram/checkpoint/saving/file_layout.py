@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tangram.checkpoint.store import digest, safetensors_header
 from tangram.checkpoint.store.digest import Bytes, Sums
-from tangram.checkpoint.store.manifest import DTYPES
+from tangram.checkpoint.store.manifest import DTYPES, Manifest
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.region import stretch
@@ -37,6 +37,8 @@ class Outgoing:
     region: Region
     """What the piece is of it; not empty."""
     layout: str = ""
+    frozen: bool = False
+    """Whether training leaves it as it is: such pieces have a file of their own, which saves share."""
 
     @property
     def itemsize(self) -> int:
@@ -96,12 +98,15 @@ class Image:
 
 
 def images(pieces: Iterable[Outgoing], writer: int, writers: int, save_id: str) -> list[Image]:
-    """The files of one rank, one for each section. Raises UserError for a type that no file can hold."""
+    """The files of one rank, one for each section and one for what is frozen of it.
+
+    Raises UserError for a type that no file can hold.
+    """
     sections: dict[str, list[Outgoing]] = {}
     for piece in pieces:
         if piece.spec.dtype not in DTYPES:
             raise UserError(f"{piece.name} has the dtype {piece.spec.dtype}, which a checkpoint cannot hold")
-        sections.setdefault(piece.section, []).append(piece)
+        sections.setdefault(f"{piece.section}-frozen" if piece.frozen else piece.section, []).append(piece)
     return [
         _image(f"{section}-{writer + 1:05d}-of-{writers:05d}.safetensors", some, save_id)
         for section, some in sections.items()
@@ -114,6 +119,18 @@ def _image(name: str, pieces: Sequence[Outgoing], save_id: str) -> Image:
     head, slots = safetensors_header.build(rows, {"format": "pt", "tangram_save": save_id})
     placed = tuple(PlacedPiece(piece, slot.offset) for piece, slot in zip(ordered, slots, strict=True))
     return Image(name, head, placed, placed[-1].stop if placed else len(head))
+
+
+def stored_images(manifest: Manifest) -> dict[str, Image]:
+    """The files of a checkpoint, by name, without their headers."""
+    placed: dict[str, list[PlacedPiece]] = {name: [] for name in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            placed[piece.file].append(PlacedPiece(Outgoing(name, tensor.spec, piece.region), piece.offset))
+    return {
+        name: Image(name, b"", tuple(sorted(some, key=lambda one: one.offset)), manifest.files[name].size)
+        for name, some in placed.items()
+    }
 
 
 # ---------------------------------------------------------------- the bytes between two offsets

@@ -54,13 +54,14 @@ def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Rin
     return write_from(folder, image, take, ring or Ring())
 
 
-def write_mapped(folder: Path, image: Image, memory: Bytes) -> WrittenFile:
+def write_mapped(folder: Path, image: Image, memory: Bytes, summed: bool = True) -> WrittenFile:
     """Write a file that lies in memory as it will lie on the disk; `memory` begins on a page and ends on one."""
 
     def take(start: int, out: Bytes) -> Bytes:
         return memory[start : start + len(out)]
 
-    return write_from(folder, image, take, Ring())  # whose memory nobody touches: it counts the blocks on their way
+    ring = Ring()  # whose memory nobody touches: it counts the blocks on their way
+    return write_from(folder, image, take, ring, summed=summed)
 
 
 class Ring:
@@ -89,7 +90,8 @@ def write_from(
     """
     found: list[int] = []
     sums: dict[str, Sums] = {}
-    with one_thread(), _Sink(folder / image.name, ring) as sink:
+    threads = WRITERS if image.size > BLOCK else 0
+    with one_thread(), _Sink(folder / image.name, ring, threads) as sink:
         for start in range(0, image.size, BLOCK):
             length = min(BLOCK, image.size - start)
             room = sink.room()
@@ -146,9 +148,9 @@ class FileStream:
 
 
 class _Sink:
-    """A new file that threads write blocks into."""
+    """A new file that threads write blocks into; without threads, for a single block, whoever puts it writes it."""
 
-    def __init__(self, path: Path, ring: Ring) -> None:
+    def __init__(self, path: Path, ring: Ring, threads: int = WRITERS) -> None:
         self._ring = ring
         self._direct = True
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -160,7 +162,7 @@ class _Sink:
             self._descriptor, self._direct = os.open(path, flags, 0o644), False
         self._work: queue.SimpleQueue[tuple[int, Bytes, Bytes] | None] = queue.SimpleQueue()
         self._error: OSError | None = None
-        self._threads = [threading.Thread(target=self._run, name=f"tangram-write-{i}") for i in range(WRITERS)]
+        self._threads = [threading.Thread(target=self._run, name=f"tangram-write-{i}") for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -179,7 +181,10 @@ class _Sink:
 
     def put(self, start: int, room: Bytes, block: Bytes) -> None:
         """Have a block written at `start`. `room`: what goes back to the ring afterwards."""
-        self._work.put((start, room, block))
+        if self._threads:
+            self._work.put((start, room, block))
+        else:
+            self._write(start, room, block)
 
     def finish(self, size: int) -> None:
         """Wait until everything is on the disk."""
@@ -201,14 +206,16 @@ class _Sink:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            start, room, block = item
-            try:
-                if self._error is None:
-                    self._write_at(start, block)
-            except OSError as error:
-                self._error = error
-            finally:
-                self._ring.free.put(room)
+            self._write(*item)
+
+    def _write(self, start: int, room: Bytes, block: Bytes) -> None:
+        try:
+            if self._error is None:
+                self._write_at(start, block)
+        except OSError as error:
+            self._error = error
+        finally:
+            self._ring.free.put(room)
 
     def _write_at(self, start: int, block: Bytes) -> None:
         if self._direct:

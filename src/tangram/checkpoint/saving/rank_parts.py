@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tangram.checkpoint.store import commits, digest, safetensors_header
 from tangram.checkpoint.store.commits import write_file
 from tangram.checkpoint.store.digest import Sums
 from tangram.checkpoint.store.manifest import (
+    KeptTensors,
     Manifest,
     ManifestError,
     StoredFile,
     StoredPiece,
     StoredTensor,
     check,
+    check_names,
     checksums,
     region_fields,
     region_of,
@@ -37,6 +40,10 @@ from tangram.relayout import TensorSpec
 INDEX = "model.safetensors.index.json"
 MODEL = "model"
 """The section that other libraries read the weights from."""
+KEPT = 1 << 16
+"""Rows of tensors that are kept from one save to the next."""
+KEPT_TEXT = 1 << 20
+"""Bytes of a part's line that are."""
 
 
 class SaveError(UserError):
@@ -54,25 +61,44 @@ class About:
     """Small files by name, as `config.json`: with it and a model that lies whole, others load the folder as it is."""
 
 
+@dataclass(frozen=True, eq=False)
+class PartTensors:
+    """Where a rank writes what: the same from save to save, as long as the state lies as it did."""
+
+    rows: Mapping[str, StoredTensor]
+    """With an empty digest, and only this rank's pieces."""
+
+    @cached_property
+    def text(self) -> bytes:
+        """As a line of JSON."""
+        numbers = {piece.file: 0 for row in self.rows.values() for piece in row.pieces}
+        numbers = {name: number for number, name in enumerate(numbers)}
+        rows = {
+            name: {
+                "dtype": t.spec.dtype,
+                "shape": list(t.spec.shape),
+                "layout": t.layout,
+                "pieces": [[numbers[p.file], p.offset, *region_fields(p.region)] for p in t.pieces],
+            }
+            for name, t in self.rows.items()
+        }
+        return json.dumps({"files": list(numbers), "tensors": rows}).encode()
+
+
 @dataclass(frozen=True)
 class RankPart:
     """What one rank wrote: its files, and for each tensor its pieces and their sums."""
 
     files: Mapping[str, StoredFile]
-    tensors: Mapping[str, StoredTensor]
-    """With an empty digest, and only this rank's pieces."""
-    sums: Mapping[str, Sums]
+    tensors: PartTensors
+    sums: Mapping[str, Sums] | None
+    """None: not taken, and no tensor gets a digest."""
     objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What is no tensor, by section and name."""
 
 
-def part_of(
-    images: Sequence[Image],
-    written: Sequence[WrittenFile],
-    empty: Mapping[str, TensorSpec] | None = None,
-    objects: Mapping[str, Any] | None = None,
-) -> RankPart:
-    """What a rank wrote, from its files. `empty`: tensors without elements, which no file has."""
+def tensors_of(images: Iterable[Image], empty: Mapping[str, TensorSpec] | None = None) -> PartTensors:
+    """What a rank writes into its files. `empty`: tensors without elements, which no file has."""
     tensors = {name: StoredTensor(name, spec, "", ()) for name, spec in (empty or {}).items()}
     for image in images:
         for placed in image.placed:
@@ -80,11 +106,18 @@ def part_of(
             before = tensors[piece.name].pieces if piece.name in tensors else ()
             own = StoredPiece(piece.region, image.name, placed.offset)
             tensors[piece.name] = StoredTensor(piece.name, piece.spec, "", (*before, own), piece.layout)
+    return PartTensors(tensors)
+
+
+def part_of(
+    tensors: PartTensors, written: Sequence[WrittenFile], objects: Mapping[str, Any] | None = None, summed: bool = True
+) -> RankPart:
+    """What a rank wrote, from its files."""
     sums: dict[str, Sums] = {}
     for file in written:
         for name, some in file.sums.items():
             sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
-    return RankPart({file.name: file.file for file in written}, tensors, sums, objects or {})
+    return RankPart({file.name: file.file for file in written}, tensors, sums if summed else None, objects or {})
 
 
 def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
@@ -95,35 +128,65 @@ def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
     tensor were written by nobody, or by two.
     """
     files: dict[str, StoredFile] = {}
-    known: dict[str, StoredTensor] = {}
-    pieces: dict[str, list[StoredPiece]] = {}
-    sums: dict[str, Sums] = {}
+    sums: dict[str, Sums] | None = {}
     objects: dict[str, Any] = {}
+    laid: list[PartTensors] = []
     for part in parts:
         files |= part.files
+        laid.append(part.tensors)
         for name, value in part.objects.items():
             objects[name] = merged_groups(objects[name], value) if name in objects else value
-        for name, tensor in part.tensors.items():
+        if part.sums is None or sums is None:
+            sums = None
+            continue
+        for name, some in part.sums.items():
+            sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
+    few = sum(len(one.rows) for one in laid) <= KEPT
+    join = _joined if few else _joined.__wrapped__
+    tensors = join(tuple(laid), tuple((name, file.size) for name, file in files.items()))
+    check_names(objects)
+    manifest = Manifest(tensors=tensors, files=files, objects=objects, **fields)
+    return manifest if sums is None else with_digests(manifest, sums)
+
+
+@lru_cache(2)
+def _joined(laid: tuple[PartTensors, ...], sizes: tuple[tuple[str, int], ...]) -> KeptTensors:
+    """The tensors of all ranks, whose pieces are proved to cover them; kept, as a state is saved again and again."""
+    known: dict[str, StoredTensor] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    for part in laid:
+        for name, tensor in part.rows.items():
             one = known.setdefault(name, tensor)
             if one.spec != tensor.spec:
                 raise ManifestError(f"one rank has {name} as {one.spec}, another as {tensor.spec}")
             pieces.setdefault(name, []).extend(tensor.pieces)
-        for name, some in part.sums.items():
-            sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
-    tensors: dict[str, StoredTensor] = {}
-    for name, tensor in sorted(known.items()):
-        own = digest.digest(tensor.spec.dtype, tensor.spec.shape, sums.get(name, digest.NOTHING))
-        tensors[name] = StoredTensor(name, tensor.spec, own, tuple(pieces[name]), tensor.layout)
-    manifest = Manifest(tensors=tensors, files=files, objects=objects, **fields)
-    check(manifest)
-    return manifest
+    whole = {name: replace(tensor, pieces=tuple(pieces[name])) for name, tensor in sorted(known.items())}
+    tensors = KeptTensors(whole)
+    check(Manifest("", 0, "", tensors, {name: StoredFile(size, ()) for name, size in sizes}))
+    return tensors
 
 
-def with_small_files(partial: Path, manifest: Manifest, beside: Mapping[str, str | bytes]) -> Manifest:
+def with_digests(manifest: Manifest, sums: Mapping[str, Sums]) -> Manifest:
+    """The manifest with the digest of each tensor, from the sums of its elements."""
+    tensors = {
+        name: StoredTensor(
+            name,
+            tensor.spec,
+            digest.digest(tensor.spec.dtype, tensor.spec.shape, sums.get(name, digest.NOTHING)),
+            tensor.pieces,
+            tensor.layout,
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+    return replace(manifest, tensors=tensors)
+
+
+def with_small_files(
+    partial: Path, manifest: Manifest, beside: Mapping[str, str | bytes], indexed: bool = True
+) -> Manifest:
     """Write the small files beside the data, and the index that makes the model loadable where it lies whole."""
     small = dict(beside)
-    index = hugging_face_index(manifest)
-    if index is not None:
+    if indexed and (index := hugging_face_index(manifest)) is not None:
         small[INDEX] = index
     files = dict(manifest.files)
     for name, text in small.items():
@@ -152,21 +215,10 @@ def _stands_whole(tensor: StoredTensor) -> bool:
 
 
 def leave_part(partial: Path, writer: int, part: RankPart) -> None:
-    """Leave what this writer did in the folder under way."""
-    numbers = {name: i for i, name in enumerate(part.files)}
-    rows = {
-        name: {
-            "dtype": t.spec.dtype,
-            "shape": list(t.spec.shape),
-            "layout": t.layout,
-            "sums": list(part.sums.get(name, digest.NOTHING)),
-            "pieces": [[numbers[p.file], p.offset, *region_fields(p.region)] for p in t.pieces],
-        }
-        for name, t in part.tensors.items()
-    }
-    files = {name: {"size": f.size, "sums": list(f.sums)} for name, f in part.files.items()}
-    fields = {"files": files, "tensors": rows, "objects": dict(part.objects)}
-    _appear(partial / f"part-{writer:05d}.json", json.dumps(fields).encode())
+    """Leave what this writer did in the folder under way: a line that is the same each time, and one that is not."""
+    files = {name: {"size": f.size, "sums": list(f.sums), "save": f.save} for name, f in part.files.items()}
+    fields = {"files": files, "sums": part.sums, "objects": dict(part.objects)}
+    _appear(partial / f"part-{writer:05d}.json", part.tensors.text + b"\n" + json.dumps(fields).encode())
 
 
 def leave_failure(partial: Path, writer: int, reason: str) -> None:
@@ -201,9 +253,19 @@ def remove_words(partial: Path) -> None:
 
 
 def _read_part(file: Path) -> RankPart:
-    fields = json.loads(file.read_text())
-    names = list(fields["files"])
-    tensors = {
+    first, _, second = file.read_bytes().partition(b"\n")
+    fields = json.loads(second)
+    tensors = (_parsed if len(first) <= KEPT_TEXT else _parsed.__wrapped__)(first)
+    files = {name: StoredFile(row["size"], tuple(row["sums"]), row["save"]) for name, row in fields["files"].items()}
+    sums = None if fields["sums"] is None else {name: tuple(some) for name, some in fields["sums"].items()}
+    return RankPart(files, tensors, sums, fields["objects"])
+
+
+@lru_cache(64)
+def _parsed(text: bytes) -> PartTensors:
+    fields = json.loads(text)
+    names = fields["files"]
+    rows = {
         name: StoredTensor(
             name,
             TensorSpec(tuple(row["shape"]), row["dtype"]),
@@ -213,9 +275,7 @@ def _read_part(file: Path) -> RankPart:
         )
         for name, row in fields["tensors"].items()
     }
-    files = {name: StoredFile(row["size"], tuple(row["sums"])) for name, row in fields["files"].items()}
-    sums = {name: tuple(row["sums"]) for name, row in fields["tensors"].items()}
-    return RankPart(files, tensors, sums, fields["objects"])
+    return PartTensors(rows)
 
 
 def new_id() -> str:
@@ -233,9 +293,11 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def finish(partial: Path, path: Path, writers: int, save_id: str, about: About) -> Manifest:
-    """Put the parts of all writers together and commit them as `path`."""
-    found = found_parts(partial, writers)
+def finish(
+    partial: Path, path: Path, writers: int, save_id: str, about: About, found: Sequence[RankPart] | None = None
+) -> Manifest:
+    """Put the parts of all writers together and commit them as `path`. `found`: the parts, where they are read."""
+    found = found or found_parts(partial, writers)
     if found is None:
         raise SaveError("a rank left no part, though it said that all went well")
     manifest = merged(
@@ -248,7 +310,8 @@ def finish(partial: Path, path: Path, writers: int, save_id: str, about: About) 
     closing = commits.closing_path(partial)
     partial.rename(closing)
     try:
-        manifest = with_small_files(closing, manifest, about.beside)
+        indexed = any(part.sums is not None for part in found)  # else whoever copies it from memory adds both
+        manifest = with_small_files(closing, manifest, about.beside, indexed)
         remove_words(closing)
         commits.commit(closing, path, manifest)
     except BaseException:

@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 from tangram.checkpoint.saving.file_layout import Outgoing, images
 from tangram.checkpoint.saving.file_writer import Ring, write_image
-from tangram.checkpoint.saving.rank_parts import About, SaveError, finish, leave_part, new_id, part_of, sentence
+from tangram.checkpoint.saving.rank_parts import (
+    About,
+    SaveError,
+    finish,
+    leave_part,
+    new_id,
+    part_of,
+    sentence,
+    tensors_of,
+)
 from tangram.checkpoint.saving.rank_shares import mine
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.state.entries import Described, State, StateEntry
@@ -88,7 +97,7 @@ def _try(act: Any) -> str:
 
 def outgoing(entries: list[StateEntry]) -> list[Outgoing]:
     """Entries as pieces of files."""
-    return [Outgoing(entry.name, entry.spec, entry.region, entry.layout) for entry in entries]
+    return [Outgoing(entry.name, entry.spec, entry.region, entry.layout, entry.frozen) for entry in entries]
 
 
 def write_share(
@@ -102,4 +111,4 @@ def write_share(
     ring = ring or Ring()
     written = [write_image(partial, image, [values[id(p.piece)] for p in image.placed], ring) for image in files]
     empty = {entry.name: entry.spec for entry in state.entries if 0 in entry.spec.shape}
-    leave_part(partial, index, part_of(files, written, empty, state.objects))
+    leave_part(partial, index, part_of(tensors_of(files, empty), written, state.objects))

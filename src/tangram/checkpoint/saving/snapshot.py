@@ -11,7 +11,7 @@ the fence for what is still missing, and helps with it.
 import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,21 @@ class FilePlaces:
         """Of the files."""
         return sum(file.size for file in self.files)
 
+    def of_save(self, save_id: str) -> "FilePlaces":
+        """The same of a save with this id, where there is `NO_ID` in the headers."""
+        files = tuple(replace(file, head=with_id(file.head, NO_ID, save_id)) for file in self.files)
+        return replace(self, files=files)
+
+
+def with_id(head: bytes, before: str, now: str) -> bytes:
+    """A header of another save; all ids are as long."""
+    return head.replace(_own_id(before), _own_id(now), 1)
+
+
+def _own_id(save_id: str) -> bytes:
+    """As a header has it, before the names of tensors."""
+    return f'"tangram_save":"{save_id}"'.encode()
+
 
 def places(pieces: Iterable[Outgoing], index: int, writers: int, save_id: str = NO_ID) -> FilePlaces:
     """The files of the writer at a place, one after the other, each up to the end of its last page."""
@@ -68,7 +83,7 @@ class RankShare:
 def share(entries: Sequence[StateEntry], index: int, writers: int) -> RankShare:
     """What the rank at a place writes. Raises UserError for what no file can hold."""
     own = tuple(mine(entries, index))
-    pieces = tuple(Outgoing(e.name, e.spec, e.region, e.layout) for e in own)
+    pieces = tuple(Outgoing(e.name, e.spec, e.region, e.layout, e.frozen) for e in own)
     empty = {e.name: e.spec for e in entries if 0 in e.spec.shape}
     return RankShare(own, pieces, empty, places(pieces, index, writers))
 
@@ -94,6 +109,36 @@ class Pool:
             self.memory = None
 
 
+@dataclass(frozen=True)
+class Copies:
+    """What is copied where: lots of plain bytes, and what only its device or torch can copy."""
+
+    chunks: tuple[list[tuple[Bytes, Bytes]], ...]
+    others: list[tuple[Bytes, Tensor]]
+
+
+def copies_of(own: RankShare, memory: Shared) -> Copies:
+    """The copies that a share takes."""
+    values = {id(piece): entry.local for piece, entry in zip(own.pieces, own.own, strict=True)}
+    copies = [
+        (memory.bytes[start + placed.offset : start + placed.stop], values[id(placed.piece)])
+        for file, start in zip(own.places.files, own.places.starts, strict=True)
+        for placed in file.placed
+    ]
+    plain = _chunks([(into, _plain(local)) for into, local in copies if _is_plain(local)])
+    return Copies(tuple(plain), [(into, local) for into, local in copies if not _is_plain(local)])
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Where entries go, worked out once."""
+
+    entries: tuple[StateEntry, ...]
+    own: RankShare
+    memory: Shared
+    copies: Copies
+
+
 class Snapshot:
     """One copy on its way into a pool.
 
@@ -111,14 +156,12 @@ class Snapshot:
 
     def run(self, own: RankShare, memory: Shared) -> None:
         """Copy the share's elements; returns when they are there. Raises what a copy raised, on whatever thread."""
-        values = {id(piece): entry.local for piece, entry in zip(own.pieces, own.own, strict=True)}
-        copies = [
-            (memory.bytes[start + placed.offset : start + placed.stop], values[id(placed.piece)])
-            for file, start in zip(own.places.files, own.places.starts, strict=True)
-            for placed in file.placed
-        ]
-        self._chunks = _chunks([(into, _plain(local)) for into, local in copies if _is_plain(local)])
-        self._moments.enqueue([(into, local) for into, local in copies if not _is_plain(local)])
+        self.follow(copies_of(own, memory))
+
+    def follow(self, copies: "Copies") -> None:
+        """The same by copies that were worked out before: of the same tensors, into the same memory."""
+        self._chunks = [*copies.chunks]
+        self._moments.enqueue(copies.others)
         self._started.set()
         self._finish()
         if self._problem is not None:

@@ -21,22 +21,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tangram.checkpoint.saving import rank_parts
-from tangram.checkpoint.saving.file_layout import Outgoing
-from tangram.checkpoint.saving.file_writer import WrittenFile, write_mapped
+from tangram.checkpoint.saving.rank_files import RankFiles
 from tangram.checkpoint.saving.rank_parts import About, finish, sentence
-from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places
+from tangram.checkpoint.saving.snapshot import FilePlaces
 from tangram.checkpoint.store import commits, retention
-from tangram.checkpoint.store.manifest import region_fields, region_of
 from tangram.errors import UserError
 from tangram.hardware.channel import Channel
 from tangram.hardware.hostmemory import mapped
-from tangram.relayout import TensorSpec
 
 T = TypeVar("T")
 LOOK = 0.02
 """Seconds between two looks at the folder."""
 TELL = 0.5
 """Seconds between two words on how far the writing is."""
+SOON = 1 << 24
+"""Bytes that are written before anybody would ask."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Order:
     """Seconds without any progress in the folder after which a writer waits no longer for the others."""
     keep: tuple[str, ...] = ()
     """Rules of `retention`; none: all are kept."""
+    digests: bool = True
     objects: Any = None
     """Of this rank."""
     mesh: str = ""
@@ -76,16 +76,6 @@ def attempt_id(save_id: str, attempt: int) -> str:
     return hashlib.sha256(f"{save_id} {attempt}".encode()).hexdigest()[:32] if attempt else save_id
 
 
-def share_fields(own: RankShare, index: int, writers: int) -> dict[str, Any]:
-    """What a writer must know of the memory, as JSON."""
-    return {
-        "index": index,
-        "writers": writers,
-        "pieces": [[p.name, p.spec.dtype, list(p.spec.shape), p.layout, *region_fields(p.region)] for p in own.pieces],
-        "empty": {name: [spec.dtype, list(spec.shape)] for name, spec in own.empty.items()},
-    }
-
-
 def serve(channel: Channel) -> None:
     """The process's main function: save what it is told to until the caller is gone."""
     caller = os.getppid()
@@ -106,37 +96,30 @@ class SaveWriter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._gone = False
-        self._memory: Any = None
-        self._index, self._writers = 0, 1
-        self._pieces: tuple[Outgoing, ...] = ()
-        self._empty: dict[str, TensorSpec] = {}
+        self._files = RankFiles({"index": 0, "writers": 1, "pieces": [], "empty": {}})
 
     def hear(self, message: dict[str, Any], files: list[int]) -> None:
         """Do what the caller says."""
         if "share" in message:
-            self._learn(message["share"])
+            self._files = RankFiles(message["share"], self._files)
         if "forget" in message:
-            self._memory = None
+            self._files.memory = None
         if "memory" in message:
-            self._memory = mapped(files[0], message["memory"])
+            self._files.memory = mapped(files[0], message["memory"])
             os.close(files[0])
         if "save" in message:
-            order = Order(**message["save"])
+            order, before = Order(**message["save"]), time.process_time()
             try:
                 path, reason, notes = self._save(order)
             except _VerdictError as verdict:
                 path, reason, notes = verdict.args
             except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
                 path, reason, notes = "", sentence(error), []
-            self._say({"done": order.id, "path": path, "reason": reason, "notes": notes})
-
-    def _learn(self, fields: Any) -> None:
-        self._index, self._writers = fields["index"], fields["writers"]
-        self._pieces = tuple(
-            Outgoing(name, TensorSpec(tuple(shape), dtype), region_of(region, name), layout)
-            for name, dtype, shape, layout, *region in fields["pieces"]
-        )
-        self._empty = {name: TensorSpec(tuple(shape), dtype) for name, (dtype, shape) in fields["empty"].items()}
+            if path:
+                self._files.committed(Path(path))
+            self._say(
+                {"done": order.id, "path": path, "reason": reason, "notes": notes, "cpu": time.process_time() - before}
+            )
 
     def _say(self, message: dict[str, Any]) -> None:
         try:
@@ -153,7 +136,7 @@ class SaveWriter:
         folders = [commits.partial_path(target, attempt_id(order.id, i)) for i in range(order.retries + 1)]
         if order.problem and (path := _committed(target.parent, order)):  # by the process that this one replaces
             return str(path), "", []
-        return self._lead(order, folders) if self._index == 0 else self._follow(order, folders)
+        return self._lead(order, folders) if self._files.index == 0 else self._follow(order, folders)
 
     def _lead(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
         """The first writer's way."""
@@ -183,19 +166,19 @@ class SaveWriter:
 
             def look() -> list[rank_parts.RankPart] | None:
                 _refuse_failed(partial)
-                return rank_parts.found_parts(partial, self._writers)
+                return rank_parts.found_parts(partial, self._files.writers)
 
-            self._until(partial, order.limit, look)
+            parts = self._until(partial, order.limit, look)
             path = _free(Path(order.path))
             about = About(order.step, order.mesh, order.beside or {})
-            finish(partial, path, self._writers, save_id, about)
+            finish(partial, path, self._files.writers, save_id, about, parts)
             return path
         except Exception as error:  # noqa: BLE001  whatever it is, the other writers wait to hear of it
             with contextlib.suppress(OSError):
-                (partial / f"part-{self._index:05d}.json").unlink()  # it has no part in what failed
+                (partial / f"part-{self._files.index:05d}.json").unlink()  # it has no part in what failed
             self._leave_failure(partial, _reason(error))
             with contextlib.suppress(_FailedError):
-                others = range(1, self._writers)
+                others = range(1, self._files.writers)
                 self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in others) or None)
             raise _FailedError(_reason(error)) from None
 
@@ -207,7 +190,7 @@ class SaveWriter:
             partial, save_id = folders[attempt], attempt_id(order.id, attempt)
             try:
                 written = (
-                    partial / f"part-{self._index:05d}.json"
+                    partial / f"part-{self._files.index:05d}.json"
                 ).exists() or not partial.exists()  # or it is closing
                 if not written:
                     self._write(order, partial, save_id, problem)
@@ -233,29 +216,24 @@ class SaveWriter:
     def _write(self, order: Order, partial: Path, save_id: str, problem: str) -> None:
         """Write this rank's files and leave its part. Raises OSError, and _FailedError for a problem from before."""
         if problem:
-            raise _FailedError(f"rank {self._index} cannot write: {problem}")
-        found = places(self._pieces, self._index, self._writers, save_id)
+            raise _FailedError(f"rank {self._files.index} cannot write: {problem}")
+        found = self._files.places(save_id)
         try:
             with self._telling(partial, found):
-                written = [self._file(partial, found, i) for i in range(len(found.files))]
-            part = rank_parts.part_of(found.files, written, self._empty, order.objects or {})
-            rank_parts.leave_part(partial, self._index, part)
+                part = self._files.write(partial, save_id, order.objects or {}, order.digests)
+            rank_parts.leave_part(partial, self._files.index, part)
         except OSError as error:
             for file in found.files:
                 with contextlib.suppress(OSError):  # on a full disk the reason needs room
                     (partial / file.name).unlink(missing_ok=True)
-            raise _FailedError(f"rank {self._index} cannot write: {sentence(error)}") from None
-
-    def _file(self, partial: Path, found: FilePlaces, number: int) -> WrittenFile:
-        file, start = found.files[number], found.starts[number]
-        stop = found.starts[number + 1] if number + 1 < len(found.starts) else found.size
-        memory = self._memory[start:stop]
-        memory[: len(file.head)] = bytearray(file.head)
-        return write_mapped(partial, file, memory)
+            raise _FailedError(f"rank {self._files.index} cannot write: {sentence(error)}") from None
 
     @contextlib.contextmanager
     def _telling(self, partial: Path, found: FilePlaces) -> Generator[None]:
         """Say how many bytes are written, while they are; nothing while nothing moves."""
+        if found.nbytes < SOON:
+            yield
+            return
         ended = threading.Event()
 
         def tell() -> None:
@@ -281,8 +259,8 @@ class SaveWriter:
         """
         for _ in range(20):
             try:
-                if not self._heard(partial, self._index):
-                    rank_parts.leave_failure(partial, self._index, reason)
+                if not self._heard(partial, self._files.index):
+                    rank_parts.leave_failure(partial, self._files.index, reason)
                 return
             except FileNotFoundError:  # the folder is gone: nobody waits
                 return

@@ -52,7 +52,9 @@ def describe(state: State, peers: Peers | None = None) -> Described:
             else:
                 objects[name] = _json(name, value)
     places = _Places(peers, tensors)
+    still = {f"{section}.{n}" for section, one in state.items() if isinstance(one, nn.Module) for n in frozen(one)}
     entries = [places.entry(name, value) for name, value in tensors.items()]
+    entries = [replace(entry, frozen=True) if entry.name in still else entry for entry in entries]
     return Described(tuple(_with_replicas(entries, peers)), objects)
 
 
@@ -136,6 +138,13 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
             "could not be loaded again: give the module's own parts, or what it keeps there as a table beside it"
         )
     return dict(found.values())
+
+
+def frozen(module: nn.Module) -> set[str]:
+    """The parameters that training leaves as they are; none where that is all of them, or none is."""
+    parameters = {name: one for name, one in named_tensors(module).items() if isinstance(one, nn.Parameter)}
+    still = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    return still if len(still) < len(parameters) else set()
 
 
 def parameter_names(state: State) -> dict[int, str]:

@@ -49,6 +49,8 @@ class StateEntry:
     """For people."""
     uneven_share: Region | None = None
     """What of it this rank writes, where others hold only some of it; None where its replicas take turns."""
+    frozen: bool = False
+    """Whether training leaves it as it is, and not all of its module."""
 
     @property
     def nbytes(self) -> int:

@@ -22,12 +22,12 @@ import shutil
 import time
 import zlib
 from collections.abc import Collection, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from tangram.checkpoint.store import manifest as manifests
-from tangram.checkpoint.store.manifest import FORMAT, Manifest, ManifestError
+from tangram.checkpoint.store.manifest import FORMAT, Manifest, ManifestError, StoredFile
 from tangram.errors import UserError
 
 MARKER = "tangram.json"
@@ -185,6 +185,16 @@ def newest(folder: Path) -> Path | None:
     return found[-1][0] if found else None
 
 
+def newest_files(folder: Path) -> tuple[Path, Mapping[str, StoredFile]]:
+    """The newest whole checkpoint in a folder, and its files, each with the id of the save that wrote it; the folder
+    and none where there is no such checkpoint."""
+    with contextlib.suppress(UserError):
+        if (path := newest(folder)) is not None:
+            manifest = read_manifest(path)
+            return path, {n: replace(file, save=file.save or manifest.id) for n, file in manifest.files.items()}
+    return folder, {}
+
+
 def older(path: Path) -> str:
     """The whole checkpoint that was committed before this one, as the end of a sentence; nothing without one.
 
@@ -246,26 +256,27 @@ def sweep(folder: Path, idle: float = 0.0, but: Collection[Path] = ()) -> None:
             shutil.rmtree(orphan, ignore_errors=True)
 
 
-def commit(partial: Path, path: Path, manifest: Manifest) -> None:
+def commit(partial: Path, path: Path, manifest: Manifest, serial: int = 1) -> None:
     """Make what is under way the checkpoint `path`: afterwards it is whole, whatever happens; before, it is none.
 
-    All files that the manifest names are on the disk already. Raises FileExistsError where there is one already.
+    All files that the manifest names are on the disk already. `serial`: the least that it gets. Raises FileExistsError
+    where there is one already.
     """
-    seal(partial, manifest)
+    seal(partial, manifest, serial)
     if path.exists():  # never over one that is good
         raise FileExistsError(17, "there is a checkpoint already", str(path))
     partial.rename(path)
     flush_folder(path.parent)
 
 
-def seal(partial: Path, manifest: Manifest) -> None:
+def seal(partial: Path, manifest: Manifest, serial: int = 1) -> None:
     """Write the manifest and the marker of what is under way: all but its name."""
     data = manifests.to_json(manifest).encode()
     write_file(partial / MANIFEST, data)
     marker = {
         "format": FORMAT,
         "id": manifest.id,
-        "serial": next_serial(partial.parent),
+        "serial": max(serial, next_serial(partial.parent)),
         "step": manifest.step,
         "created": manifest.created,
         "manifest": hashlib.sha256(data).hexdigest(),

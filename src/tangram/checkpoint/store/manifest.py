@@ -60,6 +60,7 @@ class StoredTensor:
     """With its section in front: `model.lm_head.weight`."""
     spec: TensorSpec
     digest: str
+    """Empty in a snapshot in memory, where nobody has taken it; whoever copies that to a disk does."""
     pieces: tuple[StoredPiece, ...]
     layout: str = ""
     """How it lay over the mesh when it was saved, for people; empty where nobody said."""
@@ -82,6 +83,9 @@ class StoredFile:
     size: int
     sums: tuple[int, ...]
     """The `checksum` of every `BLOCK` of it, from its first byte; the last block may be shorter."""
+    save: str = ""
+    """The id of the save that wrote it, where that is an earlier one: this one has found the same bytes, and shares
+    the file."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,12 @@ class Manifest:
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class KeptTensors(dict[str, StoredTensor]):
+    """Tensors of one save after another, always in the same files: their rows of text are made once."""
+
+    rows: str = ""
 
 
 def blocks_of(size: int) -> int:
@@ -130,8 +140,7 @@ def checksums(data: bytes) -> tuple[int, ...]:
 def to_json(manifest: Manifest) -> str:
     """The text of a manifest, a line for each tensor and each file."""
     numbers = {name: i for i, name in enumerate(manifest.files)}
-    files = {name: {"size": f.size, "xxh3": "".join(f"{s:016x}" for s in f.sums)} for name, f in manifest.files.items()}
-    tensors = {name: tensor_fields(tensor, numbers) for name, tensor in manifest.tensors.items()}
+    files = {name: _file_fields(file) for name, file in manifest.files.items()}
     head = {
         "format": FORMAT,
         "id": manifest.id,
@@ -142,8 +151,22 @@ def to_json(manifest: Manifest) -> str:
         "objects": manifest.objects,
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    lines += [f'"files": {_table(files)}', f'"tensors": {_table(tensors)}']
+    lines += [f'"files": {_table(files)}', f'"tensors": {_tensor_rows(manifest.tensors, numbers)}']
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _file_fields(file: StoredFile) -> dict[str, Any]:
+    fields: dict[str, Any] = {"size": file.size, "xxh3": "".join(f"{one:016x}" for one in file.sums)}
+    return fields | ({"save": file.save} if file.save else {})
+
+
+def _tensor_rows(tensors: Mapping[str, StoredTensor], numbers: Mapping[str, int]) -> str:
+    kept = tensors if isinstance(tensors, KeptTensors) else None
+    text = kept.rows if kept is not None else ""
+    text = text or _table({name: tensor_fields(tensor, numbers) for name, tensor in tensors.items()})
+    if kept is not None:
+        kept.rows = text
+    return text
 
 
 def _table(rows: Mapping[str, Any]) -> str:
@@ -197,8 +220,7 @@ def parse(text: str | bytes) -> Manifest:
 
 def check(manifest: Manifest) -> None:
     """That names can be printed, and pieces lie inside their files without overlapping and cover their tensors."""
-    for name in (*manifest.tensors, *manifest.objects):
-        _require(name.isprintable(), f"the name {name!r} has letters that cannot be printed")
+    check_names((*manifest.tensors, *manifest.objects))
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
@@ -212,6 +234,12 @@ def check(manifest: Manifest) -> None:
         some.sort()
         for (_, stop, one), (start, _, other) in itertools.pairwise(some):
             _require(start >= stop, f"{one} and {other} have bytes of {file} in common")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """That names of tensors and objects can be printed."""
+    for name in names:
+        _require(name.isprintable(), f"the name {name!r} has letters that cannot be printed")
 
 
 def _check_covered(tensor: StoredTensor) -> None:
@@ -247,7 +275,10 @@ def _file(name: str, row: Any) -> StoredFile:
     size, text = _count(row.get("size"), f"the size of {name}"), row.get("xxh3")
     if not isinstance(text, str) or len(text) != 16 * blocks_of(size) or not re.fullmatch(r"[0-9a-f]*", text):
         raise ManifestError(f"the file {name} has {size} bytes, so it needs {blocks_of(size)} checksums of 16 digits")
-    return StoredFile(size, tuple(int(text[i : i + 16], 16) for i in range(0, len(text), 16)))
+    save = row.get("save", "")
+    if not isinstance(save, str) or not re.fullmatch(r"[0-9a-f]{0,64}", save):
+        raise ManifestError(f"the file {name} is of the save {save!r}, which is no id")
+    return StoredFile(size, tuple(int(text[i : i + 16], 16) for i in range(0, len(text), 16)), save)
 
 
 def _tensor(name: str, row: Any, files: list[str]) -> StoredTensor:
@@ -258,7 +289,7 @@ def _tensor(name: str, row: Any, files: list[str]) -> StoredTensor:
         raise ManifestError(f"{name} has the dtype {dtype!r}, which this version does not know")
     shape = _counts(fields.get("shape"), f"the shape of {name}")
     digest = _text(fields, "digest", 32)
-    _require(bool(re.fullmatch(r"[0-9a-f]{32}", digest)), f"{name} has the digest {digest!r}, not 32 digits")
+    _require(bool(re.fullmatch(r"([0-9a-f]{32})?", digest)), f"{name} has the digest {digest!r}, not 32 digits")
     if not isinstance(pieces, list):
         raise ManifestError(f"{name} has no list of pieces")
     found = tuple(_piece(name, piece, files, len(shape)) for piece in cast("list[Any]", pieces))

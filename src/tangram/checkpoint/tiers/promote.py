@@ -7,10 +7,16 @@ never becomes what a run goes back to. It is committed as any other: by one rena
 import contextlib
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.saving.file_layout import Image, add_sums, stored_images
+from tangram.checkpoint.saving.rank_parts import with_digests, with_small_files
 from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.digest import Sums
 from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
 
 __all__ = ["pin", "promote"]
@@ -44,9 +50,16 @@ def promote(path: Path, folder: Path) -> Path:
     manifest = commits.read_manifest(path, marker)
     target = commits.free_path(folder, marker.step)
     partial = commits.begin(target, marker.id)
+    there, earlier = commits.newest_files(folder)
+    digested = all(tensor.digest for tensor in manifest.tensors.values())
+    images, sums = {} if digested else stored_images(manifest), dict[str, Sums]()
     try:
         for name, stored in manifest.files.items():
-            _copy(path / name, partial / name, stored)
+            known = earlier.get(name) == replace(stored, save=stored.save or marker.id)
+            shared = known and _linked(there / name, partial / name)
+            _copy(path / name, None if shared else partial / name, stored, images.get(name), sums)
+        if not digested:
+            manifest = with_small_files(partial, with_digests(manifest, sums), {})
         commits.commit(partial, target, manifest)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -55,16 +68,32 @@ def promote(path: Path, folder: Path) -> Path:
     return target
 
 
-def _copy(source: Path, target: Path, stored: StoredFile) -> None:
-    with source.open("rb") as reading, target.open("xb") as writing:
+def _linked(file: Path, name: Path) -> bool:
+    """Give a file a second name, where the file system has those."""
+    with contextlib.suppress(OSError):
+        os.link(file, name)
+        return True
+    return False
+
+
+def _copy(source: Path, target: Path | None, stored: StoredFile, image: Image | None, sums: dict[str, Sums]) -> None:
+    """`target`: None to prove the file alone. `image`: of a file whose tensors have no digests yet; what they sum to is
+    added to `sums`."""
+    room = bytearray(min(BLOCK, stored.size))
+    with source.open("rb") as reading, contextlib.ExitStack() as opened:
+        writing = None if target is None else opened.enter_context(target.open("xb"))
         for block, expected in enumerate(stored.sums):
-            data = reading.read(BLOCK)
+            data = memoryview(room)[: reading.readinto(room)]
             if checksum(data) != expected:
                 where = f"from {block * BLOCK} to {block * BLOCK + len(data)}"
                 raise DamagedError(
                     f'the checkpoint "{source.parent}" is damaged: its file "{source.name}" has other bytes {where} '
                     "than were written"
                 )
-            writing.write(data)
-        writing.flush()
-        os.fsync(writing.fileno())
+            if image is not None:
+                add_sums(image, block * BLOCK, np.frombuffer(data, np.uint8), sums)
+            if writing is not None:
+                writing.write(data)
+        if writing is not None:
+            writing.flush()
+            os.fsync(writing.fileno())

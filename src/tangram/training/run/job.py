@@ -44,6 +44,7 @@ from tangram.training.run.launch import RankError, computing_as_a_rank, refuse_t
 from tangram.training.run.rank import RankJob, RankReport, train_rank, with_packing
 from tangram.training.run.report import write_report
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near
+from tangram.training.run.uploads import sending
 from tangram.training.state.build_model import has_dropout, source_of
 from tangram.training.state.checkpointer import newest
 from tangram.training.step import loop
@@ -106,23 +107,25 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
     record, board = Record(), TensorBoard(job.folder / BOARD_FOLDER, chosen.plan)
+    with sending(job.plan, job.folder / CHECKPOINTS, on_event) as send:
 
-    def everybody(event: object) -> None:
-        on_event(event)
-        record(event)
-        board(event)
-        if isinstance(event, ExpertLoads):
-            expert_loads.append(job.folder, event)
+        def everybody(event: object) -> None:
+            on_event(event)
+            record(event)
+            board(event)
+            send(event)
+            if isinstance(event, ExpertLoads):
+                expert_loads.append(job.folder, event)
 
-    try:
-        on_event(Doing("starting the ranks"))
-        report = run(job, everybody)
-    except RankError as failure:  # its stack trace goes to a file
-        (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
-        raise
-    finally:
-        board.close()
-    return finish(job, chosen, ready, record, report, on_event)
+        try:
+            on_event(Doing("starting the ranks"))
+            report = run(job, everybody)
+        except RankError as failure:  # its stack trace goes to a file
+            (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
+            raise
+        finally:
+            board.close()
+        return finish(job, chosen, ready, record, report, on_event)
 
 
 def prepare_text(plan: Plan, on_event: OnEvent) -> None:

@@ -39,6 +39,7 @@ from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
+from tangram.training.state.pace import Pace
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.optimiser_step import make_adamw
@@ -51,7 +52,8 @@ class Snapshots:
     """Where checkpoints go in the stead of the job's folder, as into memory, and after how many steps each."""
 
     folder: Path
-    every: int
+    every: int | None
+    """None: as often as costs little (`Pace`)."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class RankJob:
     """What the planner predicts of a rank."""
     snapshots: Snapshots | None = None
     """Whoever starts the ranks brings some of them to the folder of checkpoints."""
+    spent: float = 0.0
+    """Seconds that training has taken before, which count for `run.max_seconds`."""
     trace: TraceSettings | None = None
     """None: nothing is traced."""
 
@@ -142,9 +146,11 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     rank.trace.weights(weight_groups(model))
     tell = rank.emit if rank.index == 0 else _nowhere
     to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)
-    checkpointer = Checkpointer(to.folder, plan, world, snapshots=job.snapshots is not None, spare=rank.spare)
+    pace = Pace() if to.every is None and rank.index == 0 else None  # whose writer does the most
+    memory = job.snapshots is not None
+    checkpointer = Checkpointer(to.folder, plan, world, snapshots=memory, spare=rank.spare, pace=pace)
     tell(Doing("making ready to save"))
-    if to.every:  # else there is only the last one, which is waited for
+    if to.every != 0:  # else there is only the last one, which is waited for
         checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(begun.settled, corpus, plan)))
@@ -152,7 +158,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, to.every)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, to.every or 0, job.spent)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     rank.trace.phase(Phase.CHECKPOINT)

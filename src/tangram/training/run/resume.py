@@ -112,6 +112,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "checkpoint.keep": _REPORTED,
         "checkpoint.also": _REPORTED,
         "checkpoint.asynchronous": _FREE,
+        "checkpoint.store": _FREE,
         "run.steps": _RATE,
         "run.max_seconds": _FREE,
         "run.evaluate_every": _FREE,

@@ -27,14 +27,16 @@ from tangram.checkpoint.state.entries import Described, StateEntry
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import newest
 from tangram.errors import UserError
+from tangram.hardware.machine import usable_cores
 from tangram.hardware.workers import Detached
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.mesh.buffers import refuse_unlike_saved
 from tangram.training.mesh.world import World
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
+from tangram.training.state.pace import Pace
 from tangram.training.state.restore import describe, load
-from tangram.training.state.state import JobState, Progress, TensorPlaces, entries
+from tangram.training.state.state import Held, JobState, Progress, TensorPlaces, entries, held, local_of
 
 __all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
 
@@ -49,10 +51,17 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Path, plan: Plan, world: World | None, *, snapshots: bool = False, spare: Detached | None = None
+        self,
+        folder: Path,
+        plan: Plan,
+        world: World | None,
+        *,
+        snapshots: bool = False,
+        spare: Detached | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """`snapshots`: into memory, so often that one is left out where the one before is still being written.
-        `spare`: a helper without a job."""
+        `spare`: a helper without a job. `pace`: says how often, by what saves cost."""
         self.folder = folder
         self.blocked_seconds = 0.0
         """How long training stood still for saves that have ended."""
@@ -63,12 +72,21 @@ class Checkpointer:
         self._saver: AsyncSaver | None = None
         if plan.checkpoint.asynchronous or snapshots:
             policy = "skip" if snapshots else "wait"
-            self._saver = AsyncSaver(folder, self._peers, Settings(keep=self._keep, policy=policy), spare)
+            self._saver = AsyncSaver(
+                folder, self._peers, Settings(keep=self._keep, policy=policy, digests=not snapshots), spare
+            )
         self._known: tuple[StateEntry, ...] = ()
+        self._held: Held = ()
+        """The tensors that they are of."""
         self._kept: dict[str, Tensor] = {}
         self._fenced: AdamW | None = None
         self._ring: Ring | None = None
         self._last: int | None = None
+        self._pace = pace
+        self._crowd = 0.0
+        """Seconds of training that a second of this rank's processor costs, where all ranks do alike."""
+        if world is not None and world.device.type == "cpu":
+            self._crowd = world.size / max(1.0, usable_cores())
         self._untold: list[CheckpointSaved | SaveFailed | Note] = []
 
     def prepare(self, state: JobState) -> None:
@@ -92,6 +110,8 @@ class Checkpointer:
         if self._last == step:
             return
         self._last = step
+        if self._pace is not None:
+            self._pace.begun()
         try:
             if self._world is not None:
                 refuse_unlike_saved(state.model, self._world)
@@ -104,6 +124,12 @@ class Checkpointer:
                 self._save_now(state)
         except UserError as error:  # a state that no checkpoint can hold; all ranks have the same
             self._tell(SaveFailed(step, str(error)))
+
+    def due(self) -> bool:
+        """Whether this rank's pace wants a save after the step that begins now; called before each step."""
+        if self._pace is None or self._saver is None:
+            return False
+        return self._pace.due(time.monotonic()) and not self._saver.busy
 
     def fence(self) -> None:
         """Wait until the state that is being saved may change. Without a save under way it costs nothing."""
@@ -127,9 +153,12 @@ class Checkpointer:
 
     def _described(self, state: JobState) -> Described:
         """The state as the engine saves it; the same entries again while they lie in the same memory."""
-        found = self._with_buffers_apart(entries(state, self._places), state)
-        if not _alike(found, self._known):
-            self._known = tuple(found)
+        here = held(state)
+        if not self._known or here != self._held:
+            found = self._with_buffers_apart(entries(state, self._places), state)
+            self._known, self._held = tuple(found), held(state)  # states may just have been made
+        elif self._kept:
+            self._keep_buffers(state)
         objects = {
             "progress": asdict(state.progress),
             "metrics": dict(state.metrics),
@@ -139,17 +168,19 @@ class Checkpointer:
 
     def _with_buffers_apart(self, found: Sequence[StateEntry], state: JobState) -> list[StateEntry]:
         """Buffers are copied at once: a forward may write them, and that is before the fence."""
+        self._kept = {}
+        if self._saver is None:
+            return list(found)
         buffers = {f"model.{name}" for name, _ in state.model.named_buffers()}
-        out: list[StateEntry] = []
-        for entry in found:
-            if entry.name in buffers and self._saver is not None:
-                self.fence()
-                kept = self._kept.get(entry.name)
-                if kept is None or kept.shape != entry.local.shape or kept.dtype != entry.local.dtype:
-                    kept = self._kept[entry.name] = torch.empty_like(entry.local)
-                entry = replace(entry, local=kept.copy_(entry.local))
-            out.append(entry)
-        return out
+        self._kept = {entry.name: torch.empty_like(entry.local) for entry in found if entry.name in buffers}
+        self._keep_buffers(state)
+        return [replace(e, local=self._kept[e.name]) if e.name in self._kept else e for e in found]
+
+    def _keep_buffers(self, state: JobState) -> None:
+        self.fence()
+        for name, buffer in state.model.named_buffers():
+            if (kept := self._kept.get(f"model.{name}")) is not None:
+                kept.copy_(local_of(buffer))
 
     def _about(self, state: JobState) -> About:
         config: Any = getattr(state.model, "config", None)
@@ -199,6 +230,10 @@ class Checkpointer:
 
     def _take(self, result: async_saver.SaveResult) -> None:
         self.blocked_seconds += result.blocked
+        if self._pace is not None and result.path is not None:
+            self._pace.cost(result.blocked + self._crowd * result.cpu)
+            if news := self._pace.news():
+                self._tell(Note(news))
         if result.path is None:
             self._last = None if self._last == result.step else self._last
             self._tell(SaveFailed(result.step, result.reason))
@@ -211,11 +246,3 @@ class Checkpointer:
     def _tell(self, event: CheckpointSaved | SaveFailed | Note) -> None:
         if self._peers.index == 0:
             self._untold.append(event)
-
-
-def _alike(some: Sequence[StateEntry], others: Sequence[StateEntry]) -> bool:
-    """Whether these are the same tensors in the same memory."""
-    return len(some) == len(others) and all(
-        (a.name, a.spec, a.region, a.local.data_ptr()) == (b.name, b.spec, b.region, b.local.data_ptr())
-        for a, b in zip(some, others, strict=True)
-    )

@@ -8,7 +8,7 @@ the learning rate is a function of the step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from tangram.checkpoint.state.describe import frozen as frozen_of
 from tangram.checkpoint.state.entries import StateEntry, replicas, uneven_share
 from tangram.errors import UserError
 from tangram.layout import LayoutError, Region, region
@@ -114,7 +115,11 @@ def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
     kept = state.model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in state.model.named_buffers() if name in kept}
     shapes = {name: part.shape for name, part in state.plain.items()}
-    found = [_entry(f"model.{name}", tensor, name, places, shapes.get(name)) for name, tensor in parameters.items()]
+    still = frozen_of(state.model) if state.optimiser is not None else set[str]()
+    found = [
+        replace(_entry(f"model.{name}", tensor, name, places, shapes.get(name)), frozen=name in still)
+        for name, tensor in parameters.items()
+    ]
     found += [_entry(f"model.{name}", tensor, name, places, alike=False) for name, tensor in buffers.items()]
     if state.optimiser is not None:
         make_missing_states(state.optimiser)
@@ -147,6 +152,26 @@ def _blocks_entry(name: str, own: Tensor, place: TensorPlace, shape: tuple[int, 
     return StateEntry(name, spec, here, own.view(here.local_shape or -1), place.replicas, "", share)
 
 
+Held = tuple[tuple[int, int, bool], ...]
+
+
+def held(state: JobState) -> Held:
+    """Which tensors a state has, and in which memory: as long as this is the same, so are its entries.
+
+    Whoever keeps the entries keeps their memory, so that no other tensor comes to lie there.
+    """
+    reshard(state.model)
+    tensors = [*state.model.parameters(), *state.model.buffers()]
+    if state.optimiser is not None:
+        tensors += [value for states in state.optimiser.state.values() for value in states.values()]
+    return tuple((id(tensor), local_of(tensor).data_ptr(), tensor.requires_grad) for tensor in tensors)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def _entry(
     name: str,
     tensor: Tensor,
@@ -159,7 +184,7 @@ def _entry(
     """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`; `shape`: of the
     whole, where the tensor does not say it."""
     shape = shape or tuple(tensor.shape)
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_of(tensor)
     place = places.of(owner, shape, alike=alike)
     if local.numel() != place.region.size or (place.region and tuple(local.shape) != place.region.local_shape):
         raise RuntimeError(

@@ -67,6 +67,8 @@ class Hooks:
     """Of the run: where it is written what a step was trained on that has gone astray."""
     save_every: int | None = None
     """Steps from one save to the next, 0 for none; None: as the plan says."""
+    spent: float = 0.0
+    """Seconds of `run.max_seconds` that are over, as where a run goes on after a failure."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ def train_steps(
         step, trace = state.progress.step, model.trace
         trace.step(step + 1)
         batches = _batches(corpus, state.progress, plan, world)
-        late = world.index == 0 and time.monotonic() - started >= plan.run.max_seconds
+        late = world.index == 0 and time.monotonic() - started + hooks.spent >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
-        stops = (late, hooks.stop_requested())
+        stops = (late, hooks.stop_requested(), checkpointer.due())
         try:
             done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
         except AstrayError as error:
@@ -139,7 +141,7 @@ def train_steps(
             state.metrics["loss"] = done.loss
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
             _evaluate(model, state, corpus, hooks, time.monotonic() - started)
-        if not last and _due(step + 1, save_every):
+        if not last and (_due(step + 1, save_every) or done.stop_requests[2]):
             trace.phase(Phase.CHECKPOINT)
             checkpointer.save(state)
         for event in checkpointer.poll():

@@ -1,0 +1,117 @@
+"""The files of one rank in save after save, from memory: what does not change is worked out once, and written once.
+
+Where a file would have the very bytes that an earlier checkpoint of the folder has, as that of a frozen base has, it
+gets a second name instead (a hard link): nothing is written, and it stays as long as any checkpoint has it. The
+manifest says of which save its header is.
+
+Trade-off: what checkpoints share rots in all of them. A file system without second names writes everything.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tangram.checkpoint.saving import rank_parts
+from tangram.checkpoint.saving.file_layout import Image, Outgoing, add_sums
+from tangram.checkpoint.saving.file_writer import WrittenFile, write_mapped
+from tangram.checkpoint.saving.rank_parts import PartTensors, RankPart
+from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places, with_id
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.digest import Bytes, Sums
+from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum, region_fields, region_of
+from tangram.relayout import TensorSpec
+
+
+def share_fields(own: RankShare, index: int, writers: int) -> dict[str, Any]:
+    """What a writer must know of the memory, as JSON."""
+    return {
+        "index": index,
+        "writers": writers,
+        "pieces": [
+            [p.name, p.spec.dtype, list(p.spec.shape), p.layout, p.frozen, *region_fields(p.region)] for p in own.pieces
+        ],
+        "empty": {name: [spec.dtype, list(spec.shape)] for name, spec in own.empty.items()},
+    }
+
+
+class RankFiles:
+    """What a rank writes, and what of it is on the disk already."""
+
+    def __init__(self, fields: Any, before: "RankFiles | None" = None) -> None:
+        """`fields`: as of `share_fields`. `before`: whose memory and whose files are at hand."""
+        self.memory: Any = None if before is None else before.memory
+        """The files as they will lie on the disk, but for their headers."""
+        self.index, self.writers = int(fields["index"]), int(fields["writers"])
+        self._pieces = tuple(
+            Outgoing(name, TensorSpec(tuple(shape), dtype), region_of(region, name), layout, frozen)
+            for name, dtype, shape, layout, frozen, *region in fields["pieces"]
+        )
+        self._empty = {name: TensorSpec(tuple(shape), dtype) for name, (dtype, shape) in fields["empty"].items()}
+        self._laid: tuple[FilePlaces, PartTensors] | None = None
+        self._earlier: tuple[Path, Mapping[str, StoredFile]] | None = None if before is None else before._earlier
+        """A checkpoint, and files of it with the id of the save that each is of."""
+        self._written: dict[str, StoredFile] = {}
+
+    def places(self, save_id: str) -> FilePlaces:
+        """Where the files of a save lie in the memory."""
+        return self._layout()[0].of_save(save_id)
+
+    def write(self, partial: Path, save_id: str, objects: Mapping[str, Any], digests: bool) -> RankPart:
+        """Write the files into a folder under way. Raises OSError as the disk does."""
+        found, tensors = self.places(save_id), self._layout()[1]
+        written = [self._file(partial, found, i, save_id, digests) for i in range(len(found.files))]
+        self._written = {one.name: replace(one.file, save=one.file.save or save_id) for one in written}
+        return rank_parts.part_of(tensors, written, objects, digests)
+
+    def committed(self, path: Path) -> None:
+        """What was written last is part of the checkpoint `path`."""
+        self._earlier = path, self._written
+
+    def _layout(self) -> tuple[FilePlaces, PartTensors]:
+        laid = self._laid
+        if laid is None:
+            found = places(self._pieces, self.index, self.writers)
+            laid = found, rank_parts.tensors_of(found.files, self._empty)
+            if len(self._pieces) <= rank_parts.KEPT:
+                self._laid = laid
+        return laid
+
+    def _file(self, partial: Path, found: FilePlaces, number: int, save_id: str, digests: bool) -> WrittenFile:
+        file, start = found.files[number], found.starts[number]
+        stop = found.starts[number + 1] if number + 1 < len(found.starts) else found.size
+        memory = self.memory[start:stop]
+        if (shared := self._shared(partial, file, save_id, memory, digests)) is not None:
+            return shared
+        memory[: len(file.head)] = bytearray(file.head)
+        return write_mapped(partial, file, memory, digests)
+
+    def _shared(self, partial: Path, file: Image, save_id: str, memory: Bytes, digests: bool) -> WrittenFile | None:
+        """The file of an earlier checkpoint, under a second name, where it has the very same bytes.
+
+        A file that has changed differs in its first block, nearly always, and costs no more than that.
+        """
+        if self._earlier is None:
+            self._earlier = commits.newest_files(partial.parent)
+        path, files = self._earlier
+        known = files.get(file.name)
+        if known is None or known.size != file.size or len(known.save) != len(save_id):
+            return None
+        head = with_id(file.head, save_id, known.save)
+        memory[: len(head)] = bytearray(head)
+        sums: dict[str, Sums] = {}
+        for start, expected in zip(range(0, file.size, BLOCK), known.sums, strict=True):
+            data = memory[start : min(start + BLOCK, file.size)]
+            if checksum(data.data) != expected:
+                return None
+            if digests:
+                add_sums(file, start, data, sums)
+        try:
+            with (path / file.name).open("rb") as stream:
+                if stream.read(len(head)) != head:
+                    return None
+            os.link(path / file.name, partial / file.name)
+        except OSError:  # it is gone, or the file system has no second names
+            return None
+        return WrittenFile(file.name, known, sums)

@@ -1,0 +1,113 @@
+"""Objects of a store (`s3://`, `gs://`, `az://`, `http://`), by obstore: list, read in ranges, put in parts, delete.
+
+What a store does not do is said in one sentence that names it.
+"""
+
+import contextlib
+import datetime
+import itertools
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tangram.errors import UserError
+
+MISSING = "needs the extra `remote`: pip install 'tangram-train[remote]'"
+PART = 8 << 20
+"""Bytes of a part of a large object."""
+AT_ONCE = 3
+"""Parts on their way: with `PART` what bounds the memory of sending."""
+
+
+def is_remote(place: str) -> bool:
+    """Whether it is the address of an object store, and no path."""
+    return "://" in place
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """A prefix of an object store."""
+
+    address: str
+    store: Any
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each object below, by name."""
+        import obstore
+
+        with self._said("looked at"):
+            rows: list[Any] = [row for some in obstore.list(self.store) for row in some]
+        return {str(row["path"]): int(row["size"]) for row in rows}
+
+    def ranges(self, name: str, starts: Sequence[int], stops: Sequence[int]) -> list[Any]:
+        """Bytes of an object, as buffers; several requests at once."""
+        import obstore
+
+        with self._said(f"read ({name})"):
+            return list(obstore.get_ranges(self.store, name, starts=starts, ends=stops)) if starts else []
+
+    def put(self, name: str, file: Path) -> None:
+        """Send a file, in parts where it is large."""
+        import obstore
+
+        with self._said(f"written ({name})"), file.open("rb") as stream:
+            obstore.put(self.store, name, stream)
+
+    def get(self, name: str) -> bytes:
+        """A small object."""
+        import obstore
+
+        with self._said(f"read ({name})"):
+            return bytes(obstore.get(self.store, name).bytes())
+
+    def send(self, name: str, blocks: Iterable[bytes]) -> None:
+        """Send what comes block by block, in parts, a few at once; it is there as a whole or not at all."""
+        import obstore
+
+        rest = iter(blocks)
+        first, more = next(rest, b""), next(rest, None)
+        with self._said(f"written ({name})"):
+            if more is None:  # one request instead of three
+                obstore.put(self.store, name, first, use_multipart=False)
+                return
+            obstore.put(
+                self.store, name, itertools.chain((first, more), rest), chunk_size=PART, max_concurrency=AT_ONCE
+            )
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects."""
+        import obstore
+
+        if names:
+            with self._said("cleaned up"):
+                obstore.delete(self.store, list(names))
+
+    @contextlib.contextmanager
+    def _said(self, what: str) -> Generator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f'"{self.address}" cannot be {what}: {first[:300]}') from None
+
+
+def store_of(address: str, quick: bool = False) -> ObjectStore:
+    """The store of an address, with the credentials of the environment. Raises UserError for one that is none.
+
+    `quick`: give up on one that does not answer after seconds, not minutes.
+    """
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise UserError(f'"{address}" {MISSING}') from None
+    try:
+        more: dict[str, Any] = {}
+        if quick:  # options of the client would take the place of the environment's
+            more["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=10)}
+        return ObjectStore(address, from_url(address.rstrip("/"), **more))
+    except Exception as error:  # noqa: BLE001  each kind of store refuses in its own way
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f'"{address}" is no address of an object store that is known: {first[:300]}') from None

@@ -1,0 +1,200 @@
+"""Checkpoints in an object store: sent while training goes on, fetched where a run goes on with another disk.
+
+    s3://bucket/run/step-00000100/manifest.json, the data, ..., tangram.json
+
+The marker goes last, and without it nothing is a checkpoint; it goes first where one is removed. What
+somebody who died had sent of one is gone on from: objects appear whole, so one of the right size is there. Every block
+is compared with its checksum as it is sent and as it is fetched.
+
+Trade-off: who sends has the prefix for itself, as a run has its folder; nothing in a store keeps a second one out.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from pathlib import Path, PurePosixPath
+
+from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.store import commits, retention
+from tangram.checkpoint.store import manifest as manifests
+from tangram.checkpoint.store.commits import MANIFEST, MARKER, Marker
+from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
+from tangram.checkpoint.store.objects import ObjectStore
+from tangram.errors import UserError
+
+__all__ = ["download", "prune", "upload", "whole"]
+
+AT_ONCE = 4
+"""Blocks that are asked for together."""
+LEVELS = 2
+"""A folder and a file."""
+
+
+def whole(store: ObjectStore) -> list[tuple[str, Marker]]:
+    """The whole checkpoints in a store, in the order of their commits. Raises UserError as the store refuses."""
+    return _whole(store, _folders(store))
+
+
+def _whole(store: ObjectStore, folders: Mapping[str, Mapping[str, int]]) -> list[tuple[str, Marker]]:
+    found: list[tuple[str, Marker]] = []
+    for name, sizes in folders.items():
+        if sizes.get(MARKER, commits.LARGEST_MARKER + 1) > commits.LARGEST_MARKER:
+            continue
+        data = store.get(f"{name}/{MARKER}")
+        with contextlib.suppress(UserError):  # another format's, or cut off by hand: no checkpoint of ours
+            marker = commits.parse_marker(data, Path(name))
+            if all(sizes.get(file) == size for file, size in marker.sizes.items()):
+                found.append((name, marker))
+    return sorted(found, key=lambda one: (one[1].serial, one[1].created, one[0]))
+
+
+def _folders(store: ObjectStore) -> dict[str, dict[str, int]]:
+    """The sizes of the objects by folder and name."""
+    found: dict[str, dict[str, int]] = {}
+    for name, size in store.sizes().items():
+        parts = PurePosixPath(name).parts
+        if len(parts) == LEVELS:
+            found.setdefault(parts[0], {})[parts[1]] = size
+    return found
+
+
+# ---------------------------------------------------------------- sending
+
+
+def upload(path: Path, store: ObjectStore) -> str:
+    """Send the checkpoint `path`; its name in the store, which may have it already.
+
+    Raises DamagedError where its bytes are not those that were written, UserError as the store refuses, OSError as the
+    disk does. What was sent by then stays, for the next attempt.
+    """
+    marker = commits.read_marker(path)
+    manifest = commits.read_manifest(path, marker)
+    folders = _folders(store)
+    for name, there in _whole(store, folders):
+        if there.id == marker.id:
+            return name
+    text = (path / MANIFEST).read_bytes()
+    name = _name(store, folders, marker, text)
+    sizes = folders.get(name, {})
+    if MANIFEST not in sizes:  # first, so that an attempt to come knows what this one is of
+        store.send(f"{name}/{MANIFEST}", [text])
+    for file, stored in manifest.files.items():
+        if sizes.get(file) != stored.size:
+            _send(path / file, f"{name}/{file}", stored, store)
+    store.send(f"{name}/{MARKER}", [(path / MARKER).read_bytes()])
+    return name
+
+
+def _name(store: ObjectStore, folders: Mapping[str, Mapping[str, int]], marker: Marker, text: bytes) -> str:
+    """Never one that is another checkpoint's; that of an attempt before, if it was at the same."""
+    step, again = f"step-{marker.step:08d}", 1
+    name = step
+    while name in folders:
+        sizes = folders[name]
+        unfinished = MARKER not in sizes and sizes.get(MANIFEST) == len(text)
+        if unfinished and store.get(f"{name}/{MANIFEST}") == text:
+            break
+        again += 1
+        name = f"{step}-{again}"
+    return name
+
+
+def _send(file: Path, name: str, stored: StoredFile, store: ObjectStore) -> None:
+    problem: list[BaseException] = []
+
+    def blocks() -> Generator[bytes]:
+        try:
+            with file.open("rb") as reading:
+                for block, expected in enumerate(stored.sums):
+                    data = reading.read(BLOCK)
+                    _refuse_other(data, expected, f"{file}", block)
+                    yield data
+        except BaseException as error:
+            problem.append(error)
+            raise
+
+    try:
+        store.send(name, blocks())
+    except Exception:
+        if problem:  # which the store tells in words of its own
+            raise problem[0] from None
+        raise
+
+
+def _refuse_other(data: bytes | memoryview, expected: int, file: str, block: int) -> None:
+    if checksum(data) != expected:
+        where = f"from {block * BLOCK} to {block * BLOCK + len(data)}"
+        raise DamagedError(f'"{file}" is damaged: it has other bytes {where} than were written')
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def download(store: ObjectStore, name: str, marker: Marker, folder: Path) -> Path:
+    """Fetch a checkpoint into a folder of checkpoints and commit it there; its path.
+
+    Raises DamagedError where its bytes are not those that were written, UserError as the store refuses, OSError as the
+    disk does. Nothing is left of what fails.
+    """
+    place = f"{store.address.rstrip('/')}/{name}"
+    text = store.get(f"{name}/{MANIFEST}")
+    if hashlib.sha256(text).hexdigest() != marker.manifest:
+        raise DamagedError(f'"{place}/{MANIFEST}" is damaged: its bytes are not those written')
+    manifest = manifests.parse(text)
+    target = commits.free_path(folder, marker.step)
+    shutil.rmtree(commits.partial_path(target, marker.id), ignore_errors=True)  # of one who died at it
+    partial = commits.begin(target, marker.id)
+    try:
+        for file, stored in manifest.files.items():
+            _fetch(store, f"{name}/{file}", stored, partial / file, place)
+        commits.commit(partial, target, manifest, marker.serial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def _fetch(store: ObjectStore, name: str, stored: StoredFile, target: Path, place: str) -> None:
+    with target.open("xb") as writing:
+        for first in range(0, len(stored.sums), AT_ONCE):
+            blocks = range(first, min(first + AT_ONCE, len(stored.sums)))
+            starts = [block * BLOCK for block in blocks]
+            stops = [min(start + BLOCK, stored.size) for start in starts]
+            for block, data in zip(blocks, store.ranges(name, starts, stops), strict=True):
+                view = memoryview(data)
+                _refuse_other(view, stored.sums[block], f"{place}/{target.name}", block)
+                writing.write(view)
+        writing.flush()
+        os.fsync(writing.fileno())
+
+
+# ---------------------------------------------------------------- removing
+
+
+def prune(store: ObjectStore, rules: tuple[str, ...]) -> None:
+    """Remove what no rule keeps (`tangram.checkpoint.store.retention`), and what of others was sent in part.
+
+    Only for who sends, between two. Raises UserError as the store refuses.
+    """
+    folders, policy = _folders(store), retention.parse(rules)
+    found = _whole(store, folders)
+    candidates = [
+        retention.Candidate(
+            Path(name),
+            marker.serial,
+            marker.step,
+            datetime.datetime.fromisoformat(marker.created),
+            manifests.parse(store.get(f"{name}/{MANIFEST}")).objects if policy.best else {},
+        )
+        for name, marker in found
+    ]
+    kept = retention.kept(candidates, policy, datetime.datetime.now(datetime.UTC))
+    gone = [name for name, _ in found if Path(name) not in kept]
+    gone += [name for name, sizes in folders.items() if name.startswith("step-") and MARKER not in sizes]
+    for name in gone:
+        if MARKER in folders[name]:
+            store.delete([f"{name}/{MARKER}"])
+        store.delete([f"{name}/{file}" for file in folders[name] if file != MARKER])

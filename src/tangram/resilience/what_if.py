@@ -1,0 +1,107 @@
+"""What of a job's state is gone when some of its ranks are, by the layouts alone: nothing is run.
+
+    tangram launch plan.toml --what-if-lost rank:3
+
+An element that a rank holds is on other ranks too, or there alone; what a snapshot has of it is as old as that.
+"""
+
+import math
+from dataclasses import dataclass
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh, Region, owners, ranks_of
+from tangram.models.build import build_on_meta
+from tangram.planner.legality.check_plan import bound_layout
+from tangram.planner.local.estimate import megabytes
+from tangram.schema.plan import Plan
+from tangram.training.data import tokens_of
+from tangram.training.parallel.apply import freeze
+from tangram.training.state.build_model import source_of
+
+__all__ = ["Lost", "lost", "ranks_named"]
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Bytes of parameters and of the optimiser's states; what several ranks hold counts once."""
+
+    ranks: tuple[int, ...]
+    of: int
+    """Ranks in all."""
+    state: int
+    held: int
+    """That the lost ranks hold."""
+    only: int
+    """That no other rank holds."""
+    first: str
+    """The first parameter of which that is so; "" where there is none."""
+
+    def sentences(self) -> list[str]:
+        """For people."""
+        who = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))} of {self.of}"
+        told = [f"lost         {who}: {megabytes(self.held)} of {megabytes(self.state)} of state lie there"]
+        if self.only:
+            told.append(f"other ranks  have all but {megabytes(self.only)} of it, as of {self.first}")
+        else:
+            told.append("other ranks  have all of it, as it is at that moment")
+        told.append(
+            "memory       the newest snapshot has all of it, while this machine runs; the run goes on from there"
+        )
+        told.append("disk         the newest checkpoint of the run's folder, or of its store, has all of it")
+        return told
+
+
+def ranks_named(text: str, plan: Plan) -> tuple[int, ...]:
+    """The ranks that `rank:3` or `rank:3,5` says. Raises UserError for others than the plan has."""
+    kind, _, numbers = text.partition(":")
+    found = [part for part in numbers.split(",") if part]
+    if kind != "rank" or not found or not all(part.isascii() and part.isdigit() for part in found):
+        raise UserError(f"--what-if-lost {text}: give rank:N, or several as rank:N,M")
+    ranks = tuple(sorted({int(part) for part in found}))
+    if ranks[-1] >= plan.ranks:
+        raise UserError(f"--what-if-lost {text}: the plan's ranks are 0 to {plan.ranks - 1}")
+    return ranks
+
+
+def lost(plan: Plan, ranks: tuple[int, ...]) -> Lost:
+    """What goes with these ranks. Raises UserError for a plan whose layouts do not say it."""
+    if plan.lora is not None and plan.lora.base != "parameters":
+        raise UserError("--what-if-lost counts parameters, and this base is quantised: leave lora.base out to ask")
+    mesh, gone = Mesh.parse(plan.mesh), frozenset(ranks)
+    model = build_on_meta(source_of(plan, tokens_of(plan)).config)
+    freeze(model, plan)
+    known: dict[tuple[Layout, tuple[int, ...]], tuple[int, int]] = {}
+    state = held = only = 0
+    first = ""
+    for name, parameter in model.named_parameters():
+        shape, each = tuple(parameter.shape), _bytes_of(plan, trained=parameter.requires_grad)
+        layout = bound_layout(plan, name, shape)
+        if (layout, shape) not in known:
+            known[layout, shape] = _elements(layout, shape, mesh, gone)
+        there, alone = known[layout, shape]
+        state, held, only = state + each * math.prod(shape), held + each * there, only + each * alone
+        first = first or (name if alone else "")
+    return Lost(ranks, plan.ranks, state, held, only, first)
+
+
+def _elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, gone: frozenset[int]) -> tuple[int, int]:
+    """How many elements lie on the ranks that are gone, and how many on no other."""
+    here, others = Region(()), Region(())
+    for owner in owners(layout, mesh, Region.full(shape)):
+        on, boxes = set(ranks_of(layout, mesh, owner)), Region.of(list(owner.boxes))
+        if on & gone:
+            here = here | boxes
+        if on - gone:
+            others = others | boxes
+    return here.size, (here - others).size
+
+
+def _bytes_of(plan: Plan, *, trained: bool) -> int:
+    """Of a parameter, with the optimiser's states where it has them."""
+    kinds = plan.precision
+    if not trained:
+        return BYTES[kinds.parameters]
+    own = kinds.parameters == kinds.masters
+    return BYTES[kinds.parameters] + BYTES[kinds.masters] * (2 if own else 3)

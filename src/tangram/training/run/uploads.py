@@ -1,0 +1,181 @@
+"""Sends a run's checkpoints to an object store while it trains, and fetches the newest where it goes on elsewhere.
+
+    the ranks commit a checkpoint on the disk  ->  its files get second names, so that no retention takes them away  ->
+    a thread of the process that watches the run sends them  ->  the store is pruned by the plan's rules
+
+Where checkpoints come faster than the store takes them, those between are left out: the newest counts. What fails is
+told and tried again with the next; only the last of a run has to get there.
+"""
+
+import contextlib
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from tangram.checkpoint.saving.rank_parts import sentence
+from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.objects import store_of
+from tangram.checkpoint.tiers import remote
+from tangram.checkpoint.tiers.promote import PINNED, pin
+from tangram.errors import UserError
+from tangram.schema.plan import Plan
+from tangram.training.observe.events import CheckpointSaved, Doing, Note
+
+__all__ = ["bring_here", "sending"]
+
+PAUSES = (1.0, 5.0)
+"""Seconds before another attempt; none is made where a newer checkpoint waits."""
+
+
+class Uploads:
+    """Sends checkpoints one after the other."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        """`folder`: of the run's checkpoints, which nobody else trains into."""
+        self._store = store_of(plan.checkpoint.store)
+        self._address = self._store.address.rstrip("/")
+        self._keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
+        self._waiting: tuple[int, Path] | None = None
+        self._lock = threading.Condition()
+        self._closed = False
+        self._failure = ""
+        """Why the last one is not there."""
+        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for left in folder.glob(f"{PINNED}-*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._thread = threading.Thread(target=self._work, name="tangram-uploads", daemon=True)
+        self._thread.start()
+
+    def take(self, saved: CheckpointSaved) -> None:
+        """Have a checkpoint sent; its files stay until then. Returns at once."""
+        try:
+            pinned = pin(Path(saved.path))
+        except OSError as error:
+            self._fail(saved.step, error)
+            self._notes.put(self._failure)
+            return
+        with self._lock:
+            before, self._waiting = self._waiting, (saved.step, pinned)
+            self._lock.notify()
+        if before is not None:
+            shutil.rmtree(before[1], ignore_errors=True)
+
+    def pass_on(self, tell: Callable[[object], None]) -> None:
+        """Tell what came of it since the last call."""
+        while not self._notes.empty():
+            tell(Note(self._notes.get()))
+
+    def close(self, tell: Callable[[object], None]) -> None:
+        """Wait until the last one is in the store. Raises UserError where it is not."""
+        tell(Doing(f"sending the last checkpoint to {self._address}"))
+        with self._lock:
+            self._closed = True
+            self._lock.notify()
+        self._thread.join()
+        self.pass_on(tell)
+        if self._failure:
+            raise UserError(
+                f"{self._failure}: it is on the disk, and `tangram checkpoint convert CHECKPOINT ADDRESS --to tangram` "
+                "sends it"
+            )
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self._failure = f"the checkpoint of step {step} could not be sent to {self._address}: {sentence(error)}"
+
+    def _work(self) -> None:
+        while (order := self._next()) is not None:
+            step, pinned = order
+            try:
+                self._send(step, pinned)
+            finally:
+                shutil.rmtree(pinned, ignore_errors=True)
+
+    def _next(self) -> tuple[int, Path] | None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._waiting is not None or self._closed)
+            order, self._waiting = self._waiting, None
+            return order
+
+    def _attempt(self, step: int, pinned: Path) -> str:
+        """Its name in the store; nothing where that failed."""
+        try:
+            return remote.upload(pinned, self._store)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is told, and the next one is tried
+            self._fail(step, error)
+            return ""
+
+    def _send(self, step: int, pinned: Path) -> None:
+        begun = time.monotonic()
+        pauses = [*PAUSES]
+        while not (name := self._attempt(step, pinned)):
+            with self._lock:
+                newer = self._lock.wait_for(lambda: self._waiting is not None, pauses[0] if pauses else 0.0)
+            if newer or not pauses:
+                self._notes.put(self._failure)
+                return
+            pauses.pop(0)
+        self._failure = ""
+        self._notes.put(f"uploaded   step {step} to {self._address}/{name} in {time.monotonic() - begun:.1f} s")
+        try:
+            remote.prune(self._store, self._keep)
+        except UserError as error:
+            self._notes.put(f"old checkpoints could not be removed: {error}")
+
+
+@contextlib.contextmanager
+def sending(plan: Plan, folder: Path, tell: Callable[[object], None]) -> Generator[Callable[[object], None]]:
+    """What is to hear the events of a run meanwhile, so that its checkpoints in `folder` get into the plan's store.
+
+    Raises UserError at the end where the last one is not there. What else failed meanwhile goes before that.
+    """
+    if not plan.checkpoint.store:
+        yield lambda event: None
+        return
+    uploads = Uploads(plan, folder)
+
+    def hear(event: object) -> None:
+        if isinstance(event, CheckpointSaved):
+            uploads.take(event)
+        uploads.pass_on(tell)
+
+    try:
+        yield hear
+    except Exception:
+        with contextlib.suppress(UserError):
+            uploads.close(tell)
+        raise
+    uploads.close(tell)
+
+
+def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object], None]) -> bool:
+    """Whether there is a checkpoint to go on from: the newest of the plan's store is fetched into `folder` where that
+    has none as new. Nobody trains into the folder meanwhile.
+
+    Raises UserError where the store cannot be reached, or has checkpoints and the run is to begin.
+    """
+    store = store_of(plan.checkpoint.store, quick=True)
+    found = remote.whole(store)
+    if found and not resume:
+        raise UserError(
+            f'"{store.address}" has checkpoints of a run, up to step {found[-1][1].step}: go on from them with '
+            "--resume, or give another address as checkpoint.store"
+        )
+    here = commits.whole(folder)
+    newest = max((marker.serial for _, marker in here), default=0)
+    for name, marker in reversed(found):
+        if marker.serial <= newest:
+            break
+        tell(Doing(f"fetching {name} from {store.address}"))
+        try:
+            path = remote.download(store, name, marker, folder)
+        except OSError as error:
+            raise UserError(f"{name} of {store.address} cannot be fetched: {sentence(error)}") from None
+        except UserError as error:  # damaged, or deleted under way: an older one may do
+            tell(Note(f"{name} of {store.address} is passed over: {error}"))
+            continue
+        tell(Note(f"fetched    {name} from {store.address} into {path.parent}"))
+        return True
+    return bool(here)

@@ -1,0 +1,217 @@
+"""A run that sends its checkpoints to an object store, on a real S3 server of this machine, and goes on from there."""
+
+import json
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+from tangram.checkpoint.inspect.verify import verify
+from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.store.commits import read_marker, whole
+from tangram.checkpoint.store.objects import ObjectStore, store_of
+from tangram.checkpoint.tiers import remote
+from tangram.cli import main
+from tangram.errors import UserError
+from tangram.training.observe.events import CheckpointSaved, Note
+from tangram.training.run import uploads
+from tangram.training.run.uploads import bring_here, sending
+from tests.training.small import plan_file, small_plan, write_text
+
+
+@pytest.fixture(scope="module")
+def server() -> Generator[str]:
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def address(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    keys = {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "REGION": "us-east-1", "DEFAULT_REGION": "us-east-1"}
+    for key, value in {**keys, "ENDPOINT_URL": server, "ENDPOINT": server, "ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(f"AWS_{key}", value)
+    bucket = "b" + "".join(letter for letter in tmp_path.name.lower() if letter.isalnum())[:40]
+    boto3.client("s3", endpoint_url=server).create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/run"
+
+
+def write(folder: Path, step: int, size: int = 1000) -> CheckpointSaved:
+    path = folder / f"step-{step:08d}"
+    save({"model": {"w": torch.arange(float(size)) + step}}, path, about=About(step=step))
+    return CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=True)
+
+
+def steps(store: ObjectStore) -> list[int]:
+    return [marker.step for _, marker in remote.whole(store)]
+
+
+def test_what_is_sent_comes_back_as_it_was(address: str, tmp_path: Path) -> None:
+    store, disk = store_of(address), tmp_path / "disk"
+    write(disk, 1)
+    path = Path(write(disk, 2, size=5_000_000).path)  # in several parts, of several blocks
+    name = remote.upload(path, store)
+    assert name == "step-00000002"
+    assert remote.upload(path, store) == name, "it is there already"
+    ((_, marker),) = remote.whole(store)
+    back = remote.download(store, name, marker, tmp_path / "other")
+    assert verify(back).sound
+    assert read_marker(back).id == read_marker(path).id
+    assert read_marker(back).serial == 2, "what follows there comes after it here, too"
+    for file in path.glob("*.safetensors"):
+        assert (back / file.name).read_bytes() == file.read_bytes()
+
+
+def test_nothing_is_seen_before_the_marker_and_the_next_attempt_goes_on(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(address)
+    path = Path(write(tmp_path, 2).path)
+    sent, send = list[str](), ObjectStore.send
+
+    def breaks(self: ObjectStore, name: str, blocks: list[bytes]) -> None:
+        if name.endswith("tangram.json") and not any(one.endswith("tangram.json") for one in sent):
+            sent.append(name)
+            raise UserError("the store went away")
+        sent.append(name)
+        send(self, name, blocks)
+
+    monkeypatch.setattr(ObjectStore, "send", breaks)
+    with pytest.raises(UserError, match="went away"):
+        remote.upload(path, store)
+    assert len(store.sizes()) == 3, "the manifest, the tensors, an index"
+    assert steps(store) == []
+    sent.clear()
+    sent.append("tangram.json")
+    remote.upload(path, store)
+    assert sent[1:] == ["step-00000002/tangram.json"], "what was there is not sent again"
+    assert steps(store) == [2]
+
+
+def test_rotten_bytes_are_neither_sent_nor_taken(address: str, server: str, tmp_path: Path) -> None:
+    store, path = store_of(address), Path(write(tmp_path / "a", 1).path)
+    remote.upload(path, store)
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    bucket = address.split("/")[2]
+    client = boto3.client("s3", endpoint_url=server)
+    client.put_object(Bucket=bucket, Key=f"run/step-00000001/{file.name}", Body=bytes(data))
+    ((name, marker),) = remote.whole(store)
+    with pytest.raises(DamagedError, match=r"s3://.*step-00000001/model.* has other bytes from 0 to"):
+        remote.download(store, name, marker, tmp_path / "b")
+    assert not list((tmp_path / "b").iterdir())
+    notes = list[str]()
+    plan = small_plan(tmp_path, checkpoint={"store": address})
+    assert not bring_here(plan, tmp_path / "b", resume=True, tell=lambda e: notes.append(str(e)))
+    assert any("is passed over" in note and "other bytes" in note for note in notes)
+    rotten = Path(write(tmp_path / "a", 2).path)
+    file = next(rotten.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-3] + b"abc")
+    with pytest.raises(DamagedError, match="other bytes"):
+        remote.upload(rotten, store)
+    assert steps(store) == [1]
+
+
+def test_old_ones_go_and_what_died_half_way(address: str, tmp_path: Path) -> None:
+    store = store_of(address)
+    for step in (1, 2, 3, 4):
+        remote.upload(Path(write(tmp_path, step).path), store)
+    store.delete(["step-00000004/tangram.json"])
+    remote.prune(store, ("last=1", "every=2"))
+    assert steps(store) == [2, 3]
+    assert {name.split("/")[0] for name in store.sizes()} == {"step-00000002", "step-00000003"}
+
+
+def test_training_goes_on_where_the_store_fails_and_the_end_says_so(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "PAUSES", (0.0,))
+    plan, notes, broken = small_plan(tmp_path, checkpoint={"store": address, "keep": 1}), list[str](), [True]
+    send = ObjectStore.send
+
+    def fails(self: ObjectStore, name: str, blocks: list[bytes]) -> None:
+        if broken[0]:
+            raise UserError("no route to the store")
+        send(self, name, blocks)
+
+    monkeypatch.setattr(ObjectStore, "send", fails)
+
+    def tell(event: object) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    (tmp_path / "disk" / ".pinned-step-00000009").mkdir(parents=True)
+    with (  # noqa: PT012  the end of the block raises
+        pytest.raises(UserError, match=r"step 2 could not be sent to s3://.*no route to the store: it is on the disk"),
+        sending(plan, tmp_path / "disk", tell) as hear,
+    ):
+        hear(write(tmp_path / "disk", 1))
+        hear(write(tmp_path / "disk", 2))
+    assert any("step 2 could not be sent" in note for note in notes), notes
+    broken[0] = False
+    with sending(plan, tmp_path / "disk", tell) as hear:
+        saved = write(tmp_path / "disk", 3)
+        hear(saved)
+        shutil.rmtree(saved.path)  # retention is quicker: its files stay until they are sent
+    assert steps(store_of(address)) == [3]
+    assert not list((tmp_path / "disk").glob(".pinned*"))
+    with pytest.raises(ZeroDivisionError), sending(plan, tmp_path / "disk", tell) as hear:  # noqa: PT012
+        hear(write(tmp_path / "disk", 4))
+        raise ZeroDivisionError
+    assert steps(store_of(address)) == [4], "a run that fails has its last one there"
+
+
+def test_what_cannot_begin_says_why(address: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(where: str, *, resume: bool = False) -> bool:
+        plan = small_plan(tmp_path, checkpoint={"store": where})
+        return bring_here(plan, tmp_path / "x", resume=resume, tell=lambda event: None)
+
+    assert not begin(address)
+    assert not begin(address, resume=True)
+    with pytest.raises(UserError, match=r'"s3://no-such-bucket/x" cannot be looked at') as absent:
+        begin("s3://no-such-bucket/x")
+    assert "\n" not in str(absent.value)
+    remote.upload(Path(write(tmp_path / "a", 7).path), store_of(address))
+    with pytest.raises(UserError, match="has checkpoints of a run, up to step 7: go on from them with --resume"):
+        begin(address)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="cannot be looked at"):
+        begin(address)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_store_on_another_disk(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_text(tmp_path / "text")
+    tables = {"checkpoint": {"store": address, "every_steps": 2}, "run": {"steps": 5}}
+    plan = plan_file(tmp_path / "plan.toml", text, **tables)
+    assert main(["train", str(plan), "--out", str(tmp_path / "whole"), "--set", 'checkpoint.store=""']) == 0
+    assert main(["train", str(plan), "--out", str(tmp_path / "first")]) == 0
+    assert steps(store_of(address))[-1] == 5
+    store_of(address).delete(["step-00000005/tangram.json"])  # as if it had been killed while it sent the last
+    assert steps(store_of(address)) in ([2], [4]), "whatever the store had taken by then"
+    shutil.rmtree(tmp_path / "first")
+    capsys.readouterr()
+    assert main(["train", str(plan), "--out", str(tmp_path / "new")]) == 2
+    assert "go on from them with --resume" in capsys.readouterr().err
+    for way in ("train", "launch"):
+        out = tmp_path / way
+        assert main([way, str(plan), "--resume", "--out", str(out), "--set", f"run.steps={5 + (way == 'launch')}"]) == 0
+        said = capsys.readouterr().out
+        assert "fetched    step-0000000" in said, said
+        assert "uploaded   step" in said, said
+    ends = [str(whole(tmp_path / one / "checkpoint")[-1][0]) for one in ("train", "whole")]
+    capsys.readouterr()
+    main(["checkpoint", "diff", *ends, "--json"])
+    assert json.loads(capsys.readouterr().out)["tensors"] == [], "as if it had never stopped, bit for bit"
+    assert steps(store_of(address)) == [5, 6]
