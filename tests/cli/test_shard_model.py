@@ -113,7 +113,7 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
         (("qwen3", "--mesh", "tp=2", "--set", "hiden_size=3"), 'has no field "hiden_size"'),
         (("no.py:model", "--mesh", "tp=2", "--mark", "a: b/tp"), "no.py:model: there is no file no.py"),
-        (("bloom", "--mesh", "tp=2"), "no marks come with Tangram for a bloom model"),
+        (("ctrl", "--mesh", "tp=2"), "no marks come with Tangram for a ctrl model"),
         (("qwen3", "--mesh", "tp"), '"tp" is no mesh: write each axis with its number of ranks, as in "dp=2 tp=4"'),
         (("qwen3", "--mesh", "tp=x"), "is no mesh at '=x'"),
         (("qwen3", "--mesh", ""), "the mesh has no axis"),
