@@ -86,7 +86,10 @@ def test_marks_that_name_nothing_of_a_model_are_not_said_to_cut_it_unevenly(way:
     [
         ("gpt2", 4, "transformer.h.*.attn.c_attn.weight", "_ (3 32/tp)"),
         ("gpt2", 3, "transformer.h.*.attn.c_attn.weight", "_ (3 3/tp 8)"),
+        ("gpt_neox", 4, "gpt_neox.layers.*.attention.query_key_value.weight", "_/tp _"),
+        ("gpt_neox", 3, "gpt_neox.layers.*.attention.query_key_value.weight", "(3/tp 24) _"),
         ("bloom", 3, "transformer.h.*.self_attention.query_key_value.weight", "(3/tp 24) _"),
+        ("mpt", 3, "transformer.blocks.*.attn.Wqkv.weight", "(3 3/tp 8) _"),
     ],
 )
 def test_queries_keys_and_values_in_one_weight_are_cut_by_whole_heads(
