@@ -59,7 +59,7 @@ def test_models_without_marks_of_their_own_train_by_llamas_over_a_tensor_axis(tm
 
 @pytest.mark.slow
 def test_models_train_by_the_marks_that_come_for_them_over_a_tensor_axis(tmp_path: Path) -> None:
-    check((), tmp_path, dict.fromkeys(("bloom", "gpt2", "opt"), TENSOR))
+    check((), tmp_path, dict.fromkeys(("bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt"), TENSOR))
 
 
 @pytest.mark.slow
