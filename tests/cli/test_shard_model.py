@@ -113,7 +113,7 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
         (("qwen3", "--mesh", "tp=2", "--set", "hiden_size=3"), 'has no field "hiden_size"'),
         (("no.py:model", "--mesh", "tp=2", "--mark", "a: b/tp"), "no.py:model: there is no file no.py"),
-        (("bloom", "--mesh", "tp=2"), "no marks come with Tangram for a bloom model"),
+        (("ctrl", "--mesh", "tp=2"), "no marks come with Tangram for a ctrl model"),
         (("qwen3", "--mesh", "tp"), '"tp" is no mesh: write each axis with its number of ranks, as in "dp=2 tp=4"'),
         (("qwen3", "--mesh", "tp=x"), "is no mesh at '=x'"),
         (("qwen3", "--mesh", ""), "the mesh has no axis"),
@@ -197,10 +197,10 @@ def test_a_choice_is_written_as_marks_that_can_be_read(tmp_path: Path, capsys: p
 
 
 def test_a_model_without_marks_is_chosen_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("gpt2", "--mesh", "tp=2", "--set", "n_layer=2", "--batch", "2", "--sequence", "16", "--choose")
-    words += ("--set", "embd_pdrop=0.0", "--set", "attn_pdrop=0.0", "--set", "resid_pdrop=0.0")
+    words = ("ctrl", "--mesh", "tp=2", "--set", "n_layer=2", "--batch", "2", "--sequence", "16", "--choose")
+    words += ("--set", "embd_pdrop=0.0", "--set", "resid_pdrop=0.0")
     told = said(capsys, *words, "--cluster", "h100-8x8", "--seconds", "0")
-    assert "nothing to compare it with: no marks come with Tangram for a gpt2 model" in told
+    assert "nothing to compare it with: no marks come with Tangram for a ctrl model" in told
 
 
 def test_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,8 +53,8 @@ def test_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_marks_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 64}
-    config: Any = AutoConfig.for_model("opt", **SMALL, **more, bos_token_id=0, eos_token_id=0, pad_token_id=None)
+    more = {"d_model": 32, "ffn_dim": 64, "max_position_embeddings": 64, "num_layers": 2, "attention_heads": 4}
+    config: Any = AutoConfig.for_model("xglm", **more, vocab_size=64, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model = build_on_meta(config)
     graph = derived_layouts.sample_graph(model, 16, torch.float32)
 
@@ -64,9 +64,9 @@ def test_marks_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name.rpartition(".layers.*.")[2] for name in found.parameters}
 
     assert not any("fc" in name for name in cut())
-    marks = [Mark.parse(line) for line in block("text", "# opt.marks").splitlines()[1:]]
-    monkeypatch.setattr(derived_layouts, "marks_of", lambda kind: {"opt": marks}[kind])
-    assert cut() >= {"fc1.weight", "fc2.weight", "self_attn.out_proj.weight", "model.decoder.embed_tokens.weight"}
+    marks = [Mark.parse(line) for line in block("text", "# xglm.marks").splitlines()[1:]]
+    monkeypatch.setattr(derived_layouts, "marks_of", lambda kind: {"xglm": marks}[kind])
+    assert cut() >= {"fc1.weight", "fc2.weight", "self_attn.out_proj.weight", "model.embed_tokens.weight"}
 
 
 def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,30 @@ def test_marks_that_name_nothing_of_a_model_are_not_said_to_cut_it_unevenly(way:
     assert axes_layouts(config, model, graph, Mesh.parse("cp=2"), [axis], None) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "heads", "weight", "layout"),
+    [
+        ("gpt2", 4, "transformer.h.*.attn.c_attn.weight", "_ (3 32/tp)"),
+        ("gpt2", 3, "transformer.h.*.attn.c_attn.weight", "_ (3 3/tp 8)"),
+        ("gpt_neox", 4, "gpt_neox.layers.*.attention.query_key_value.weight", "_/tp _"),
+        ("gpt_neox", 3, "gpt_neox.layers.*.attention.query_key_value.weight", "(3/tp 24) _"),
+        ("bloom", 3, "transformer.h.*.self_attention.query_key_value.weight", "(3/tp 24) _"),
+        ("mpt", 3, "transformer.blocks.*.attn.Wqkv.weight", "(3 3/tp 8) _"),
+    ],
+)
+def test_queries_keys_and_values_in_one_weight_are_cut_by_whole_heads(
+    kind: str, heads: int, weight: str, layout: str
+) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8 * heads, "num_attention_heads": heads, "vocab_size": 65}
+    config = AutoConfig.for_model(kind, **sizes, bos_token_id=0, eos_token_id=0)
+    model = build_on_meta(config)
+    graph = sample_graph(model, 32, torch.float32, 1)
+    found = axes_layouts(config, model, graph, Mesh.parse("tp=2"), [ModelAxis("tp", "tensor")], None)
+    assert isinstance(found, TensorLayouts), found
+    assert found.parameters[weight].replace("_=", "") == layout
+    assert found.vocabulary
+
+
 def test_samples_between_experts_need_samples() -> None:
     axis = ModelAxis("ep", "expert", "samples")
     assert isinstance(laid_out("qwen3_moe", "ep=2", axis, samples=2), TensorLayouts)

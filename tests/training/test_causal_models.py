@@ -38,7 +38,7 @@ def check(families: tuple[str, ...], folder: Path, others: Mapping[str, Strategy
     plans = prepared(folder, (*families, *others))
     for family, strategy in others.items():
         plans[family] = over_an_axis(plans[family], strategy)
-        assert strategy is CONTEXT or any("q_proj" in pattern for pattern in plans[family].layouts.marks)
+        assert strategy is CONTEXT or any(".*." in name for name in plans[family].layouts.parameters)  # all layers
     done = run_ranks(train_all, plans, world=2, on_event=print, device="cpu")
     for family in plans:
         ran = done[0][family]
@@ -49,12 +49,17 @@ def check(families: tuple[str, ...], folder: Path, others: Mapping[str, Strategy
 
 
 def test_some_models_train_as_in_one_process(tmp_path: Path) -> None:
-    check(QUICK, tmp_path, {"stablelm": TENSOR, "llama": CONTEXT})
+    check(QUICK, tmp_path, {"stablelm": TENSOR, "gpt2": TENSOR, "llama": CONTEXT})
 
 
 @pytest.mark.slow
 def test_models_without_marks_of_their_own_train_by_llamas_over_a_tensor_axis(tmp_path: Path) -> None:
-    check((), tmp_path, dict.fromkeys(("biogpt", "opt", "stablelm", "xglm"), TENSOR))
+    check((), tmp_path, dict.fromkeys(("biogpt", "stablelm", "xglm"), TENSOR))
+
+
+@pytest.mark.slow
+def test_models_train_by_the_marks_that_come_for_them_over_a_tensor_axis(tmp_path: Path) -> None:
+    check((), tmp_path, dict.fromkeys(("bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt"), TENSOR))
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
+from tangram.layout.syntax import Dim
 from tangram.models.graph import Graph
 from tangram.models.named import token_inputs
 from tangram.planner.legality.check_plan import bound_layout
@@ -29,7 +30,7 @@ from tangram.planner.legality.plan_as_grid import heads_of
 from tangram.planner.local.tensor_share import TensorShare, tensor_share
 from tangram.relayout.collectives.one_collective import ALL_REDUCE
 from tangram.schema.plan import Plan
-from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.derive import Derived, Over
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
 from tangram.sharding.derive.marking.marks import Mark, alternatives, marks_of, matched, names_any, states
 from tangram.sharding.derive.marking.published import published
@@ -145,9 +146,9 @@ def axes_layouts(
             return _nothing(config, mesh, axis.name)
     shapes = {value.name: value.shape for _, value in graph.of_kind("parameter")}
     parameters = dict(by_pattern({name: _text(shapes[name], own, shard) for name, own in lies.items()}))
-    ends = [name for name, own in lies.items() if "embed" in name and any(s.kind == "cut" for s in own.values())]
+    vocabulary = any(over.axis in tensor for over in _over_logits(whole))
     return TensorLayouts(
-        parameters, _together(marks, mesh), bool(ends), tuple(_moves(whole)), tensor_share(whole, tensor)
+        parameters, _together(marks, mesh), vocabulary, tuple(_moves(whole)), tensor_share(whole, tensor)
     )
 
 
@@ -256,6 +257,10 @@ def _over(mark: Mark, axis: str) -> Mark:
     return Mark.parse(f"{mark.pattern}: {text}")
 
 
+QUERIES = ("q_proj.weight", "c_attn.weight", "query_key_value.weight", "Wqkv.weight")
+"""What queries are made with; in the latter three keys and values are made, too."""
+
+
 def by_heads(config: PreTrainedConfig, graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> list[Mark]:
     """The marks, and where they cut queries in parts that are no whole heads, with what attends to the same keys and
     values together."""
@@ -264,14 +269,25 @@ def by_heads(config: PreTrainedConfig, graph: Graph, marks: Sequence[Mark], mesh
     for mark in marks:
         for name in alternatives(mark.pattern):
             one = replace(mark, pattern=name)
-            own = [graph.values[v] for v in matched(graph, one).values()] if names_any(graph, one) else []
             size = prod(mesh.axes[axis][0] for axis in mark.layout.axes if axis in mesh.axes)
-            rows = own[0].shape[0] if own and name.endswith("q_proj.weight") else 0
-            if rows and kv_heads and kv_heads[0] % size and rows % kv_heads[0] == 0 and mark.layout.dims[0].cuts:
-                groups = f"(groups/{'/'.join(mark.layout.dims[0].axes)} {rows // kv_heads[0]})"
-                one = replace(one, layout=Layout.parse(" ".join([groups, *map(str, mark.layout.dims[1:])])))
+            own = matched(graph, one) if name.endswith(QUERIES) and names_any(graph, one) else {}
+            if kv_heads and kv_heads[0] % size and own:
+                shape = graph.values[next(iter(own.values()))].shape
+                dims = [_in_groups(dim, n, kv_heads[0]) for dim, n in zip(mark.layout.dims, shape, strict=True)]
+                one = replace(one, layout=Layout.parse(" ".join(dims)))
             found.append(one)
     return found
+
+
+def _in_groups(dim: Dim, n: int, kv_heads: int) -> str:
+    """A dim of `n` elements in which queries lie, cut by groups of heads: `out/tp` as `(groups/tp 64)`, or
+    `(3 out/tp)`, for blocks of queries, keys and values, as `(3 groups/tp 64)`."""
+    *blocks, last = dim.terms[0] if dim.terms else (dim,)
+    size, left = divmod(n, prod(block.n for block in blocks) * kv_heads)
+    if left or not last.cuts:
+        return str(dim)
+    groups = "/".join(["groups", *map(str, last.cuts)])
+    return f"({' '.join([*map(str, blocks), groups, str(size)])})"
 
 
 def _text(shape: Sequence[int], states: States, shard: str | None) -> str | None:
@@ -323,11 +339,18 @@ def _moves(found: Derived) -> Iterator[Moves]:
 
 def _moves_of_loss(found: Derived) -> Iterator[Moves]:
     """Of logits that are cut over the vocabulary: a number a token, and then two (`kernels.cross_entropy`)."""
+    for over in _over_logits(found):
+        graph = found.folded.graph
+        v = graph.outputs["logits"]
+        rows = prod(local_shape(found, graph.values[v].shape, used(found, found.folded.classes[v]))[:-1])
+        yield from (Moves(received(ALL_REDUCE, 4.0 * n * rows, over.k), 1) for n in (1, 2))
+
+
+def _over_logits(found: Derived) -> Iterator[Over]:
+    """The axes over which logits are cut over the vocabulary."""
     graph = found.folded.graph
     if (v := graph.outputs.get("logits")) is None:
         return
     states = used(found, found.folded.classes[v])
-    rows = prod(local_shape(found, graph.values[v].shape, states)[:-1])
-    for over in found.axes:
-        if (state := states[over.axis]).kind == "cut" and state.dim == len(graph.values[v].shape) - 1:
-            yield from (Moves(received(ALL_REDUCE, 4.0 * n * rows, over.k), 1) for n in (1, 2))
+    last = len(graph.values[v].shape) - 1
+    yield from (over for over in found.axes if (own := states[over.axis]).kind == "cut" and own.dim == last)
