@@ -180,6 +180,23 @@ for plan in sorted(os.listdir(FILE)):
     assert not given.get("tp_comm_overlap") or given.get("sequence_parallel")
     said.append(plan)
 """
+ZERO = """
+import deepspeed.comm
+from deepspeed.runtime.config import DeepSpeedConfig
+deepspeed.comm.init_distributed("gloo")
+said = []
+for plan in sorted(os.listdir(FILE)):
+    one = json.load(open(os.path.join(FILE, plan)))
+    class Ranks:
+        def get_data_parallel_world_size(self):
+            return one["numbers"]["data"]
+    with open(os.path.join(os.path.dirname(FILE), "zero.json"), "w") as file:
+        file.write(one["text"])
+    found = DeepSpeedConfig(file.name, mpu=Ranks())
+    ep = found.expert_parallel_config
+    said.append([plan, found.train_batch_size, found.gradient_accumulation_steps, found.zero_config.stage,
+                 found.bfloat16_config.enabled, ep.autoep_size if ep.enabled else 1])
+"""
 LAUNCH = """
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
@@ -236,6 +253,16 @@ def test_megatron_core_takes_every_shape(tmp_path: Path) -> None:
     found = plans("megatron-lm", tmp_path / "plans")
     assert said_by("megatron.core.package_info", MEGATRON, tmp_path / "plans") == sorted(found)
     assert len(found) > 30
+
+
+def test_deepspeeds_configuration_takes_every_shape(tmp_path: Path) -> None:
+    found = plans("deepspeed", tmp_path / "plans")
+    said = said_by("deepspeed", ZERO, tmp_path / "plans")
+    assert said == [
+        [plan, one.batch, one.micros, one.zero, one.precision == "bf16", one.expert]
+        for plan, (one, _) in sorted(found.items())
+    ]
+    assert len(found) >= 8
 
 
 def test_accelerate_launches_every_shape(tmp_path: Path) -> None:
