@@ -46,27 +46,10 @@ ParallelDims(dp_shard=p.data_parallel_shard_degree, dp_replicate=p.data_parallel
 said = [p.pipeline_parallel_layers_per_stage, found.activation_checkpoint.mode, found.training.global_batch_size,
         found.quantize.linear.float8.recipe_name]
 """
-OPTIONS = """
-import dataclasses, shlex, tyro
-from torchtitan.config.configs import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
-@dataclasses.dataclass
-class Config:
-    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
-    parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
-    activation_checkpoint: ActivationCheckpointingConfig = None
-words = shlex.split(open(FILE).read().split("PLAN_ARGS=(")[1].rstrip().removesuffix(")"))
-found = tyro.cli(Config, args=words)
-said = [found.parallelism.pipeline_parallel_schedule, found.parallelism.expert_parallel_degree,
-        type(found.activation_checkpoint).__qualname__, found.training.local_batch_size]
-"""
 CASES: dict[str, tuple[str, str, str, list[Any]]] = {
     "deepspeed": ("deepspeed", DEEPSPEED, "deepspeed.json", [64, 4, 3, True, True, 4]),
     "torchtitan to 0.2": (
         "torchtitan.config.job_config", TORCHTITAN, "torchtitan.toml", [1, "selective", 64, "tensorwise"]
-    ),
-    "torchtitan 0.3": (
-        "torchtitan.config.configs", OPTIONS, "torchtitan-options.sh", ["DualPipeV", 4, "FullAC.Config", 8]
     ),
 }  # fmt: skip
 
