@@ -113,7 +113,7 @@ REFUSED: list[tuple[str, Outline, dict[str, object], str]] = [
     ("torchtitan", DENSE, {"again": "norms and activations"}, "has no key for recomputing: norms and activations"),
     ("torchtitan", DENSE, {"pipeline": 4, "schedule": "InterleavedZeroBubble"},
      "runs InterleavedZeroBubble with two virtual stages of each rank or more, and the plan has one"),
-    ("torchtitan", DENSE, {"pipeline": 8}, "by how many a virtual stage has, which never makes 8 of them"),
+    ("torchtitan", DENSE, {"virtual": 4, "schedule": "Interleaved1F1B"}, "by how many a virtual stage has, which never makes 8 of them"),
     ("torchtitan", MIXED, {"expert": 1, "expert_tensor": 1}, "cuts experts over the TP ranks where there are no"),
     ("torchtitan-options", MIXED, {"expert": 2, "expert_tensor": 2}, "has no TP ranks of experts"),
     ("torchtitan-options", DENSE, {"again": "1 of 2 layers"}, "has no option for recomputing: 1 of 2"),
