@@ -194,7 +194,10 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
     assert [link.ranks for link in c.load("H200-1x4").links] == [4]
     assert [link.ranks for link in c.load("gb200-72x2").links] == [72, 144]
     assert [link.ranks for link in c.load("l4-1x1").links] == [1]
+    bridged, between = c.load("a6000-2x1").links[0].rate, c.load("a6000-4x1").links[0]
+    assert (bridged, between.ranks, between.rate) == (56e9, 4, 16e9)  # half of PCIe, as of cards without a bridge
     for name, said in {
+        "m3-ultra-1x1": "thead-ppu; of another device write a file of the cluster",
         "h100-16x2": "linked to 7 others at most: give nodes of 8",
         "a10-2x1": "knows no link within a node of NVIDIA A10",
         "a10-1x2": "knows no network between nodes of NVIDIA A10",

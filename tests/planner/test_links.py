@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tangram.hardware import curves
 from tangram.hardware.devices import device
 from tangram.models.adapted import adapted
+from tangram.models.catalogue import catalogue, in_catalogue
 from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.communication_time import Data, exchange, links_of
@@ -65,6 +66,29 @@ def test_no_link_is_busy_for_longer_than_the_step(drawn: Any, setting: Setting) 
         assert (of.busiest <= of.step * (1 + 1e-12)).all()
         assert (of.busiest <= scaled(of, scales) * (1 + 1e-12)).all()
         assert all((part >= -1e-9 * of.step).all() for part in of.parts().values())
+
+
+def test_no_link_of_any_public_model_is_busy_for_longer_than_the_step() -> None:
+    """Of every model of the catalogue some configurations of some meshes, on devices and frameworks in turn."""
+    models = {id(row): name for name, row in catalogue().items()}
+    assert len(models) > 60
+    draw, looked = np.random.default_rng(8), 0
+    for turn, name in enumerate(models.values()):
+        outline = in_catalogue(name)
+        assert outline is not None
+        kind = device(("h100", "h800", "a100", "l40s", "mi300x")[turn % 5])
+        setting = Setting(
+            kind, framework(frameworks()[turn % len(frameworks())].name), node=8, nic=(SLOW, 50e9)[turn % 2]
+        )
+        request = Request(64, 64, 4096, 8, tuple(one.name for one in SCHEDULES), node=8)
+        every = [*meshes(outline, request)]
+        for mesh in draw.permutation(len(every))[:3]:
+            g = of_mesh(outline, request, every[mesh])
+            g = g.take(draw.permutation(len(g))[:100])
+            of, scales = seconds(outline, g, setting), published().scales(kind.name, setting)
+            assert (of.busiest <= np.minimum(of.step, scaled(of, scales)) * (1 + 1e-12)).all(), (name, every[mesh])
+            looked += len(g)
+    assert looked > 5000
 
 
 def old(outline: Outline, g: Grid, setting: Setting) -> np.ndarray[Any, Any]:

@@ -121,6 +121,26 @@ def test_adapters_have_the_parameters_that_their_ranks_say() -> None:
     assert block.numbers.total - block.trained.total == whole.runs[0][0].numbers.total
 
 
+def test_adapters_are_beside_what_targets_name() -> None:
+    """They were beside all linear layers, whatever was named."""
+    dims = Dims(2, 4096, 32, 32000, ffn=11008, kv_heads=8)
+
+    def trained(targets: tuple[str, ...], of: Dims = dims) -> int:
+        return adapted(decoder(of), 8, targets).runs[-1][0].trained.total // 8
+
+    query, value, mlp = 4096 + 4096, 4096 + 1024, 4096 + 11008
+    assert trained(("q_proj", "v_proj")) == query + value
+    assert trained(("model.layers.*.self_attn.[kv]_proj",)) == 2 * value
+    assert trained(("layers.1.mlp.down_proj",)) == mlp
+    assert trained(("gate_up_proj",)) == 4096 + 2 * 11008
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert trained(every) == 2 * query + 2 * value + 3 * mlp == trained(("*_proj",))  # as peft counts all linear layers
+    latent = replace(dims, kv_heads=0, q_rank=1536, kv_rank=512, head_dim=128, rope_dim=64)
+    assert trained(("q_b_proj", "kv_a_proj_with_mqa"), latent) == 1536 + 32 * 192 + 4096 + 576
+    with pytest.raises(UserError, match='of "embed_tokens" the planner of clusters knows no linear layer of'):
+        trained(("q_proj", "embed_tokens"))
+
+
 def test_a_large_model_on_one_small_device() -> None:
     """QLoRA (Dettmers et al. 2023) trains 65 billion parameters on one device of 48 GB; LoRA of 16 bits does not."""
     one = grid(batch=16, sequence=512, recompute=31)

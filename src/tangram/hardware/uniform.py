@@ -17,6 +17,8 @@ from tangram.hardware.devices import Figures, devices
 
 __all__ = ["FORM", "LIKE", "tables_of"]
 
+BRIDGED = 2
+"""Cards at a bridge; a node of more of them has its host between, over which a card reaches half of PCIe."""
 FORM = "DEVICE-8x32 (32 nodes of 8) of a device of the catalogue"
 LIKE = "h100-8x8"
 
@@ -48,17 +50,20 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
 def _device(name: str, given: str) -> Figures:
     if given not in devices():
         close = difflib.get_close_matches(given, tuple(devices()), 3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(devices())}"
+        others = f"there are {', '.join(devices())}; of another device write a file of the cluster"
+        hint = f"did you mean {' or '.join(close)}?" if close else others
         raise UserError(f'{name}: the catalogue has no device "{given}": {hint}')
     return devices()[given]
 
 
 def _within(name: str, one: Figures, ranks: int) -> float:
-    """Bytes per second from devices of the same node."""
+    """Bytes per second from devices of the same node: of more cards than a bridge joins, those between the bridges."""
     if one.link_bandwidth is None or one.link_domain is None:
         raise UserError(
             f"{name}: the catalogue knows no link within a node of {one.label}: write a file of the cluster"
         )
+    if ranks > one.link_domain == BRIDGED and one.pcie_bandwidth:
+        return one.pcie_bandwidth / 2
     if ranks > one.link_domain:
         raise UserError(
             f"{name}: the catalogue knows {one.label} to be linked to {one.link_domain - 1} others at most: give nodes "

@@ -2,11 +2,13 @@
 
 import argparse
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tangram.errors import UserError
+from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner.exports.megatron import megatron
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.imports.files import strategy_of
@@ -63,6 +65,29 @@ def test_the_text_is_as_it_was() -> None:
     assert megatron(MIXTURE, MIXED, CLUSTER).text == (Path(__file__).parent / "golden" / "megatron-lm.sh").read_text()
 
 
+def words_of(one: Numbers, outline: Outline) -> str:
+    return megatron(one, outline, CLUSTER).text
+
+
+def test_exchanges_of_tp_ranks_overlap_as_the_prediction_has_it() -> None:
+    assert "--tp-comm-overlap" in words_of(DENSE_FSDP, DENSE)
+    assert "--tp-comm-overlap" not in words_of(replace(DENSE_FSDP, tensor=1, sequence_parallel=False), DENSE)
+
+
+def test_8_bit_scales_are_not_of_earlier_steps() -> None:
+    """With delayed scaling, the default, Megatron-LM recomputes neither norms nor activations."""
+    assert "--fp8-recipe tensorwise" in words_of(MIXTURE, MIXED)
+    assert "--fp8-recipe" not in words_of(replace(MIXTURE, precision="bf16"), MIXED)
+
+
+def test_layers_that_predict_further_tokens_are_the_last_stages() -> None:
+    further = decoder(Dims(13, 512, 8, 32000, ffn=2048, predictors=1), "further")
+    one = replace(MIXTURE, expert=1, expert_tensor=2, again="none")
+    assert "--pipeline-model-parallel-layout 'Et*4|t*3|t*3|t*3mL'" in words_of(one, further)
+    even = words_of(one, decoder(Dims(12, 512, 8, 32000, ffn=2048, predictors=1), "further"))
+    assert "layout" not in even
+
+
 SCRIPT = """#!/bin/bash
 # runs on 2 nodes
 TP_SIZE=2
@@ -96,7 +121,9 @@ def test_a_launch_script_is_read(tmp_path: Path) -> None:
     assert (one.ranks, one.tensor, one.pipeline, one.data, one.zero) == (16, 2, 2, 4, 1)
     assert (one.micro, one.batch, one.sequence, one.again) == (1, 64, 2048, "1 of 3 layers")
     assert one.sequence_parallel
-    assert found.told == ("tp-comm-overlap: what hides beside matmuls is the framework's usual share",)
+    assert found.told == ()
+    path.write_text(SCRIPT.replace("    --tp-comm-overlap\n", ""))
+    assert "without tp-comm-overlap" in strategy_of(path, DENSE, 0, 64).told[0]
     assert {"hidden-size", "attention-backend", "load"} <= set(found.ignored)
 
 

@@ -78,6 +78,7 @@ REFUSED: list[tuple[str, Outline, Numbers, str]] = [
     ("accelerate", DENSE, replace(FLAT, zero=1), "divides gradients wherever it divides the optimiser's states"),
     ("accelerate", DENSE, replace(FLAT, zero=0), "recomputes layers where FSDP divides parameters"),
     ("accelerate", MIXED, EXPERTS, "accelerate has no EP ranks"),
+    ("accelerate", DENSE, replace(FLAT, data=4, context=2, shard=2), "copies only what DP ranks divide"),
     ("paddleformers", DENSE, replace(FLAT, zero=0, context=2), "makes CP ranks of those that divide states"),
     ("paddleformers", MIXED, replace(STAGES, zero=2), "divides the optimiser's states alone in a pipeline"),
     ("paddleformers", MIXED, replace(STAGES, schedule="ZBVZeroBubble"), "runs 1F1B, Interleaved1F1B and DualPipeV"),

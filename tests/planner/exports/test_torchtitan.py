@@ -1,13 +1,14 @@
 """torchtitan's configuration: what is written are its keys with values of their types, and people's files are read."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
+from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.torchtitan import options, torchtitan
 from tangram.planner.imports.files import strategy_of
@@ -35,7 +36,9 @@ def leaves(tables: dict[str, Any], before: str = "") -> dict[str, Any]:
 def suits(value: Any, kind: str) -> bool:
     if kind.startswith("Literal"):
         return repr(value) in kind
-    return {"int": int, "str": str, "int|None": int, "list[str]": list}.get(kind.split("|")[0], object) is type(value)
+    return {"int": int, "bool": bool, "str": str, "int|None": int, "list[str]": list}.get(
+        kind.split("|")[0], object
+    ) is type(value)
 
 
 @pytest.mark.parametrize(("one", "outline"), [(STAGED, DENSE), (EXPERTS, MIXED)])
@@ -63,15 +66,44 @@ def test_the_text_is_as_it_was(name: str, text: str) -> None:
 def test_options_are_known_keys() -> None:
     known = keys("0.3")
     text = options(EXPERTS, MIXED, CLUSTER).text
-    names = [line.split()[0].removeprefix("--") for line in text.splitlines() if line.startswith("  --")]
+    names = [line.split()[0][2:].replace(".no_", ".") for line in text.splitlines() if line.startswith("  --")]
     assert len(names) > 12
     assert set(names) <= set(known)
+
+
+def test_options_say_what_torchtitan_takes_no_graphs_of() -> None:
+    """It captures CUDA graphs unless told not to, and refuses to with stages or EP ranks."""
+    alone = replace(EXPERTS, pipeline=1, virtual=1, schedule="", expert=1, expert_tensor=2)
+    for one, graphs in ((EXPERTS, False), (replace(alone, expert=4, expert_tensor=1), False), (alone, True)):
+        assert ("--training.disable_cuda_graphs" not in options(one, MIXED, CLUSTER).text) == graphs
+
+
+def test_the_loss_is_compiled_where_it_was_planned_so() -> None:
+    assert (
+        "--compile.enable\n  --compile.components loss\n"
+        in options(replace(EXPERTS, loss="compiled"), MIXED, CLUSTER).text
+    )
+    assert tomllib.loads(torchtitan(replace(STAGED, loss="compiled"), DENSE, CLUSTER).text)["compile"]["enable"]
+    with pytest.raises(UserError, match="in its Python configuration where it is fused"):
+        options(replace(EXPERTS, loss="fused"), MIXED, CLUSTER)
+
+
+def test_stages_of_a_usual_number_need_no_number_of_layers(tmp_path: Path) -> None:
+    """13 layers in 8 virtual stages: no number of layers makes them, and two of each rank are what torchtitan makes."""
+    path, outline = tmp_path / "args.sh", decoder(Dims(13, 1024, 16, 32000, ffn=4096), "odd")
+    one = replace(EXPERTS, pipeline=4, expert=1, expert_tensor=2)
+    path.write_text(options(one, outline, CLUSTER).text)
+    assert "layers_per_stage" not in path.read_text()
+    assert strategy_of(path, outline, one.ranks, 64).numbers == one
+    with pytest.raises(UserError, match="which never makes 12 of them"):
+        options(replace(one, virtual=3, schedule="Interleaved1F1B"), outline, CLUSTER)
 
 
 def test_what_is_read_are_its_keys() -> None:
     known = {**keys("0.2"), **keys("0.3")}
     missing = {name for name in READ if name not in known}
-    assert missing == {"parallelism.no_enable_sequence_parallel", "activation-checkpoint"}  # ways to write options
+    written = {"parallelism.no_enable_sequence_parallel", "compile.no_enable", "activation-checkpoint"}
+    assert missing == written  # ways to write options
 
 
 LLAMA = """# an older file

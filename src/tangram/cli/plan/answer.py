@@ -221,7 +221,7 @@ def _wrote(look: Look, wanted: Wanted | None, taking: Taking, *, some: bool) -> 
 def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | None, taking: Taking) -> Ask:
     asked = asked_of(*asked_typed(typed, read, wanted))
     if wanted is not None:
-        asked = replace(asked, able=wanted.able(outline))
+        asked = replace(asked, able=wanted.able(outline), loss=wanted.loss)
     elif asked.able == ALL and not taking.runs:
         asked = replace(asked, able=able_of(framework(asked.framework).name, outline))
     return replace(asked, able=RUNS) if taking.runs else asked

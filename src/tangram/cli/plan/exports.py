@@ -47,6 +47,11 @@ class Wanted:
         """Whose figures hold where none is given; "" for the usual."""
         return target(self.export).framework if self.export else ""
 
+    @property
+    def loss(self) -> str:
+        """How it is made of the logits where nothing else is said; "": as the framework does."""
+        return target(self.export).loss if self.export else ""
+
     def able(self, outline: Outline) -> Able:
         """What is searched."""
         return target(self.export).able(outline) if self.export else Able()

@@ -105,8 +105,14 @@ def job_in(
     if base not in (None, "bf16") and (taking.out is not None or taking.runs):
         raise UserError(f"--base {base}: tangram train keeps frozen weights as precision.parameters says: leave it out")
     config = source_of(job, tokens_of(job)).config
-    rank = 0 if job.lora is None else job.lora.rank
-    return Given(job, adapted(outline_of(config, path.stem), rank), Counted(job, config))
+    outline = outline_of(config, path.stem)
+    if job.lora is not None:
+        if job.lora.modules_to_save:
+            raise UserError(
+                f"{file}: modules that lora.modules_to_save trains whole are not planned for on a cluster: plan without"
+            )
+        outline = adapted(outline, job.lora.rank, job.lora.targets)
+    return Given(job, outline, Counted(job, config))
 
 
 def _adapted(job: Job, file: str, rank: int) -> Job:

@@ -52,7 +52,7 @@ class TrainingOptions:
             raise UserError("--checkpoint-every is a number of steps from 0, which is never")
         return replace(
             asked, optimisers=optimisers_of(self.optimiser or usual), offloads=offloads_of(self.offload), base=base,
-            away_share=away_share_of(self.offload), loss=loss_of(self.loss) if self.loss else "",
+            away_share=away_share_of(self.offload), loss=loss_of(self.loss) if self.loss else asked.loss,
             unlike=self.imbalance, save_every=self.checkpoint_every,
             without=tuple(one.strip() for one in self.without.split(",") if one.strip()),
         )  # fmt: skip

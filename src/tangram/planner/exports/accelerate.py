@@ -64,6 +64,11 @@ def _divided(one: Numbers, *, again: bool) -> dict[str, Any]:
         )
     if one.shard % one.context:
         raise UserError(f"accelerate divides states over all {one.context} CP ranks, and the plan does not")
+    if one.copies > 1 and one.shard == one.context:
+        raise UserError(
+            "accelerate copies only what DP ranks divide, and the plan's divide nothing: take a plan that divides "
+            "states over all ranks"
+        )
     return {
         "distributed_type": "FSDP",
         "fsdp_config": {

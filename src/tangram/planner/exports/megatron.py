@@ -30,11 +30,12 @@ Arguments = dict[str, object]
 
 STRATEGIES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 """What Megatron-FSDP calls what is divided."""
+LOSSES: Mapping[str, Arguments] = {"": {}, "parallel": {}, "parallel-fused": {"cross-entropy-loss-fusion": True}}
 PRECISIONS: Mapping[str, Arguments] = {
     "fp32": {},
     "fp16": {"fp16": True},
     "bf16": {"bf16": True},
-    "fp8": {"bf16": True, "fp8-format": "hybrid"},
+    "fp8": {"bf16": True, "fp8-format": "hybrid", "fp8-recipe": "tensorwise"},
     "fp4": {"bf16": True, "fp4-format": "e2m1"},
 }
 
@@ -42,9 +43,12 @@ PRECISIONS: Mapping[str, Arguments] = {
 def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The arguments. Raises UserError for what Megatron-LM has no argument for."""
     told: list[str] = []
+    if one.loss not in LOSSES:
+        raise UserError(f"Megatron-LM has no argument for the loss {one.loss}: plan with --loss parallel, or without")
     arguments: Arguments = {
         "tensor-model-parallel-size": one.tensor,
-        **({"sequence-parallel": True} if one.sequence_parallel and one.tensor > 1 else {}),
+        # Exchanges run beside matmuls, as the prediction has it (`frameworks.toml`).
+        **({"sequence-parallel": True, "tp-comm-overlap": True} if one.sequence_parallel and one.tensor > 1 else {}),
         **_context(one),
         **_stages(one, outline, told),
         **_order(one),
@@ -54,6 +58,7 @@ def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
         "global-batch-size": one.batch,
         "seq-length": one.sequence,
         **PRECISIONS[one.precision],
+        **LOSSES[one.loss],
         **_again(one, outline, told),
     }
     lines = [f"  --{name}" if value is True else f"  --{name} {value}" for name, value in arguments.items()]
@@ -69,10 +74,11 @@ def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     return Written(head + exports + "PLAN_ARGS=(\n" + "\n".join(lines) + "\n)\n", tuple(told))
 
 
-def layout_text(chunks: list[int]) -> str:
-    """Blocks of each virtual stage as Megatron's layout of a pipeline: E the embedding, t a block, L the loss."""
+def layout_text(chunks: list[int], predictors: int = 0) -> str:
+    """Blocks of each virtual stage as Megatron's layout of a pipeline: E the embedding, t a block, m one that predicts
+    a further token, which is the last virtual stage's, L the loss."""
     parts = [f"t*{count}" if count > 1 else "t" for count in chunks]
-    return "E" + "|".join(parts) + "L"
+    return "E" + "|".join(parts) + "m" * predictors + "L"
 
 
 def _context(one: Numbers) -> Arguments:
@@ -94,20 +100,16 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
         return found
     chunks = chunk_blocks(one, outline)
     if len(set(chunks)) > 1:
-        if outline.predictors:
-            raise UserError(
-                f"{outline.layers} layers in {len(chunks)} virtual stages are uneven, and where Megatron-LM then puts "
-                f"the layers that predict further tokens is not written yet: take stages that divide the layers"
-            )
         if (
-            max(one.ahead, one.behind) <= 1
+            not outline.predictors
+            and max(one.ahead, one.behind) <= 1
             and len({*chunks[1:-1], chunks[0] + one.ahead, chunks[-1] + one.behind}) == 1
         ):
             accounted = {"embedding": one.ahead, "loss": one.behind}
             found |= {f"account-for-{what}-in-pipeline-split": True for what, blocks in accounted.items() if blocks}
         else:
             told.append(uneven_words(one, outline))
-            return found | {"pipeline-model-parallel-layout": f"'{layout_text(chunks)}'"}
+            return found | {"pipeline-model-parallel-layout": f"'{layout_text(chunks, outline.predictors)}'"}
     if one.virtual > 1:
         found["num-virtual-stages-per-pipeline-rank"] = one.virtual
     return found

@@ -65,6 +65,8 @@ class Numbers:
     """And the last one."""
     inner: bool = False
     """Whether PP ranks lie within DP ranks, which are then farthest apart."""
+    loss: str = ""
+    """How it is made of the logits, where that was asked for (`planner.space.losses`)."""
 
     @property
     def micros(self) -> int:
@@ -99,6 +101,7 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
         expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
         batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=choice.precision,
         ulysses=at["ulysses"], ahead=at["ahead"], behind=at["behind"], inner=at["inner"] > 0,
+        loss=ask.loss,
     )  # fmt: skip
 
 

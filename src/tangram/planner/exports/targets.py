@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
@@ -15,15 +18,80 @@ from tangram.planner.exports.megatron import megatron
 from tangram.planner.exports.numbers import Numbers, Written, numbers_of
 from tangram.planner.exports.paddleformers import paddleformers
 from tangram.planner.exports.torchtitan import SHARES, options, torchtitan
-from tangram.planner.legality.engine import Rule
+from tangram.planner.legality.engine import Facts, Mask, Rule, divides, even
 from tangram.planner.legality.enumerate import ALL, Able
 from tangram.planner.search.strategy import Ask, Choice
+from tangram.planner.space.grid import Grid
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, WHOLE
 
 __all__ = ["EXPORTS", "Target", "able_of", "export", "picked", "written"]
 
 ENDS = (NOTHING, ALL_BLOCKS)
 
+
+def _by_layers(facts: Facts, g: Grid) -> NDArray[np.float64]:
+    """How many virtual stages there are where each has as many layers as an even cut gives the largest."""
+    blocks = facts.layers + g.ahead + g.behind
+    return np.ceil(blocks / np.ceil(blocks / (g.pipeline * g.virtual)))
+
+
+def _beside_experts(g: Grid) -> Mask:
+    """Where all ranks divide states, as many as go into those that have the same experts."""
+    inner = np.maximum(np.floor(g.data * g.context * g.tensor / g.expert), 1)
+    return (g.shard == g.data * g.context) & divides(g.shard, inner)
+
+
+DIVIDED = Rule(
+    "divided states",
+    lambda f, g: (g.zero == 0) | divides(g.shard, g.context),
+    lambda f, at: f"states are divided over all {at['context']} CP ranks",
+)
+FULL_REPLICAS = Rule(
+    "full replicas",
+    lambda f, g: ((g.zero > 0) & (g.shard > 1)) | (g.data * g.context == 1) | (g.pipeline * g.tensor * g.context == 1),
+    lambda f, at: "full replicas are of DP ranks alone",
+)
+COPIED = Rule(
+    "copies of divided states",
+    lambda f, g: (g.zero == 0) | (g.shard == g.data * g.context) | (g.shard > g.context),
+    lambda f, at: "copies are of what DP ranks divide",
+)
+LAUNCHED = (DIVIDED, COPIED, FULL_REPLICAS)
+"""What `accelerate launch` does not take beyond what an `Able` says by numbers."""
+ONE_EXPERT_RANK = Rule(
+    "TP ranks of experts",
+    lambda f, g: (g.expert == 1) | (g.expert_tensor == 1),
+    lambda f, at: "experts of EP ranks have no TP ranks",
+)
+
+PADDLES = (
+    Rule(
+        "layers of a virtual stage",
+        lambda f, g: divides(f.layers, g.pipeline * g.virtual),
+        lambda f, at: f"{f.layers} layers are uneven over {at.size('pipeline', 'virtual')} virtual stages",
+    ),
+    Rule(
+        "CP ranks of its divided states",
+        lambda f, g: (g.context == 1) | ((g.zero > 0) & divides(g.shard, g.context)),
+        lambda f, at: "CP ranks are of those that divide states",
+    ),
+    Rule(
+        "TP ranks of its experts",
+        lambda f, g: (g.expert_tensor == 1) | np.full(len(g), f.experts == 0),
+        lambda f, at: "experts have no TP ranks",
+    ),
+    Rule(
+        "ranks of its experts",
+        lambda f, g: (g.expert == 1) | ((g.zero > 0) & _beside_experts(g)),
+        lambda f, at: "EP ranks are beside states that all ranks divide",
+    ),
+    Rule(
+        "recompute of virtual stages",
+        lambda f, g: (g.virtual == 1) | (g.recompute == 0) | (g.recomputed == 1),
+        lambda f, at: "of virtual stages all layers or none are recomputed",
+    ),
+)
+"""What PaddleFormers does not run beyond what an `Able` says by numbers."""
 TITANS = (
     Rule(
         "virtual stages of its schedules",
@@ -31,10 +99,28 @@ TITANS = (
         lambda f, at: "its schedules of several virtual stages take two of each rank or more",
     ),
     Rule(
+        "layers of a virtual stage",
+        lambda f, g: (g.virtual == np.where(g.schedule == 0, 1, 2)) | (_by_layers(f, g) == g.pipeline * g.virtual),
+        lambda f, at: f"no number of layers makes {at.size('pipeline', 'virtual')} virtual stages of {f.layers}",
+    ),
+    Rule(
         "TP ranks of its experts",
         lambda f, g: (g.expert_tensor == g.tensor) | ((g.expert > 1) & (g.expert_tensor == 1)),
         lambda f, at: f"experts have 1 or {at['tensor']} TP ranks, the latter where there are no EP ranks",
     ),
+    FULL_REPLICAS,
+    DIVIDED,
+    Rule(
+        "ranks of its experts",
+        lambda f, g: (g.expert == 1) | divides(g.shard * g.tensor, g.expert * g.expert_tensor),
+        lambda f, at: "EP ranks are of those that divide parameters and of TP ranks",
+    ),
+    Rule(
+        "tokens of a rank",
+        lambda f, g: divides(g.sequence, g.tensor * np.where(g.context > 1, 2 * g.context, 1)),
+        lambda f, at: f"a sample of {at['sequence']} tokens is divided by TP ranks and twice the CP ranks",
+    ),
+    even("key-value heads", "key-value heads (num_key_value_heads)", "kv_heads", "tensor"),
 )
 """What torchtitan does not run beyond what an `Able` says by numbers."""
 
@@ -50,6 +136,8 @@ class Target:
     able: Callable[[Outline], Able]
     others: tuple[str, ...] = ()
     """Further entries that the same project runs."""
+    loss: str = ""
+    """How it makes the loss where nothing else is asked for; "": as the entry says."""
 
 
 def _megatron(outline: Outline) -> Able:
@@ -57,30 +145,43 @@ def _megatron(outline: Outline) -> Able:
     return Able(staged=(0, 1), again=(*WHOLE, *(SETS if mixtures else ())))
 
 
+def _titan(outline: Outline) -> Able:
+    staged = 1 if outline.tied else 0
+    return Able(
+        zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, shares=SHARES, pipeline=staged, ulysses=1, inner=False,
+        rules=TITANS,
+    )  # fmt: skip
+
+
 EXPORTS: Mapping[str, Target] = {
     "megatron-lm": Target(megatron, "megatron-core", _megatron, ("megatron", "megatron-2021", "nemo")),
-    "torchtitan": Target(
-        torchtitan,
-        "torchtitan",
-        lambda _: Able(
-            zero=(0, 2, 3), staged=(0, 2, 3), again=WHOLE, shares=SHARES, ulysses=1, inner=False, rules=TITANS
-        ),
-    ),
+    "torchtitan": Target(torchtitan, "torchtitan", _titan),
     "torchtitan-options": Target(
         options,
         "torchtitan",
-        lambda _: Able(zero=(0, 2, 3), staged=(0, 2, 3), again=ENDS, ulysses=1, inner=False, rules=TITANS),
+        lambda outline: replace(_titan(outline), again=ENDS, shares=None, rules=(*TITANS, ONE_EXPERT_RANK)),
+        loss="chunked",
     ),
     "deepspeed": Target(
         deepspeed, "deepspeed", lambda _: Able(again=ENDS, pipeline=1, context=1, tensor=1, near=False)
     ),
     "accelerate": Target(
-        accelerate, "fsdp", lambda _: Able(zero=(0, 2, 3), again=ENDS, pipeline=1, tensor=1, expert=1, ulysses=1)
+        accelerate,
+        "fsdp",
+        lambda _: Able(
+            zero=(0, 2, 3),
+            again=ENDS,
+            pipeline=1,
+            tensor=1,
+            expert=1,
+            ulysses=1,
+            rules=(DIVIDED, COPIED, FULL_REPLICAS),
+        ),
     ),
     "paddleformers": Target(
         paddleformers,
         "paddlenlp",
-        lambda _: Able(staged=(0, 1), again=WHOLE, ulysses=1, near=False, uneven=0, inner=False),
+        lambda _: Able(staged=(0, 1), again=WHOLE, ulysses=1, near=False, uneven=0, inner=False, rules=PADDLES),
     ),
 }
 """By what they are called on the command line."""

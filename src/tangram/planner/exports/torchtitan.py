@@ -38,7 +38,7 @@ FULL_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 def torchtitan(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     """The TOML file (0.2). Raises UserError for what torchtitan has no key for."""
     told: list[str] = []
-    tables = sections(one, outline, told)
+    tables = sections(one, outline, told, "eager")
     group, share = recomputed(one)
     modes: Mapping[tuple[Group, float], dict[str, Any]] = {
         (Group.NONE, 1.0): {"mode": "none"},
@@ -51,6 +51,7 @@ def torchtitan(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     tables["activation_checkpoint"] = modes[group, share]
     if experts_of(outline) and one.expert > 1:
         tables["parallelism"]["expert_tensor_parallel_degree"] = one.expert_tensor
+    tables["compile"] = {"enable": True, "components": ["loss"]} if one.loss == "compiled" else {"enable": False}
     if one.precision == "fp8":
         tables["model"] = {"converters": ["quantize.linear.float8"]}
         tables["quantize"] = {"linear": {"float8": {"recipe_name": "tensorwise"}}}
@@ -63,7 +64,8 @@ def torchtitan(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
 
 
 def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
-    """Options after `--module M --config C` (0.3). Raises UserError for what torchtitan has none for."""
+    """Options after `--module M --config C` (0.3): all that a strategy is, whatever the configuration says. Raises
+    UserError for what torchtitan has none for."""
     told: list[str] = []
     if one.precision == "fp8":
         raise UserError("torchtitan 0.3 has 8-bit matmuls in Python configurations only: plan with --precision bf16")
@@ -73,8 +75,13 @@ def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     group, share = recomputed(one)
     if group not in modes or share != 1:
         raise UserError(f"torchtitan 0.3 has no option for recomputing: {one.again}")
-    tables = sections(one, outline, told)
+    tables = sections(one, outline, told, "chunked")
+    flags = ["parallelism.enable_sequence_parallel"] if one.tensor > 1 else []
+    if one.pipeline > 1 or (experts_of(outline) and one.expert > 1):  # torchtitan captures neither
+        flags.append("training.disable_cuda_graphs")
     lines = [f"  --{name}.{key} {value}" for name, table in tables.items() for key, value in table.items()]
+    compiled = ("enable", "components loss") if one.loss == "compiled" else ("no_enable",)
+    lines += [f"  --{name}" for name in (*flags, *(f"compile.{each}" for each in compiled))]
     head = (
         f"{outline.name} on {one.ranks} devices of {cluster.name}, as `tangram plan` found it, for torchtitan 0.3:",
         'take it in with `source` and start: torchrun ... -m torchtitan.train --module M --config C "${PLAN_ARGS[@]}".',
@@ -84,12 +91,20 @@ def options(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
     return Written(comment(head) + "PLAN_ARGS=(\n" + "\n".join([*lines, policy]) + "\n)\n", tuple(told))
 
 
-def sections(one: Numbers, outline: Outline, told: list[str]) -> Sections:
+def sections(one: Numbers, outline: Outline, told: list[str], usual_loss: str) -> Sections:
     """What both versions have. Raises UserError."""
+    if one.loss not in ("", "compiled", usual_loss):
+        raise UserError(f"torchtitan's loss is in its Python configuration where it is {one.loss}: plan without --loss")
     if one.precision not in FULL_PRECISION:
         raise UserError(f"torchtitan computes matmuls in bfloat16, float32 or 8 bits, and not in {one.precision}")
     if one.tensor > 1 and not one.sequence_parallel:
         raise UserError("torchtitan's TP ranks divide tokens, too, which this plan's do not")
+    if one.sequence % (parts := one.tensor * (2 * one.context if one.context > 1 else 1)):
+        raise UserError(
+            f"torchtitan divides a sample by {parts}, and one of {one.sequence} tokens is not so many parts"
+        )
+    if outline.tied and one.pipeline > 1:
+        raise UserError("torchtitan has no stages of a model whose embedding is its head, too: plan without stages")
     training = {
         "local_batch_size": one.micro * (one.micros if one.pipeline > 1 else 1),
         "global_batch_size": one.batch,
@@ -142,7 +157,8 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
     chunks = chunk_blocks(one, outline)
     blocks = outline.layers + one.ahead + one.behind
     each = -(-blocks // len(chunks))
-    if -(-blocks // each) != len(chunks):
+    usual = one.virtual == usual_chunks(one.schedule)
+    if not usual and -(-blocks // each) != len(chunks):
         raise UserError(
             f"torchtitan cuts {blocks} layers by how many a virtual stage has, which never makes {len(chunks)} of them"
         )
@@ -151,10 +167,15 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> dict[str, Any]:
     return found | {
         "pipeline_parallel_schedule": one.schedule,
         "pipeline_parallel_microbatch_size": one.micro,
-        "pipeline_parallel_layers_per_stage": each,
+        **({} if usual else {"pipeline_parallel_layers_per_stage": each}),
         "pipeline_parallel_first_stage_less_layers": one.ahead,
         "pipeline_parallel_last_stage_less_layers": one.behind,
     }
+
+
+def usual_chunks(schedule: str) -> int:
+    """Virtual stages of a rank where a file does not say how many layers one has."""
+    return 1 if schedule in ("1F1B", "GPipe") else 2
 
 
 def split_alone(schedule: str, chunks: int) -> bool:

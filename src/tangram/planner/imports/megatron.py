@@ -31,7 +31,7 @@ READ = (
     "init-model-with-meta-device",
     "cp-comm-type", "hierarchical-context-parallel-sizes", "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
-    "account-for-loss-in-pipeline-split", "use-tp-pp-dp-mapping",
+    "account-for-loss-in-pipeline-split", "use-tp-pp-dp-mapping", "tp-comm-overlap", "fp8-recipe",
 )  # fmt: skip
 TOLD: Mapping[str, str] = {
     "cpu-offloading": "nothing is taken to be offloaded",
@@ -41,11 +41,10 @@ TOLD: Mapping[str, str] = {
     "rampup-batch-size": "all steps are taken with the whole batch",
     "step-batch-size-schedule": "all steps are taken with the whole batch",
     "delay-wgrad-compute": "the backward of matmuls is taken as one",
-    "overlap-moe-expert-parallel-comm": "what hides beside experts is the framework's usual share",
+    "overlap-moe-expert-parallel-comm": "nothing is taken to hide beside experts",
     "moe-expert-capacity-factor": "no tokens are taken to be dropped",
     "distribute-saved-activations": "what is kept is taken whole on each rank",
     "grad-reduce-in-bf16": "gradients are taken as the framework usually sums them",
-    "tp-comm-overlap": "what hides beside matmuls is the framework's usual share",
 }
 """Of layout or time, and not in the model of them: what is taken in their place."""
 MODULES = {
@@ -108,6 +107,10 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
         inner=words.has("use-tp-pp-dp-mapping"),
     )
     told += [f"{name}: {taken}" for name, taken in TOLD.items() if words.has(name)]
+    if one.sequence_parallel and not words.has("tp-comm-overlap"):
+        told.append(
+            "without tp-comm-overlap: what hides beside matmuls is the framework's usual share, which is with it"
+        )
     graphs = tuple(name for name in words.values if "-graph" in name)
     told += [f"{name}: kernels are taken to be started one by one" for name in graphs]
     return Found(one, "megatron-core", tuple(told), words.others((*READ, *TOLD, *graphs)))

@@ -45,7 +45,7 @@ READ = (
         "expert_tensor_parallel_degree",
     )),
     "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option", "activation-checkpoint",
-    "model.converters",
+    "model.converters", "training.disable_cuda_graphs", "compile.no_enable",
 )  # fmt: skip
 TOLD: Mapping[str, str] = {
     "training.enable_cpu_offload": "nothing is taken to be offloaded",

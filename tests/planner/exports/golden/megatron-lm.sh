@@ -4,6 +4,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1
 PLAN_ARGS=(
   --tensor-model-parallel-size 2
   --sequence-parallel
+  --tp-comm-overlap
   --context-parallel-size 2
   --pipeline-model-parallel-size 2
   --num-virtual-stages-per-pipeline-rank 2
@@ -20,6 +21,7 @@ PLAN_ARGS=(
   --seq-length 4096
   --bf16
   --fp8-format hybrid
+  --fp8-recipe tensorwise
   --recompute-granularity selective
   --recompute-modules layernorm moe_act
 )

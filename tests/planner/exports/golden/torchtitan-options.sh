@@ -13,9 +13,11 @@ PLAN_ARGS=(
   --parallelism.pipeline_parallel_degree 2
   --parallelism.pipeline_parallel_schedule DualPipeV
   --parallelism.pipeline_parallel_microbatch_size 1
-  --parallelism.pipeline_parallel_layers_per_stage 2
   --parallelism.pipeline_parallel_first_stage_less_layers 0
   --parallelism.pipeline_parallel_last_stage_less_layers 0
   --parallelism.expert_parallel_degree 4
+  --parallelism.enable_sequence_parallel
+  --training.disable_cuda_graphs
+  --compile.no_enable
   activation-checkpoint:full
 )
