@@ -185,7 +185,7 @@ def test_without_a_configuration_that_says_how_nothing_is_guessed(
         capsys=capsys,
     )
     refused(tmp_path / "q", r"is quantised, and a cast", "--to", "hf", "--dtype", "float32", capsys=capsys)
-    write(tmp_path / "said", made)
+    write(tmp_path / "said", made, model_type="of-one-layer")  # a whole model is not here
     options = ["--to", "hf", "--dequantise", "--config", tmp_path / "said"]
     assert convert(tmp_path / "q", tmp_path / "out", *options) == 0
     name, value = next(iter(made.values.items()))
