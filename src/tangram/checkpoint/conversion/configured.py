@@ -29,9 +29,7 @@ from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.relayout import TensorSpec, bind
 
-if TYPE_CHECKING:  # both load transformers
-    from transformers import PreTrainedModel
-
+if TYPE_CHECKING:  # it loads transformers
     from tangram.models.conversions import Conversion
 
 SAID = 3
@@ -74,13 +72,13 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
 # ---------------------------------------------------------------- names
 
 
-def _declared(config: Mapping[str, Any]) -> "PreTrainedModel | None":
+def _declared(config: Mapping[str, Any]) -> Any:
     from tangram.models.build import declared_on_meta  # loads transformers
 
     return declared_on_meta(config)
 
 
-def _named_by(source: OpenCheckpoint, model: "PreTrainedModel") -> OpenCheckpoint:
+def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
     """The part of a checkpoint that has the names of a configuration's model."""
     from tangram.models.conversions import read_conversion
 
@@ -111,7 +109,7 @@ def _named_by(source: OpenCheckpoint, model: "PreTrainedModel") -> OpenCheckpoin
     return source
 
 
-def _missing(model: "PreTrainedModel", found: "Conversion") -> list[str]:
+def _missing(model: Any, found: "Conversion") -> list[str]:
     """Tensors of a model that nothing stored makes; of tied ones a single name is enough."""
     tied = _tied_names(model)
     there = {name for part in found.parts for name in part.shapes}
@@ -126,7 +124,7 @@ def _missing(model: "PreTrainedModel", found: "Conversion") -> list[str]:
     return [*found.missing, *missing]
 
 
-def _tied_names(model: "PreTrainedModel") -> Mapping[str, str]:
+def _tied_names(model: Any) -> Mapping[str, str]:
     """Which tensors of a model are another one, by the names of both."""
     return cast("Mapping[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
 
@@ -151,9 +149,7 @@ def _is_derived(name: str, dims: int) -> bool:
     return DERIVED.fullmatch(name) is not None or (dims == 4 and MASK.fullmatch(name) is not None)
 
 
-def _tied_once(
-    source: OpenCheckpoint, config: Mapping[str, Any], model: "PreTrainedModel | None", notes: list[str]
-) -> OpenCheckpoint:
+def _tied_once(source: OpenCheckpoint, config: Mapping[str, Any], model: Any, notes: list[str]) -> OpenCheckpoint:
     """A checkpoint in which a head that is the embeddings has no name of its own. `model`: where it is built."""
     head = min((name for name in source.specs if name.endswith(HEADS)), key=len, default=None)
     if head is None:
@@ -182,9 +178,7 @@ def _tied_once(
     return _quietly(source, {name for name in source.specs if owners[name][0] != head})
 
 
-def _named_as_words(
-    source: OpenCheckpoint, head: str, model: "PreTrainedModel | None", notes: list[str]
-) -> OpenCheckpoint:
+def _named_as_words(source: OpenCheckpoint, head: str, model: Any, notes: list[str]) -> OpenCheckpoint:
     """A checkpoint that has of a tied pair the head alone, by the name that other programs look for."""
     words = _tied_names(model).get(head) if model is not None else None
     if words is None or not any(name.startswith(f"{words.partition('.')[0]}.") for name in source.specs):
