@@ -185,7 +185,7 @@ def test_without_a_configuration_that_says_how_nothing_is_guessed(
         capsys=capsys,
     )
     refused(tmp_path / "q", r"is quantised, and a cast", "--to", "hf", "--dtype", "float32", capsys=capsys)
-    write(tmp_path / "said", made)
+    write(tmp_path / "said", made, model_type="of-one-layer")  # a whole model is not here
     options = ["--to", "hf", "--dequantise", "--config", tmp_path / "said"]
     assert convert(tmp_path / "q", tmp_path / "out", *options) == 0
     name, value = next(iter(made.values.items()))
@@ -193,7 +193,8 @@ def test_without_a_configuration_that_says_how_nothing_is_guessed(
 
 
 def test_a_configuration_that_is_silent_does_not_hide_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = repository("fp8 in blocks", tmp_path / "q")
+    made = METHODS["fp8 in blocks"](np.random.default_rng(1))
+    write(tmp_path / "q", made, model_type="of-one-layer")
     write(tmp_path / "plain", Repository({}, {}, {}))
     refused(
         tmp_path / "q", "says nothing of it: leave it out", "--to", "hf", "--config", tmp_path / "plain", capsys=capsys

@@ -577,18 +577,6 @@ def test_a_head_that_is_tied_is_in_no_index(weights: Mapping[str, Tensor], tmp_p
     assert all(torch.equal(one, own[name]) for name, one in found.items())
 
 
-def test_the_head_of_a_tied_pair_alone(weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture) -> None:
-    """huggingface/transformers#38870: of a tied pair the head was stored, and the embeddings were drawn anew."""
-    own = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
-    del own["model.embed_tokens.weight"]
-    source = beside(tmp_path / "source", {**FIELDS, "tie_word_embeddings": True})
-    save_file(own, source / "model.safetensors")
-    assert convert(source, tmp_path / "core", to="torch_dist") == 2
-    assert "there is no tensor model.embed_tokens.weight" in capsys.readouterr().err
-    assert convert(source, tmp_path / "hf") == 0  # as it is: transformers 5 takes the head for both
-    same(tmp_path / "hf", own)
-
-
 TITANS = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
     "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",

@@ -7,7 +7,7 @@ out gives weights that look right.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.conversion.module_names import ExpertRows, ModuleNames, module_names
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import LARGEST_SMALL
@@ -120,14 +121,20 @@ def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps) -> Changes:
     pairs, full = _sorted(_tensors(folder, maps), config, folder)
     embedding = _embedding(source) if HEAD not in source.specs or _tied(source) else None
     table: dict[str, WeightChange] = {}
+    own = _names_in_memory(source, [f"{_owner(one)}.weight" for one in pairs] + [*full])
+    stored = {name: source.specs[one] for name, one in own.renamed.items()}
+    seen = replace(source, specs={**source.specs, **own.fused, **stored})
     for module, parts in pairs.items():
         tied = embedding if f"{module}.weight" == HEAD else None
-        name, pair = _fitted(source, config, module, parts, folder, tied or "")
-        key = HEAD if tied else name
-        if key in table:
-            raise UserError(f'the adapter "{folder}" has two pairs that could be for {name}')
-        table[key] = WeightChange(name, pair=pair)
+        name, pair = _fitted(seen, config, module, parts, folder, tied or "")
+        apart = _apart(pair, own.rows[name]) if name in own.rows else {own.renamed.get(name, name): pair}
+        for one, changed in apart.items():
+            key = HEAD if tied else one
+            if key in table:
+                raise UserError(f'the adapter "{folder}" has two pairs that could be for {one}')
+            table[key] = WeightChange(one, pair=changed)
     for name, value in full.items():
+        name = own.renamed.get(name, name)
         base = embedding if name == HEAD and embedding is not None else name
         if base not in source.specs:
             raise UserError(f'the adapter "{folder}" has {name}, and "{source.path}" has no such tensor')
@@ -136,6 +143,30 @@ def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps) -> Changes:
     if not table:
         raise UserError(f'the adapter "{folder}" has no tensors')
     return Changes(table) if embedding is None else _of_tied(source, table, embedding)
+
+
+def _names_in_memory(source: OpenCheckpoint, names: Sequence[str]) -> ModuleNames:
+    """What the model calls otherwise than the source, where that has not all of some names."""
+    modules = {name.rpartition(".")[0] for name in source.specs} | {HEAD.rpartition(".")[0]}
+    if all(name.rpartition(".")[0] in modules for name in names):
+        return ModuleNames({}, {}, {})
+    return module_names(source, _fields(source))
+
+
+def _owner(module: str) -> str:
+    """A module without what peft puts around it, once for each of its parameters that are adapted."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return module
+
+
+def _apart(pair: LowRankPair, rows: Sequence[ExpertRows]) -> dict[str, LowRankPair]:
+    """What is added to each expert's tensors by a pair that is of all experts together, as views."""
+    found: dict[str, LowRankPair] = {}
+    for one in rows:
+        left, right = pair.factors(one.expert)
+        found[one.name] = LowRankPair(right, left[one.first : one.last], pair.scale)
+    return found
 
 
 def _of_tied(source: OpenCheckpoint, table: dict[str, WeightChange], embedding: str) -> Changes:
@@ -285,9 +316,7 @@ def _fitted(
     embedding = "embedding_A" in parts
     a, b = (parts[f"{'embedding_' if embedding else ''}{key}"] for key in "AB")
     plain = tied or f"{module}.weight"
-    owner = module.removesuffix(".base_layer")
-    while owner.endswith(".base_layer"):
-        owner = owner.removesuffix(".base_layer")
+    owner = _owner(module)
     ends = [f"{owner}.{one.rpartition('.')[2]}" for one in config.parameters]
     named = {n for n, one in zip(ends, config.parameters, strict=True) if n == one or n.endswith(f".{one}")}
     candidates = [plain] if plain in source.specs else sorted(named & source.specs.keys())
@@ -336,11 +365,16 @@ def _shape(a: Tensor, b: Tensor, turned: bool) -> tuple[int, int]:
 
 def _tied(source: OpenCheckpoint) -> bool:
     """Whether the configuration says that the head is the embeddings."""
+    return bool(_fields(source).get("tie_word_embeddings"))
+
+
+def _fields(source: OpenCheckpoint) -> dict[str, Any]:
+    """The configuration; nothing where there is none that can be read."""
     try:
         fields: Any = json.loads(source.small.get("config.json", b"{}"))
     except ValueError:
-        return False
-    return isinstance(fields, dict) and bool(cast("dict[str, Any]", fields).get("tie_word_embeddings"))
+        return {}
+    return cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
 
 
 def _embedding(source: OpenCheckpoint) -> str | None:

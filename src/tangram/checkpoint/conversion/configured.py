@@ -1,7 +1,9 @@
 """Whether tensors are those of the configuration that is to lie beside them, and what of them is told or left out.
 
-    names     those of the configuration's model, as transformers loads them; else it is refused: N of M are not
-    tied      two names of one tensor, both stored: equal ones become one, unlike ones are refused
+    names     those of the configuration's model, as transformers loads them; else it is refused: N of M are not,
+              or some are missing, which would be drawn anew
+    tied      two names of one tensor, both stored: equal ones become one, unlike ones are refused; one of which the
+              head's alone is stored gets the name of the embeddings
     derived   what old versions of transformers stored and new ones compute (`rotary_emb.inv_freq`) goes
     facts     numbers in the configuration that the shapes contradict
 
@@ -11,20 +13,24 @@ Nothing is looked at in a model that transformers has no class for, nor where we
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
+from tangram.checkpoint.formats.common.config_json import EMBEDDINGS, HEADS
 from tangram.checkpoint.formats.common.model_part import leads, only
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
-from tangram.checkpoint.formats.common.optimiser_names import named_without, split
+from tangram.checkpoint.formats.common.optimiser_names import named_without, renamed, split
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.relayout import TensorSpec, bind
+
+if TYPE_CHECKING:  # it loads transformers
+    from tangram.models.conversions import Conversion
 
 SAID = 3
 """Names that a sentence has."""
@@ -36,12 +42,6 @@ DERIVED = re.compile(
 )
 MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
 """A causal mask of four dims where an attention has one; a bias has one dim."""
-TIED = (
-    ("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"),
-    ("lm_head.weight", "language_model.model.embed_tokens.weight"), ("output.weight", "tok_embeddings.weight"),
-    ("lm_head.weight", "shared.weight"),
-)  # fmt: skip
-"""Names of a head and of the embeddings that it may be."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
     source = _without_derived(source, notes)
     if config is None or "quantization_config" in config:
         return Fitted(source, tuple(notes))
-    if check:
-        source = _named_by(source, config)
-    source = _without_copies(source, config, notes)
+    model = _declared(config) if check else None
+    if model is not None:
+        source = _named_by(source, model)
+    source = _tied_once(source, config, model, notes)
     notes += facts(source.specs, config)
     return Fitted(source, tuple(notes))
 
@@ -71,14 +72,16 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
 # ---------------------------------------------------------------- names
 
 
-def _named_by(source: OpenCheckpoint, config: Mapping[str, Any]) -> OpenCheckpoint:
-    """The part of a checkpoint that has the names of a configuration's model."""
+def _declared(config: Mapping[str, Any]) -> Any:
     from tangram.models.build import declared_on_meta  # loads transformers
+
+    return declared_on_meta(config)
+
+
+def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
+    """The part of a checkpoint that has the names of a configuration's model."""
     from tangram.models.conversions import read_conversion
 
-    model = declared_on_meta(config)
-    if model is None:
-        return source
     wanted = model.state_dict().keys()
     owners = split(source.specs, source.states)
     params = [name for name in source.specs if not owners[name][1]]
@@ -91,26 +94,50 @@ def _named_by(source: OpenCheckpoint, config: Mapping[str, Any]) -> OpenCheckpoi
         params = [name.removeprefix(lead) for name in params if name.startswith(lead)]
     found = read_conversion(model, {name: source.specs[name].shape for name in params})
     if found.surplus:
-        more = f" and {len(found.surplus) - SAID:,} more" if len(found.surplus) > SAID else ""
         raise UserError(
             f"{len(found.surplus):,} of {len(params):,} names are not those of the configuration "
-            f"({type(model).__name__}): {', '.join(found.surplus[:SAID])}{more}; "
-            "give the --config DIR of this model, or a --mapping FILE"
+            f"({type(model).__name__}): {_some(found.surplus)}; give the --config DIR of this model, or a "
+            "--mapping FILE"
         )
     if found.unlike:
         raise UserError(f"the weights are not those of the configuration ({type(model).__name__}): {found.unlike[0]}")
+    if missing := _missing(model, found):
+        raise UserError(
+            f"{len(missing):,} of the configuration's tensors ({type(model).__name__}) are not there, and "
+            f"transformers would draw them anew: {_some(missing)}; give the --config DIR of this model"
+        )
     return source
+
+
+def _missing(model: Any, found: "Conversion") -> list[str]:
+    """Tensors of a model that nothing stored makes; of tied ones a single name is enough."""
+    tied = _tied_names(model)
+    there = {name for part in found.parts for name in part.shapes}
+    there |= {words for head, words in tied.items() if head in there}
+    there |= {head for head, words in tied.items() if words in there}
+    unneeded = cast("Collection[str]", getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    missing = [
+        name
+        for name, tensor in model.state_dict().items()
+        if name not in there and not _is_derived(name, tensor.ndim) and not any(re.search(p, name) for p in unneeded)
+    ]
+    return [*found.missing, *missing]
+
+
+def _tied_names(model: Any) -> Mapping[str, str]:
+    """Which tensors of a model are another one, by the names of both."""
+    return cast("Mapping[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:SAID])}{f' and {len(names) - SAID:,} more' if len(names) > SAID else ''}"
 
 
 # ---------------------------------------------------------------- what goes
 
 
 def _without_derived(source: OpenCheckpoint, notes: list[str]) -> OpenCheckpoint:
-    derived = {
-        name
-        for name, spec in source.specs.items()
-        if DERIVED.fullmatch(name) or (MASK.fullmatch(name) and len(spec.shape) == 4)
-    }
+    derived = {name for name, spec in source.specs.items() if _is_derived(name, len(spec.shape))}
     if not derived or len(derived) == len(source.specs):
         return source
     kinds = sorted({".".join(name.split(".")[-2:]) for name in derived})
@@ -118,13 +145,23 @@ def _without_derived(source: OpenCheckpoint, notes: list[str]) -> OpenCheckpoint
     return _quietly(source, source.specs.keys() - derived)
 
 
-def _without_copies(source: OpenCheckpoint, config: Mapping[str, Any], notes: list[str]) -> OpenCheckpoint:
-    if not config.get("tie_word_embeddings"):
+def _is_derived(name: str, dims: int) -> bool:
+    return DERIVED.fullmatch(name) is not None or (dims == 4 and MASK.fullmatch(name) is not None)
+
+
+def _tied_once(source: OpenCheckpoint, config: Mapping[str, Any], model: Any, notes: list[str]) -> OpenCheckpoint:
+    """A checkpoint in which a head that is the embeddings has no name of its own. `model`: where it is built."""
+    head = min((name for name in source.specs if name.endswith(HEADS)), key=len, default=None)
+    if head is None:
         return source
-    pair = next((pair for pair in TIED if all(name in source.specs for name in pair)), None)
-    if pair is None:
+    said = config.get("tie_word_embeddings")  # many published configurations leave it to their class
+    if said is False or (model is None and said is None and (model := _declared(config)) is None):
         return source
-    head, words = pair
+    words = min((name for name in source.specs if name.endswith(EMBEDDINGS)), key=len, default=None)
+    if words is None:
+        return _named_as_words(source, head, model or _declared(config), notes)
+    if model is not None and not _tied_names(model):
+        return source
     if source.specs[head] != source.specs[words]:
         raise UserError(
             f"the configuration ties {head} to {words}, but they have unlike shapes or types: "
@@ -139,6 +176,17 @@ def _without_copies(source: OpenCheckpoint, config: Mapping[str, Any], notes: li
     notes.append(f"{head} is {words}, bit for bit, as the configuration says: one tensor")
     owners = split(source.specs, source.states)
     return _quietly(source, {name for name in source.specs if owners[name][0] != head})
+
+
+def _named_as_words(source: OpenCheckpoint, head: str, model: Any, notes: list[str]) -> OpenCheckpoint:
+    """A checkpoint that has of a tied pair the head alone, by the name that other programs look for."""
+    words = _tied_names(model).get(head) if model is not None else None
+    if words is None or not any(name.startswith(f"{words.partition('.')[0]}.") for name in source.specs):
+        return source  # not tied, or by other names than the model's
+    notes.append(f"{head} alone is there of two that are tied: it gets the name {words}")
+    owners = split(source.specs, source.states)
+    names = {name: words + name.removeprefix(head) if owners[name][0] == head else name for name in source.specs}
+    return renamed(source, names)
 
 
 def _quietly(source: OpenCheckpoint, names: Collection[str]) -> OpenCheckpoint:

@@ -116,7 +116,18 @@ def exported_as_it_is(
     """Whether the model of one of Tangram's own checkpoints is exported with no tensor changed: proved by digests."""
     local = not is_remote(str(source)) and not is_remote(str(target))
     changed = options.mapping is not None or options.adapter is not None or options.dequantise
-    return local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
+    as_it_is = local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
+    return as_it_is and _is_named_as_configured(opened, options)
+
+
+def _is_named_as_configured(opened: OpenCheckpoint, options: ConvertOptions) -> bool:
+    """Whether `prepare` would take all tensors, by their names: it tells else what is not so."""
+    model = model_of(opened)[0]
+    try:
+        config = config_of(small_of(options.config) if options.config else opened.small)
+        return fitted(model, config, True).source.specs.keys() == model.specs.keys()
+    except UserError:
+        return False
 
 
 def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> PreparedConversion:
@@ -125,7 +136,7 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     also = [word for word, on in (("an adapter", options.adapter), ("a mapping", options.mapping)) if on]
     source, small, rounding = prepared(source, small, to, dequantise=options.dequantise, dtype=options.dtype, also=also)
     notes: tuple[str, ...] = ()
-    if options.mapping is None and source.format != "tangram" and (names := structure_of(source)) in FITTED:
+    if options.mapping is None and (names := structure_of(source)) in FITTED:
         check = names == "hf" and to == "hf" and (source.format != "hf" or options.config is not None)
         fit = fitted(source, config_of(small) if names == "hf" else None, check)
         source, notes = fit.source, fit.notes

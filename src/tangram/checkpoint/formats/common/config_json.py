@@ -28,11 +28,13 @@ _COMPANIONS = (
     "_packed", ".absmax", ".quant_map", ".SCB", "_scale_2", "input_scale", ".W_q", "weight._data",
 )  # fmt: skip
 """How names of tensors end that are parts of quantised ones."""
-_EMBEDDINGS = (
+EMBEDDINGS = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight",
     "backbone.embeddings.weight", "backbone.embedding.weight",
 )  # fmt: skip
-_HEADS = ("lm_head.weight", "embed_out.weight", "output_layer.weight", "proj_out.weight")
+"""How names of input embeddings end."""
+HEADS = ("lm_head.weight", "embed_out.weight", "output_layer.weight", "proj_out.weight")
+"""How names of output layers over the vocabulary end."""
 
 
 def is_quantised(specs: Mapping[str, TensorSpec]) -> bool:
@@ -102,13 +104,13 @@ def _without_quantisation(
 
 
 def _with_vocabulary(fields: dict[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
-    names = sorted((name for name in specs if name.endswith(_EMBEDDINGS)), key=len)
+    names = sorted((name for name in specs if name.endswith(EMBEDDINGS)), key=len)
     table = fields if "vocab_size" in fields else fields.get("text_config")
     if not names or not isinstance(table, dict):
         return []
     text = cast("dict[str, Any]", table)
     rows, own = specs[names[0]].shape[0], text.get("vocab_size")
-    heads = {spec.shape[0] for name, spec in specs.items() if name.endswith(_HEADS) and spec.shape}
+    heads = {spec.shape[0] for name, spec in specs.items() if name.endswith(HEADS) and spec.shape}
     if not isinstance(own, int) or own == rows or not heads <= {rows}:  # some classes have a row more in one of them
         return []
     if own > rows:

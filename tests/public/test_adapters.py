@@ -1,0 +1,62 @@
+"""Public reports about merging adapters, each with its input rebuilt small. The oracle is peft's model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+
+from tests.checkpoint.peers.models import save
+from tests.checkpoint.test_adapter_kinds import merged
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),  # of peft about parameters
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),
+]
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(folder: Path, row: str, options: Mapping[str, Any], **changes: Any) -> Any:
+    """peft's model with random A and B, saved beside its base as transformers writes it."""
+    from peft import LoraConfig, get_peft_model
+
+    model = save(row, folder / "hf", **changes)
+    peft: Any = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options))  # pyright: ignore[reportArgumentType]
+    torch.manual_seed(1)
+    for name, value in peft.named_parameters():
+        if "lora_" in name:
+            value.data = torch.randn(value.shape) * 0.3
+    peft.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    return peft.eval()
+
+
+def is_merged(folder: Path, peft: Any) -> None:
+    """The merged directory computes what peft's model does."""
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(folder)(tokens).logits, peft(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "experts"),
+    [
+        ("mixtral", {"target_modules": "all-linear"}, "block_sparse_moe.experts.3.w1"),
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": PARAMETERS}, "mlp.experts.3.gate_proj"),
+        ("glm4_moe", {"target_modules": ["o_proj"], "target_parameters": PARAMETERS}, "mlp.experts.3.up_proj"),
+    ],
+)
+def test_an_adapter_of_fused_experts(row: str, options: Mapping[str, Any], experts: str, tmp_path: Path) -> None:
+    """unslothai/unsloth-zoo#812: (and huggingface/peft#3009) an adapter is of a tensor that has all experts, and files
+    have them one by one: what was trained of them got lost, and nothing said so.
+
+    unslothai/unsloth-zoo#779: and where experts are narrower than the hidden states, it was added the wrong way round.
+    """
+    peft = adapted(tmp_path, row, options)
+    is_merged(tmp_path, peft)
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("hf", "merged"))
+    name = f"model.layers.1.{experts}.weight"
+    assert before.keys() == after.keys()
+    assert not torch.equal(before[name], after[name])
