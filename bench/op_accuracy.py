@@ -64,9 +64,9 @@ def _figures(own: Sheet, others: Sequence[Sheet]) -> Iterable[Row]:
     peers = {other.name: rows_of(other) for other in others}
     for key, found in rows_of(own).items():
         yield _row(key, found, {name: table[key] for name, table in peers.items() if key in table})
-    moved = [how for how in own.moves.values() if how == "wrong"]
-    if own.moves:
-        yield Row(f"operators that lose a value they should move, of {len(own.moves)}", "cases", len(moved), target=0)
+    moved = [how for how in own.copies.values() if how == "wrong"]
+    if own.copies:
+        yield Row(f"operators that lose a value they should move, of {len(own.copies)}", "cases", len(moved), target=0)
     for verdict in CLASSES:
         number = sum(outcome.verdict == verdict for outcome in own.outcomes.values())
         yield Row(f"{verdict}, of {len(own.outcomes)}", "cases", number)

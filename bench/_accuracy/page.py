@@ -120,7 +120,7 @@ def _brief(one: Outcome) -> str:
 
 def _moves(sheet: Sheet) -> str:
     by: dict[str, list[str]] = {how: [] for how in KEPT}
-    for (name, kind), how in sheet.moves.items():
+    for (name, kind), how in sheet.copies.items():
         by[how].append(f"`{name}` ({kind})")
     words = {"exact": "every bit", "but NaN": "every value, but other bits of NaN", "wrong": "not every value"}
     count = sum(len(names) for names in by.values())

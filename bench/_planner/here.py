@@ -92,10 +92,10 @@ def _measured(some: Sequence[Ranked], rounds: int) -> list[Measured]:
     took: dict[str, list[float]] = {}
     for _ in range(rounds):
         for one in some:
-            trial = measured(one.taken, steps=STEPS)
+            trial = measured(one.chosen_plan, steps=STEPS)
             if trial.seconds is not None:
-                took.setdefault(key_of(one.taken), []).append(trial.seconds)
-    return [Measured(one, tuple(took[key])) for one in some if (key := key_of(one.taken)) in took]
+                took.setdefault(key_of(one.chosen_plan), []).append(trial.seconds)
+    return [Measured(one, tuple(took[key])) for one in some if (key := key_of(one.chosen_plan)) in took]
 
 
 def _rows(found: list[Measured], planned: Planned, processes: int) -> Iterator[Row]:
@@ -124,20 +124,20 @@ def _rows(found: list[Measured], planned: Planned, processes: int) -> Iterator[R
 
 def _after(found: list[Measured], planned: Planned, said: str, best: float) -> Iterator[Row]:
     """What trials of the same plans would have led to."""
-    seconds = {key_of(one.ranked.taken): one.seconds for one in found}
+    seconds = {key_of(one.ranked.chosen_plan): one.seconds for one in found}
 
     def remember(ranked: Ranked, trial: Trial, before: History) -> Entry:
         assert ranked.estimate is not None
         unused = replace(trial, used=None)
-        return entry_of(ranked.taken, ranked.estimate, planned.here, before, unused, kind="trial", name="bench")
+        return entry_of(ranked.chosen_plan, ranked.estimate, planned.here, before, unused, kind="trial", name="bench")
 
     ranking = replace(planned.ranking, ranked=tuple(one.ranked for one in found))
     done = tried(
         ranking, TRIALS, lambda plan: Trial("measured", seconds[key_of(plan)]), remember, planned.here, History()
     )
-    taken = seconds[key_of(done.ranking.ranked[0].taken)]
+    taken = seconds[key_of(done.ranking.ranked[0].chosen_plan)]
     yield Row(f"{said}: the first after {len(done.trials)} trials", "regret", taken / best - 1, target=0.1,
               better="lower")  # fmt: skip
     rest = [one for one in done.ranking.ranked if one.likely is not None and not one.likely.measured]
-    off = median(abs(one.step / seconds[key_of(one.taken)] - 1) for one in rest)
+    off = median(abs(one.step / seconds[key_of(one.chosen_plan)] - 1) for one in rest)
     yield Row(f"{said}: step time of the others after that", "median error", off, better="lower")

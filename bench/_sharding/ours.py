@@ -49,7 +49,7 @@ class Tape:
     def note(self, given: Sequence[SimTensor | None], found: Propagation | None, made: Sequence[Any]) -> None:
         """Hear of an operator, or (without one) that a tensor is another one, moved or written."""
         results: list[tuple[Any, Layout | None, bool]] = [
-            (one, one.lies, one.parts[0].requires_grad) if isinstance(one, SimTensor) else (one, None, False)
+            (one, one.own_layout, one.parts[0].requires_grad) if isinstance(one, SimTensor) else (one, None, False)
             for one in made
         ]
         self.ran.append((given, found, results))
@@ -58,7 +58,7 @@ class Tape:
 def tried(sample: Sample, which: int, dim: int) -> Case:
     """Run one case. Never raises: what goes wrong is in the verdict."""
     tape = Tape()
-    world = SimWorld(MESH, builtin(), told=tape.note)
+    world = SimWorld(MESH, builtin(), on_operator=tape.note)
     leaves = [leaf(t) for t in sample.tensors]
     layouts = [plain(t.shape, dim if i == which else -1) for i, t in enumerate(leaves)]
     try:
@@ -78,7 +78,7 @@ def tried(sample: Sample, which: int, dim: int) -> Case:
     backward, closing = count.run(
         wanted, [(g, t.requires_grad and next(used, False)) for g, t in zip(given, leaves, strict=True)]
     )
-    uncut = all(state(r.lies) == WHOLE for r in results if isinstance(r, SimTensor))
+    uncut = all(state(r.own_layout) == WHOLE for r in results if isinstance(r, SimTensor))
     return Case("right", world.moved, backward, closing, uncut and world.moved >= sample.gathered(which))
 
 
@@ -121,10 +121,10 @@ class Count:
         closing = 0.0
         for result, wanted in results:
             if isinstance(result, SimTensor):
-                if result.lies.pending:
+                if result.own_layout.pending:
                     closing += RANKS * received(ALL_REDUCE, result.nbytes, RANKS)
                 if wanted:
-                    self.add(result, dual(result.lies))
+                    self.add(result, dual(result.own_layout))
         for given, found, made in reversed(self.tape.ran):
             if found is not None:
                 self.step(given, found, made)
@@ -134,7 +134,7 @@ class Count:
         backward, self.nbytes = self.nbytes, 0.0
         for one, wanted in leaves:
             if wanted and id(one) in self.cotangents:
-                self.bring(one, state(one.lies))
+                self.bring(one, state(one.own_layout))
         return backward, closing + self.nbytes
 
     def add(self, tensor: SimTensor, one: State) -> None:

@@ -225,7 +225,7 @@ def test_a_full_disk_is_reported_and_tried_again_from_the_same_copy(
     saver.wait()
     (saved,) = saver.poll()
     check(saved, seed=3)
-    assert {m.step for _, m in commits.whole(saver.folder)} == {1, 3}
+    assert {m.step for _, m in commits.committed(saver.folder)} == {1, 3}
 
 
 def test_a_folder_that_cannot_be_made(saver: AsyncSaver, tmp_path: Path):

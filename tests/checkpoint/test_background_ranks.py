@@ -111,7 +111,7 @@ def check(path: Path, step: int) -> None:
 
 def until_committed(runs: Path, step: int) -> Path:
     deadline = time.monotonic() + 90
-    while not (found := [path for path, marker in commits.whole(runs) if marker.step == step]):
+    while not (found := [path for path, marker in commits.committed(runs) if marker.step == step]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found[0]

@@ -159,7 +159,7 @@ def there_and_back(name: str, data: st.DataObject) -> None:
     assert same(back, values)
     for one in (hf, core):
         fit = cover(one, family, config)
-        assert fit.whole, fit
+        assert fit.complete, fit
         assert fit.covered == len(one.specs)
 
 

@@ -27,6 +27,11 @@ PLANNER = {
 }
 """And of the planner, whose tables people read first."""
 
+NAMELESS = frozenset("told said asked wanted found given taken held lies whole moves".split())  # noqa: SIM905
+"""Words that name nothing: of a function, a class or a field they say neither what it is nor what it does."""
+OUTSIDE = frozenset({"Choice.held", "Entry.held", "PredictedPlan.held", "Change.said", "Rates.moves", "RuleMutant.found"})
+"""Fields that are keys in files and in what `--json` prints; held-out data is a term of the field."""
+
 
 def strings(file: Path) -> list[tuple[int, str]]:
     """Line and text of every string of a module but its documentation."""
@@ -60,6 +65,35 @@ def test_what_is_printed_is_in_the_fields_words() -> None:
         )
     ]
     assert found == []
+
+
+def nameless(tree: ast.Module) -> list[str]:
+    """The functions, classes and fields of a module whose names have such a word."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    fields = [
+        (f"{owner.name}.{node.target.id}", node.target.id)
+        for owner in classes
+        for node in owner.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    defined = [
+        (node.name, re.sub("(?<!^)(?=[A-Z])", "_", node.name).lower())
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    return [
+        name
+        for name, words in [*defined, *fields]
+        if name not in OUTSIDE and NAMELESS & set(words.replace("held_out", "").strip("_").split("_"))
+    ]
+
+
+def test_functions_classes_and_fields_are_named_by_what_they_are() -> None:
+    source = ROOT / "src" / "tangram"
+    trees = {str(file.relative_to(source)): ast.parse(file.read_text()) for file in sorted(source.rglob("*.py"))}
+    assert {file: names for file, tree in trees.items() if (names := nameless(tree))} == {}
+    planted = "def is_whole(): ...\nclass Given:\n  told: int\n  held_out: int\nclass Choice:\n  held: int\n"
+    assert nameless(ast.parse(planted)) == ["is_whole", "Given", "Given.told"]
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)

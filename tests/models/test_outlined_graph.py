@@ -89,7 +89,7 @@ def test_a_type_without_a_table_is_planned_from_its_graph(kind: str) -> None:
     found, config = planned(kind), config_of(kind)
     model = build_on_meta(config, AutoModelForMaskedLM) if kind == "bert" else build_on_meta(config)
     assert found.graph
-    assert found.said == f"{kind} (from its graph)"
+    assert found.description == f"{kind} (from its graph)"
     assert found.numbers == sum(one.numel() for one in model.parameters())
     assert found.layers == len(block_names(model))
     if kind != "bert":  # its head has a product before the last one

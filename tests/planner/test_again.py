@@ -17,7 +17,7 @@ from tangram.planner.cost.memory import memory, needs
 from tangram.planner.cost.step_time import scaled, seconds
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search.branch_and_bound import search
-from tangram.planner.search.evaluate import Wanted
+from tangram.planner.search.evaluate import CutRequest
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid, joined
 from tangram.planner.space.optimisers_and_offload import offloads_of
@@ -41,7 +41,7 @@ DENSE = decoder(Dims(11, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
 MIXED = decoder(Dims(13, 512, 8, 32000, ffn=512, experts=32, per_token=4, expert_ffn=1024, dense_layers=3), "mixed")
 MODELS = (DENSE, MIXED)
 SCALES = st.none() | st.fixed_dictionaries({name: st.floats(0.3, 3.0) for name in PARTS})
-LADDERS = st.sampled_from([Ladder(), Ladder(whole=False), Ladder((0.0, 0.25, 0.5, 1.0)), Ladder((0.0, 1.0)), None])
+LADDERS = st.sampled_from([Ladder(), Ladder(with_all=False), Ladder((0.0, 0.25, 0.5, 1.0)), Ladder((0.0, 1.0)), None])
 
 
 @cache
@@ -109,7 +109,7 @@ def test_more_blocks_computed_again_need_no_more(at: int, seed: int) -> None:
     last = ladder.last(outline, g)
     for below in range(1, int(last.max())):
         some = g.take(last > below)
-        less, more = (ladder.taken(outline, some, np.full(len(some), at)) for at in (below, below + 1))
+        less, more = (ladder.with_shares(outline, some, np.full(len(some), at)) for at in (below, below + 1))
         assert ladder.at(outline, more).tolist() == [below + 1] * len(some)
         assert (needs(outline, more, SETTING) <= needs(outline, less, SETTING) * (1 + 1e-9)).all()
 
@@ -123,11 +123,11 @@ def test_no_greater_share_that_fits_is_quicker(
     outline, every, ladder = MODELS[at], space(at), Ladder()
     g = every.take(np.random.default_rng(seed).choice(len(every), 40, replace=False))
     limit = float(np.quantile(memory(outline, g, SETTING).device, room))
-    found, step, _ = Wanted(outline, SETTING, limit, scales, Able(uneven=0)).evaluated(g)
+    found, step, _ = CutRequest(outline, SETTING, limit, scales, Able(uneven=0)).evaluated(g)
     few = is_free(g) & np.isfinite(step)
     found, step, last = found.take(few), step[few], ladder.last(outline, g.take(few))
     for number in range(int(last.max(initial=0)) + 1):
-        rows = ladder.taken(outline, found, np.minimum(number, last))
+        rows = ladder.with_shares(outline, found, np.minimum(number, last))
         fits = needs(outline, rows, SETTING) <= limit
         assert (scaled(seconds(outline, rows, SETTING), scales)[fits] >= step[fits] * 0.9999).all()
 
@@ -137,7 +137,7 @@ def test_with_less_memory_more_blocks_are_computed_again() -> None:
     able = Able(again=(NOTHING, SOME, ALL_BLOCKS), uneven=0)
     request = Request(1, 16, 2048, most_micro=8, able=able)
     one = grid(batch=16, sequence=2048, micro=8)
-    most, least = (float(needs(DENSE, Ladder().taken(DENSE, one, np.array([n])), SETTING)[0]) for n in (1, 11))
+    most, least = (float(needs(DENSE, Ladder().with_shares(DENSE, one, np.array([n])), SETTING)[0]) for n in (1, 11))
     shares: list[float] = []
     for limit in np.linspace(most, least, 9):
         g = search(DENSE, request, SETTING, float(limit), 40).grid
@@ -150,6 +150,6 @@ def test_with_less_memory_more_blocks_are_computed_again() -> None:
 
 def test_ladders_of_names() -> None:
     assert Ladder.of(("norms and activations",), None) is None
-    assert Ladder.of((NOTHING, SOME), None) == Ladder(None, whole=False)
+    assert Ladder.of((NOTHING, SOME), None) == Ladder(None, with_all=False)
     assert Ladder.of((NOTHING, ALL_BLOCKS), None) == Ladder((0.0, 1.0))
     assert Ladder.of((NOTHING, SOME, ALL_BLOCKS), (0.5, 0.25)) == Ladder((0.0, 0.25, 0.5, 1.0))

@@ -52,7 +52,7 @@ def test_context_cuts_the_sequence_and_no_parameter() -> None:
     assert isinstance(found, TensorLayouts)
     assert (found.parameters, found.marks) == ({}, GATHERED)
     keys = 32 * 16 * 4 / 2
-    assert sorted(m.nbytes for m in found.moves if m.times == 2)[-1] == keys
+    assert sorted(m.nbytes for m in found.communication if m.times == 2)[-1] == keys
 
 
 def test_by_heads_what_attention_gives_is_exchanged() -> None:
@@ -60,7 +60,7 @@ def test_by_heads_what_attention_gives_is_exchanged() -> None:
     assert isinstance(found, TensorLayouts)
     assert found.parameters == {}
     exchanged = 32 * 16 * 4 / 4 * 3 / 4  # of its quarter of a tensor a rank gets three quarters from the others
-    assert [m.nbytes for m in found.moves if m.times == 2].count(exchanged) == 2  # forward and backward
+    assert [m.nbytes for m in found.communication if m.times == 2].count(exchanged) == 2  # forward and backward
 
 
 def test_experts_are_whole_on_a_rank() -> None:

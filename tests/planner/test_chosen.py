@@ -97,7 +97,7 @@ def test_an_axis_over_which_nothing_is_cut_is_refused() -> None:
     graph, _ = tiny("llama")
     found = derive(graph, [Mark.parse(SAMPLES)], Mesh.parse("dp=2"))
     (over,) = found.axes
-    idle = {n: move._replace(label=None) for n, move in over.moves.items()}
+    idle = {n: move._replace(label=None) for n, move in over.communication.items()}
     whole = replace(found, axes=(replace(over, moves=idle, used=dict.fromkeys(over.used, over.lying[0])),))
     with pytest.raises(UserError, match="over dp nothing is cut by the chosen plan"):
         roles_of(whole)

@@ -7,7 +7,7 @@ import pytest
 from tangram.hardware import overheads
 from tangram.models.build import build_on_meta
 from tangram.models.costs import ModelCosts, costs
-from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate, numbers_held, shard_size, whole_copies
+from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate, largest_parts, shard_size, is_plain_ddp
 from tangram.schema.plan import Plan
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
@@ -52,7 +52,7 @@ def test_memory_by_hand(llama: ModelCosts) -> None:
 
 def test_what_fsdp_cuts(llama: ModelCosts) -> None:
     cut = found(llama, plan()).memory
-    held = numbers_held(plan(), llama.parameters)
+    held = largest_parts(plan(), llama.parameters)
     assert held["model.embed_tokens.weight"] == 33 * 32  # 65 rows: the first rank has one more
     assert cut.parameters == 4 * sum(held.values())
     assert 0.5 <= cut.parameters / (4 * llama.parameter_count) < 0.52
@@ -95,9 +95,9 @@ def test_of_whole_copies_nothing_is_gathered(llama: ModelCosts) -> None:
     assert each.memory.gathered == each.memory.gradients
     assert each.seconds.communication == pytest.approx(2 * once.seconds.communication - 1e-3)
     assert found(llama, plan("dp=1", "...")).memory.gathered == 0
-    assert whole_copies(plan("dp=2 one=1", "_/one ..."))
+    assert is_plain_ddp(plan("dp=2 one=1", "_/one ..."))
     for not_so in (plan(), plan(layout="...", precision={"compute": "bfloat16"})):
-        assert not whole_copies(not_so)
+        assert not is_plain_ddp(not_so)
 
 
 def test_what_is_gathered_and_reduced_less_often_takes_less_time(llama: ModelCosts) -> None:
@@ -124,7 +124,7 @@ def test_seconds_by_hand(llama: ModelCosts) -> None:
         3 * 4 * llama.parameter_count
     )  # the second micro-batch's gradients to the first's: two are read, one written
     moved = 2 * (llama.forward.bytes_moved + llama.backward.bytes_moved)
-    assert one.seconds.moves == pytest.approx((moved + added) / 1e9)
+    assert one.seconds.memory_bound == pytest.approx((moved + added) / 1e9)
     assert one.seconds.optimiser == pytest.approx(overheads.OPTIMISER_PASSES * 12 * llama.parameter_count / 1e9)
     # Copies: an all-reduce sends each number twice, but for a rank's own half; plus the copy into one bucket.
     numbers = llama.parameter_count

@@ -144,7 +144,7 @@ def test_a_mask_and_its_sentences_are_one_verdict(one: tuple[tuple[int, int], in
     found = refusals(facts, g, rules)
     assert bool(holding(facts, g, rules)[0]) == (not found)
     assert bool(rules[at].holds(facts, g)[0]) == (rules[at].name not in [refusal.rule for refusal in found])
-    assert all(refusal.said and str(refusal).startswith(refusal.said) for refusal in found)
+    assert all(refusal.reason and str(refusal).startswith(refusal.reason) for refusal in found)
 
 
 def test_every_rule_has_a_name_of_its_own_and_a_row_in_the_docs() -> None:
@@ -162,7 +162,7 @@ def test_rules_of_others_are_of_the_same_kind() -> None:
     outline = model(4, 2, 32)[1]
     some = [NO_DATA, NO_RING, *(rule for one in EXPORTS.values() for rule in one.able(outline).rules)]
     g = grid(batch=16, sequence=32, data=2, context=2, pipeline=2, schedule=2, virtual=1, expert_tensor=3)
-    assert all(refusals(Facts(), g, [rule])[0].said for rule in some)
+    assert all(refusals(Facts(), g, [rule])[0].reason for rule in some)
 
 
 def test_ranks_are_called_as_whoever_asks_calls_them() -> None:

@@ -17,7 +17,7 @@ from tangram.models.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.memory import memory
-from tangram.planner.search.explain import Given, laid_out
+from tangram.planner.search.explain import StrategyRequest, laid_out
 from tangram.planner.search.strategy import Ask, described, limit_of, setting_of
 from tangram.planner.space.framework_profiles import Framework, framework
 from tangram.planner.space.grid import grid
@@ -164,7 +164,7 @@ def test_a_run_whose_eager_loss_does_not_fit_is_out_of_memory_and_one_without_re
 
     def fits(who: str, loss: str, micro: int, again: str) -> float:
         ask = Ask(2**17 * micro, 8192, framework=who, devices=8, loss=loss)
-        g = laid_out(cluster, ask, Given("dp=8", micro, 1, "1F1B", 3, again))
+        g = laid_out(cluster, ask, StrategyRequest("dp=8", micro, 1, "1F1B", 3, again))
         return described(LLAMA, g, setting_of(cluster, ask), ask, limit_of(cluster, ask), published())[0].fits
 
     assert fits("torchtitan", "", 1, "every second matmul") > 0.9

@@ -54,7 +54,7 @@ def test_states_are_counted_to_the_byte() -> None:
     alone = memory(LLAMA, one(), replace(SETTING, precision="fp32")).first
     assert (alone.parameters[0], alone.optimiser[0]) == (4 * numbers, 8 * numbers)
     split = memory(LLAMA, one(pipeline=4, tensor=2), SETTING)
-    blocks = sum(8 * (block.numbers.tensor / 2 + block.numbers.whole) for block, _ in LLAMA.runs)
+    blocks = sum(8 * (block.numbers.tensor / 2 + block.numbers.replicated) for block, _ in LLAMA.runs)
     assert split.first.parameters[0] == 2 * (blocks + LLAMA.vocab * LLAMA.hidden / 2) == split.last.parameters[0]
 
 

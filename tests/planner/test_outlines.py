@@ -53,7 +53,7 @@ def test_predictors_are_blocks_of_the_last_stage() -> None:
     with_them, without = memory(ahead, g, SETTING), memory(DENSE, g, SETTING)
     assert with_them.first.allocated == without.first.allocated
     block = ahead.predicting.runs[-1][0].numbers
-    more = 2 * 2 * (block.tensor / 2 + block.whole)
+    more = 2 * 2 * (block.tensor / 2 + block.replicated)
     assert with_them.last.parameters - without.last.parameters == pytest.approx(more)
     assert with_them.last.optimiser - without.last.optimiser == pytest.approx(6 * more)
     assert with_them.last.activations > without.last.activations

@@ -19,7 +19,7 @@ from tangram.planner.cost.step_time import seconds
 from tangram.planner.legality.engine import Rule
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search.branch_and_bound import search
-from tangram.planner.search.explain import Given, explain, ordered
+from tangram.planner.search.explain import StrategyRequest, explain, ordered
 from tangram.planner.search.query import requested
 from tangram.planner.search.strategy import Ask, mesh_of
 from tangram.planner.space.framework_profiles import framework
@@ -96,7 +96,7 @@ def test_a_mesh_says_the_order() -> None:
 def test_a_given_order_is_priced() -> None:
     outline, ask = outlined("llama-3-8b"), Ask(2**20, 8192, framework="megatron-core", most=1)
     assert requested(CLUSTER, ask).node == 8
-    found = [explain(outline, CLUSTER, ask, Given(mesh)).choice for mesh in ("pp=2 dp=16 tp=2", "dp=16 pp=2 tp=2")]
+    found = [explain(outline, CLUSTER, ask, StrategyRequest(mesh)).choice for mesh in ("pp=2 dp=16 tp=2", "dp=16 pp=2 tp=2")]
     outer, inner = found
     assert outer is not None
     assert inner is not None

@@ -76,7 +76,7 @@ def test_every_plan_is_of_the_job_and_legal(four: tuple[Ranked, ...]) -> None:
 def test_a_plan_that_is_ranked_is_predicted_alike(four: tuple[Ranked, ...]) -> None:
     for name in ("HSDP", "FSDP x tensor"):
         one = next(one for one in four if one.name == name)
-        assert predict(one.taken, rates(4), CONFIG) == one.estimate
+        assert predict(one.chosen_plan, rates(4), CONFIG) == one.estimate
 
 
 def test_tensor_parallelism_cuts_parameters_activations_and_products(counted: Counted) -> None:
@@ -241,4 +241,4 @@ def test_tables_and_json(four: tuple[Ranked, ...], counted: Counted) -> None:
     nothing = Ranking(4, (replace(four[-1]),), None, rates(4))
     assert [title for title, _, _ in nothing.tables()] == ["Not possible"]
     with pytest.raises(UserError, match="tensor is no plan here"):
-        assert four[-1].taken
+        assert four[-1].chosen_plan

@@ -14,10 +14,10 @@ from tangram.models.outline import Dims, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.report.report import Shown
 from tangram.planner.search.by_precision import ranked
-from tangram.planner.search.explain import Given, explain
+from tangram.planner.search.explain import StrategyRequest, explain
 from tangram.planner.search.objectives import Terms
 from tangram.planner.search.pareto import fronts
-from tangram.planner.search.query import asked_of, plan, requested
+from tangram.planner.search.query import ask_of, plan, requested
 from tangram.planner.search.strategy import Ask, limit_of
 
 CLUSTER = builtin("h100-8x8")
@@ -77,11 +77,11 @@ def test_the_front_of_both_is_that_of_all() -> None:
 
 
 def test_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert asked_of("4M", 8192, "bf16, fp8,bf16", "tangram", "", 0.0, 8).others == ("fp8",)
+    assert ask_of("4M", 8192, "bf16, fp8,bf16", "tangram", "", 0.0, 8).others == ("fp8",)
     with pytest.raises(UserError, match='no precision "fp7"'):
-        asked_of("4M", 8192, "bf16,fp7", "tangram", "", 0.0, 8)
+        ask_of("4M", 8192, "bf16,fp7", "tangram", "", 0.0, 8)
     with pytest.raises(UserError, match="explain looks at one strategy: give one --precision"):
-        explain(MODEL, CLUSTER, ASK, Given("dp=8"))
+        explain(MODEL, CLUSTER, ASK, StrategyRequest("dp=8"))
     said = ("plan", "llama-3-8b", "--cluster", "h100-8x8", "--gpus", "8", "--precision", "bf16,fp8", "--json")
     assert main([*said, "--top", "2"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -25,10 +25,10 @@ from tangram.planner.report import charts, html_page
 from tangram.planner.report.answer_tables import HELD, PARTS
 from tangram.planner.report.bottlenecks import KINDS as KINDS_OF_PARTS
 from tangram.planner.report.charts import Picture
-from tangram.planner.report.html_page import write_whole
+from tangram.planner.report.html_page import write_atomically
 from tangram.planner.report.report import Shown, as_html, pictures_of, step_as_html
 from tangram.planner.search.by_device_count import best
-from tangram.planner.search.explain import Given, explain
+from tangram.planner.search.explain import StrategyRequest, explain
 from tangram.planner.search.objectives import Terms, aim_of
 from tangram.planner.search.pareto import fronts
 from tangram.planner.search.strategy import Ask
@@ -42,7 +42,7 @@ MIXED = decoder(
     Dims(6, 512, 8, 32000, ffn=2048, experts=16, per_token=2, expert_ffn=512, shared_ffn=512, dense_layers=1), "mixed"
 )
 ASK = Ask(64 * 2048, 2048, framework="megatron-core", devices=8)
-STAGED = Given("pp=4 dp=2", schedule="1F1B", micro=2)
+STAGED = StrategyRequest("pp=4 dp=2", schedule="1F1B", micro=2)
 
 
 @cache
@@ -208,7 +208,7 @@ def test_bars_of_rows_add_up_to_their_steps_and_memory() -> None:
 def test_the_largest_part_is_called_what_it_is() -> None:
     """A third of a step is not most of it."""
     one = shown("ranking").answer.choices[0]
-    said = charts.time_of_rows([one], ["row 1"], ASK.tokens, sizes=False).said
+    said = charts.time_of_rows([one], ["row 1"], ASK.tokens, sizes=False).alt_text
     name = max(one.parts, key=one.parts.__getitem__)
     assert said.endswith(f" in row 1, {one.parts[name] / one.step:.0%} of it {PARTS[name]}.")
 
@@ -222,11 +222,11 @@ def test_a_timeline_has_every_action_and_says_what_is_cut() -> None:
     assert sum(sum(trace.x) for trace in picture.traces) == pytest.approx(
         sum(event.seconds for event in events), rel=1e-4
     )
-    assert "are shown" not in picture.said
+    assert "are shown" not in picture.alt_text
     assert set(picture.names) == {f"stage {rank}" for rank in range(4)}
     many = explain(MODEL, CLUSTER, replace(ASK, tokens=4096 * 2048), STAGED)
     cut = Shown(many.best, CLUSTER, many)
-    said = next(picture.said for picture in pictures_of(cut) if picture.key == "step")
+    said = next(picture.alt_text for picture in pictures_of(cut) if picture.key == "step")
     assert f"The first {MOST} of 1,024 micro-batches are shown." in said
 
 
@@ -304,7 +304,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(UserError, match=r"could not be written: .*; make room or give another folder"):
-            write_whole(tmp_path / "plan.html", as_html(shown("ranking")))
+            write_atomically(tmp_path / "plan.html", as_html(shown("ranking")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

@@ -22,12 +22,12 @@ from tangram.models.outline import Outline
 from tangram.models.outlined import outline_of
 from tangram.models.source import read_source
 from tangram.planner.cost.calibration import published
-from tangram.planner.exports.numbers import given_of
+from tangram.planner.exports.numbers import strategy_request
 from tangram.planner.imports.files import strategy_of
 from tangram.planner.legality.engine import Rule, facts_of
 from tangram.planner.legality.enumerate import Request, meshes, of_mesh
 from tangram.planner.legality.trainer_support import RULES, RUNS
-from tangram.planner.local.estimate import BYTES, numbers_held
+from tangram.planner.local.estimate import BYTES, largest_parts
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
 from tangram.planner.search.branch_and_bound import exhaustive, search
@@ -106,9 +106,9 @@ def _read_back(plan: Plan, one: Choice, outline: Outline) -> None:
         path.write_text(dumps(plan))
         found = strategy_of(path, outline, 0, 8)
     assert found.framework == "tangram"
-    assert found.told == ()
+    assert found.notes == ()
     assert found.numbers.precision == ASK.precision
-    g = laid_out(H100, ASK, given_of(found.numbers))
+    g = laid_out(H100, ASK, strategy_request(found.numbers))
     read, was = {name: float(values[0]) for name, values in g.columns().items()}, dict(one.at)
     if one.zero == 0 or one.at["shard"] == 1:  # nothing is divided, over however many
         read, was = ({**of, "shard": 0.0, "zero": 0.0} for of in (read, was))
@@ -118,7 +118,7 @@ def _read_back(plan: Plan, one: Choice, outline: Outline) -> None:
 def _same_division(plan: Plan, one: Choice, counted: Counted) -> None:
     """Parameters lie as `zero` says, in the trainer's own way: kept in parts, gathered until the end of the step."""
     parameters = counted.costs(1).parameters
-    held = BYTES[plan.precision.parameters] * sum(numbers_held(plan, parameters).values())
+    held = BYTES[plan.precision.parameters] * sum(largest_parts(plan, parameters).values())
     whole = BYTES[plan.precision.parameters] * sum(item.size for item in parameters)
     over = int(one.at["shard"]) if one.zero else 1
     tensor = int(one.at["tensor"])

@@ -42,7 +42,7 @@ def four(counted: Counted) -> tuple[Ranked, ...]:
 
 
 def taken(four: tuple[Ranked, ...], name: str = "2 stages x FSDP") -> Plan:
-    return next(one for one in four if one.name == name).taken
+    return next(one for one in four if one.name == name).chosen_plan
 
 
 def changed(plan: Plan, **tables: Any) -> Plan:
@@ -58,10 +58,10 @@ def test_every_strategy_inside_of_stages(four: tuple[Ranked, ...]) -> None:
     }
     model = build_on_meta(CONFIG)
     for one in four:
-        legal(one.taken, model)
-        assert one.taken.ranks == 4
-        assert one.taken.micro_steps >= 2
-        assert predict(one.taken, rates(4), CONFIG) == one.estimate
+        legal(one.chosen_plan, model)
+        assert one.chosen_plan.ranks == 4
+        assert one.chosen_plan.micro_steps >= 2
+        assert predict(one.chosen_plan, rates(4), CONFIG) == one.estimate
 
 
 def test_each_parameter_is_on_the_ranks_of_its_stage(four: tuple[Ranked, ...]) -> None:
@@ -86,7 +86,7 @@ def test_a_stage_needs_less_memory_and_waits(counted: Counted, four: tuple[Ranke
     assert ours.estimate.memory.optimiser < whole.estimate.memory.optimiser
     first, last = (one.work for one in shares_of(counted, taken(four)))
     assert 0.5 <= last < 1
-    steps = ours.taken.micro_steps
+    steps = ours.chosen_plan.micro_steps
     ratio = last + first / steps  # all of its own, and once the forward and the backward of the other
     assert ours.estimate.seconds.products == pytest.approx(whole.estimate.seconds.products * ratio)
 
@@ -300,9 +300,9 @@ def test_plans_of_a_schedule_with_several_stages_for_a_rank(counted: Counted) ->
         found = rank(job(global_batch=10), 2, rates(2), deeper, Counted(job(), deeper), stages=4, schedule=schedule)
         assert {one.micro_batch for one in found if one.plan} >= sizes
         for one in found:
-            assert one.taken.pipeline is not None
-            assert (one.mesh, one.taken.pipeline.schedule) == ("pp=2 dp=1", schedule)
-            assert [len(one.taken.stages_at(place)) for place in (0, 1)] == [2, 2]
+            assert one.chosen_plan.pipeline is not None
+            assert (one.mesh, one.chosen_plan.pipeline.schedule) == ("pp=2 dp=1", schedule)
+            assert [len(one.chosen_plan.stages_at(place)) for place in (0, 1)] == [2, 2]
 
 
 def test_schedules_that_plans_cannot_have(counted: Counted) -> None:

@@ -16,7 +16,7 @@ from tangram.planner.cost.history_correction import Here
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import Ranked, rank
 from tangram.planner.local.ranking_table import Ranking
-from tangram.planner.local.rerank import asked_of, by_history
+from tangram.planner.local.rerank import predicted_plan, by_history
 from tangram.planner.local.trials import Trial, tried
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
@@ -45,7 +45,7 @@ def four() -> Ranking:
 
 def remember(ranked: Ranked, trial: Trial, before: History) -> Entry:
     assert ranked.estimate is not None
-    asked = asked_of(ranked.taken, ranked.estimate)
+    asked = predicted_plan(ranked.chosen_plan, ranked.estimate)
     return Entry(
         0.0, "trial", "job", "", asked.key, asked.family, HERE.device, HERE.place, asked.precision, HERE.model,
         asked.parts, ranked.step, 0.0, 0.0, asked.held, HERE.room, trial.outcome, trial.seconds, trial.used, trial.why,
@@ -54,7 +54,7 @@ def remember(ranked: Ranked, trial: Trial, before: History) -> Entry:
 
 def machine(ranking: Ranking, factors: dict[str, float], noise: float = 0.0) -> Callable[[Plan], Trial]:
     """One on which each part takes so many times what is predicted."""
-    parts = {key_of(one.taken): asdict(one.estimate.seconds) for one in ranking.fitting if one.estimate}
+    parts = {key_of(one.chosen_plan): asdict(one.estimate.seconds) for one in ranking.fitting if one.estimate}
 
     def measure(plan: Plan) -> Trial:
         chance = np.random.default_rng(int(key_of(plan), 16))
@@ -73,27 +73,27 @@ def test_all_stages_are_ranked(four: Ranking) -> None:
 def test_the_second_is_chosen_with_what_the_first_has_taught(four: Ranking) -> None:
     """Where updates take six times as long as predicted, the order of the ranking is wrong."""
     measure = machine(four, {"optimiser": 6.0})
-    seconds = {key_of(one.taken): measure(one.taken).seconds or 0.0 for one in four.fitting}
+    seconds = {key_of(one.chosen_plan): measure(one.chosen_plan).seconds or 0.0 for one in four.fitting}
     found = tried(four, 4, measure, remember, HERE, History())
     best = found.ranking.fitting[0]
-    assert seconds[key_of(best.taken)] == pytest.approx(min(seconds.values()))
-    assert seconds[key_of(four.fitting[0].taken)] > 1.1 * min(seconds.values())
-    assert len({key_of(one.taken) for one, _ in found.trials}) == len(found.trials) <= 4
+    assert seconds[key_of(best.chosen_plan)] == pytest.approx(min(seconds.values()))
+    assert seconds[key_of(four.fitting[0].chosen_plan)] > 1.1 * min(seconds.values())
+    assert len({key_of(one.chosen_plan) for one, _ in found.trials}) == len(found.trials) <= 4
 
 
 @given(st.dictionaries(st.sampled_from(["products", "moves", "communication", "optimiser"]), st.floats(0.5, 3.0)))
 @settings(deadline=None, max_examples=10)
 def test_with_enough_trials_the_quickest_is_found(four: Ranking, factors: dict[str, float]) -> None:
     measure = machine(four, factors, noise=0.02)
-    seconds = [measure(one.taken).seconds or 0.0 for one in four.fitting]
+    seconds = [measure(one.chosen_plan).seconds or 0.0 for one in four.fitting]
     found = tried(four, 99, measure, remember, HERE, History())
-    taken = measure(found.ranking.fitting[0].taken).seconds or 0.0
+    taken = measure(found.ranking.fitting[0].chosen_plan).seconds or 0.0
     assert taken <= 1.1 * min(seconds)
     assert "no other can be expected" in found.ended or len(found.trials) == len(seconds)
 
 
 def test_what_fails_is_refused_with_the_reason(four: Ranking) -> None:
-    first = key_of(four.fitting[0].taken)
+    first = key_of(four.fitting[0].chosen_plan)
     fine = machine(four, {})
 
     def measure(plan: Plan) -> Trial:
@@ -135,7 +135,7 @@ def test_what_was_measured_before_is_not_measured_again(four: Ranking) -> None:
     entries = tuple(remember(one, trial, History()) for one, trial in once.trials)
     again = by_history(four, History(entries), HERE)
     second = tried(again, 2, machine(four, {}), remember, HERE, History(entries))
-    assert not {one.key for one in entries} & {key_of(one.taken) for one, _ in second.trials}
+    assert not {one.key for one in entries} & {key_of(one.chosen_plan) for one, _ in second.trials}
 
 
 def test_the_table_says_what_was_measured_and_how_sure_the_rest_is(four: Ranking) -> None:

@@ -23,7 +23,7 @@ from tangram.planner.exports.numbers import numbers_of
 from tangram.planner.exports.targets import EXPORTS, written
 from tangram.planner.legality.constraints import legal, reasons
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
-from tangram.planner.search.explain import Given, explain, laid_out
+from tangram.planner.search.explain import StrategyRequest, explain, laid_out
 from tangram.planner.search.strategy import Ask, mesh_of
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import grid
@@ -99,19 +99,19 @@ def test_able_and_meshes_in_words() -> None:
     assert all((of_mesh(GROUPED, request, mesh).ulysses == 1).all() for mesh in meshes(GROUPED, request))
     assert mesh_of(2, 4, 8, 4, 1) == "pp=2 dp=4 cp=2 heads=4 tp=1"
     ask = Ask(64 * 8192, 8192)
-    g = laid_out(H100, ask, Given("pp=2 dp=4 cp=2 heads=4"))
+    g = laid_out(H100, ask, StrategyRequest("pp=2 dp=4 cp=2 heads=4"))
     assert (g.context[0], g.ulysses[0], g.ranks[0]) == (8, 4, 64)
-    found = explain(GROUPED, H100, ask, Given("dp=8 heads=8"))
+    found = explain(GROUPED, H100, ask, StrategyRequest("dp=8 heads=8"))
     assert found.choice is not None
     assert found.choice.mesh == "pp=1 dp=8 cp=1 heads=8 tp=1"
     assert found.choice.parts["context"] > 0
-    refused = explain(GROUPED, H100, ask, Given("dp=2 heads=32"))
+    refused = explain(GROUPED, H100, ask, StrategyRequest("dp=2 heads=32"))
     assert any("the 16 attention heads (num_attention_heads) do not divide by" in reason for reason in refused.refused)
 
 
 def test_exports_write_it_or_say_that_they_cannot() -> None:
     ask = Ask(64 * 8192, 8192)
-    choice = explain(GROUPED, H100, ask, Given("dp=8 cp=2 heads=4", zero=1)).choice
+    choice = explain(GROUPED, H100, ask, StrategyRequest("dp=8 cp=2 heads=4", zero=1)).choice
     assert choice is not None
     one = numbers_of(choice, ask)
     text = written("megatron-lm", one, GROUPED, H100).text

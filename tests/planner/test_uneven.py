@@ -20,7 +20,7 @@ from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search import evaluate as wanting
 from tangram.planner.search import uneven_stages
 from tangram.planner.search.branch_and_bound import least_of, search
-from tangram.planner.search.evaluate import Wanted, some_blocks
+from tangram.planner.search.evaluate import CutRequest, some_blocks
 from tangram.planner.search.uneven_stages import Best, all_cuts, best_cuts, hopeless
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, joined
@@ -45,8 +45,8 @@ def pipelines(at: int) -> Grid:
     return every.take(every.pipeline > 1)
 
 
-def both(at: int, limit: float, most: int, scales: dict[str, float] | None, rows: Grid) -> tuple[Best, Best, Wanted]:
-    wanted = Wanted(MODELS[at], SETTING, limit, scales, Able(uneven=most))
+def both(at: int, limit: float, most: int, scales: dict[str, float] | None, rows: Grid) -> tuple[Best, Best, CutRequest]:
+    wanted = CutRequest(MODELS[at], SETTING, limit, scales, Able(uneven=most))
     return all_cuts(wanted, *wanted.tried(rows)), best_cuts(wanted, *wanted.evaluated(rows)), wanted
 
 
@@ -114,7 +114,7 @@ def test_what_is_hopeless_does_not_fit_by_any_cut(at: int, room: float, again: t
     g = layouts(at)
     rows = g.take(np.random.default_rng(seed).choice(len(g), 60, replace=False))
     limit = float(np.quantile(memory(MODELS[at], rows, SETTING).device, room))
-    wanted = Wanted(MODELS[at], SETTING, limit, None, Able(uneven=3, again=again))
+    wanted = CutRequest(MODELS[at], SETTING, limit, None, Able(uneven=3, again=again))
     tried = all_cuts(wanted, *wanted.tried(wanted.least_again(rows)))
     assert not (hopeless(wanted, rows) & np.isfinite(tried.step)).any()
 
@@ -123,7 +123,7 @@ def test_what_is_hopeless_does_not_fit_by_any_cut(at: int, room: float, again: t
 def test_much_of_what_does_not_fit_is_hopeless(at: int) -> None:
     g = layouts(at).take(slice(None, None, 40))
     limit = float(np.quantile(memory(MODELS[at], g, SETTING).device, 0.05))
-    wanted = Wanted(MODELS[at], SETTING, limit, None, Able(uneven=1))
+    wanted = CutRequest(MODELS[at], SETTING, limit, None, Able(uneven=1))
     none = ~np.isfinite(all_cuts(wanted, *wanted.tried(wanted.least_again(g))).step)
     assert (hopeless(wanted, g) & none).sum() > 0.2 * none.sum()
 

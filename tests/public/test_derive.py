@@ -18,7 +18,7 @@ from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.derived import check as proved
-from tangram.sharding.proof.execute import check, run_whole
+from tangram.sharding.proof.execute import check, run_reference
 from tangram.sharding.propagation.propagate import propagate
 from tangram.training.run.launch import run_ranks
 from tests.training.code_models import PUBLIC, Off, Small, model_of, run_all
@@ -144,7 +144,7 @@ def test_fewer_heads_of_keys_than_ranks(kv: int, ranks: int) -> None:
     config = AutoConfig.for_model("qwen3", num_attention_heads=40, num_key_value_heads=kv, hidden_size=40, head_dim=8)
     found = refused_heads(config, tensor=[("tp", ranks)])
     assert found
-    assert "heads" in found[0].said
+    assert "heads" in found[0].reason
     assert not refused_heads(config, tensor=[("tp", 2)])
 
 
@@ -162,7 +162,7 @@ def test_a_mean_of_uneven_parts() -> None:
         dims = bound.inputs[0]
         assert dims is not None
         factor = dims[0][0]
-        assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), run_whole(call)) is None
+        assert check(call, bound, {factor: (Cut("x"),)}, Mesh.parse("x=2"), run_reference(call)) is None
 
 
 def test_a_product_of_what_is_cut_in_another_order() -> None:

@@ -136,10 +136,10 @@ def test_who_was_killed_is_blamed_by_all() -> None:
     every = [shared_lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
     for me, processes in ((3, [alive, nowhere, alive]), (7, [nowhere, nowhere, alive])):
         mine = shared_lanes.Lanes(every, here, processes, me, plot)
-        with pytest.raises(PeerError, match="rank 5 ended"), mine.held():
+        with pytest.raises(PeerError, match="rank 5 ended"), mine.in_use():
             mine._until(lambda: False)
     every = [shared_lanes.Lane(mmap.mmap(-1, plot.size), plot) for _ in here]
-    with pytest.raises(ZeroDivisionError), shared_lanes.Lanes(every, here, [alive] * 3, 7, plot).held():
+    with pytest.raises(ZeroDivisionError), shared_lanes.Lanes(every, here, [alive] * 3, 7, plot).in_use():
         _ = 1 / 0
     with pytest.raises(PeerError, match="rank 7 ended"):
         shared_lanes.Lanes(every, here, [alive] * 3, 3, plot)._until(lambda: False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint.store.commits import whole
+from tangram.checkpoint.store.commits import committed
 from tangram.resilience.supervise import Recovered, Settings, supervised
 from tangram.resilience.tiers import memory_of
 from tangram.training.data import open_corpus, prepare, tokens_of
@@ -55,7 +55,7 @@ class Run:
     def _kill(self) -> None:
         due = [step for step in self.at if step not in self.killed]
         if due and self.memory is not None:
-            there = [marker.step for path in self.memory.glob("attempt-*") for _, marker in whole(path)]
+            there = [marker.step for path in self.memory.glob("attempt-*") for _, marker in committed(path)]
             if max(there, default=0) >= due[0]:
                 self.killed.append(due[0])
                 os.kill(self.pids[self.at[due[0]]], self.signal)

@@ -95,7 +95,7 @@ def promoter(tiers: Tiers, folder: Path, simulation: Simulation) -> set[int]:
     found, seen = set[int](), set[str]()
     for _ in range(25):
         simulation.sleep(0.02)
-        for path, marker in commits.whole(folder):
+        for path, marker in commits.committed(folder):
             if marker.id in seen:
                 continue
             seen.add(marker.id)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.checkpoint.store.commits import whole
+from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.resilience import promoter, supervise, tiers
 from tangram.resilience.policy import Limits
@@ -52,7 +52,7 @@ def test_killed_twice_it_comes_out_the_same(text: Path, undisturbed: Run) -> Non
     assert len(seen.recovered) == 2
     assert all(one.memory and one.lost_steps < one.step - 1 for one in seen.recovered), seen.recovered
     assert [one.seconds for one in seen.steps] == sorted(one.seconds for one in seen.steps)
-    steps = [marker.step for _, marker in whole(folder / "checkpoint")]
+    steps = [marker.step for _, marker in committed(folder / "checkpoint")]
     assert steps[-1] == STEPS
     assert [event.step for event in seen.saved] == steps
     assert len(steps) >= 3, "as often as the plan says, or at the next snapshot"
@@ -153,7 +153,7 @@ def test_a_run_that_gives_up_leaves_its_newest_state_on_the_disk(text: Path) -> 
     seen = Run(at={3: 1})
     with pytest.raises(RankError, match="started again 0 times already"):
         run(job_of(folder, text, **TABLES), seen, Settings(1, limits=Limits(restarts=0)))
-    assert [marker.step for _, marker in whole(folder / "checkpoint")][-1] >= 3
+    assert [marker.step for _, marker in committed(folder / "checkpoint")][-1] >= 3
 
 
 def test_where_memory_is_full_checkpoints_go_to_the_disk(
@@ -174,7 +174,7 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
         subprocess.run(["umount", small], check=True)
     assert seen.losses == undisturbed.losses
     assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
-    assert [marker.step for _, marker in whole(folder / "checkpoint")] == [20, 40, STEPS]
+    assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
 
 
 def test_a_rank_that_stands_still_is_a_failure_too(text: Path, undisturbed: Run) -> None:
@@ -204,5 +204,5 @@ def test_what_the_disk_does_not_take_stays_in_memory(
             supervise.rescue(folder, seen)
     assert seen.losses == undisturbed.losses
     supervise.rescue(folder, seen)
-    assert [marker.step for _, marker in whole(folder / "checkpoint")] == [STEPS]
+    assert [marker.step for _, marker in committed(folder / "checkpoint")] == [STEPS]
     assert not (memory_of(folder) or folder).exists()

@@ -12,7 +12,7 @@ from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.state.describe import describe
-from tangram.checkpoint.store.commits import read_manifest, read_marker, whole
+from tangram.checkpoint.store.commits import read_manifest, read_marker, committed
 from tangram.checkpoint.tiers.promote import pin, promote
 from tangram.relayout.exchange.peers import Peers
 from tangram.resilience.tiers import Tiers, memory_of
@@ -44,7 +44,7 @@ def test_what_is_promoted_is_what_was_saved(tmp_path: Path) -> None:
     path = promote(write(memory, 2), disk)
     assert path == disk / "step-00000002"
     assert value(path) == 2
-    assert [marker.serial for _, marker in whole(disk)] == [1, 2]
+    assert [marker.serial for _, marker in committed(disk)] == [1, 2]
     assert read_marker(path).id == read_marker(memory / "step-00000002").id
     assert [report.sound for report in [verify(path)]] == [True]
     assert promote(memory / "step-00000002", disk).name == "step-00000002-2", "never over one that is good"
@@ -101,7 +101,7 @@ def test_a_pinned_one_outlives_its_removal(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     path = write(memory, 2)
     pinned = pin(path)
-    assert whole(memory) == [(path, read_marker(path))], "a second name is no second checkpoint"
+    assert committed(memory) == [(path, read_marker(path))], "a second name is no second checkpoint"
     for file in path.iterdir():
         file.unlink()
     path.rmdir()

@@ -18,11 +18,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_replicas_lose_nothing_and_shards_their_own(text: Path) -> None:
     replicated = lost(small_plan(text, layouts={"parameters": {"*": "..."}}), (1,))
-    assert replicated.held == replicated.state > 0
+    assert replicated.nbytes == replicated.state > 0
     assert (replicated.only, replicated.first) == (0, "")
     sharded, rest = (lost(small_plan(text), (rank,)) for rank in (1, 0))
     assert sharded.state == replicated.state, "counted once, however it lies"
-    assert sharded.held == sharded.only == sharded.state - rest.only
+    assert sharded.nbytes == sharded.only == sharded.state - rest.only
     assert 0.49 < sharded.only / sharded.state < 0.5, "rows of the vocabulary are odd, and the first rank has one more"
     assert "all but" in sharded.sentences()[1]
     everybody = lost(small_plan(text, layouts={"parameters": {"*": "..."}}), (0, 1))
@@ -34,8 +34,8 @@ def test_of_shards_with_replicas_both_have_to_go(text: Path) -> None:
     assert lost(plan, (0,)).only == 0
     assert lost(plan, (0, 1)).only == 0, "the other replica has both halves"
     pair, others = lost(plan, (0, 2)), lost(plan, (1, 3))
-    assert pair.only == pair.held == pair.state - others.only
-    assert others.only == others.held > 0
+    assert pair.only == pair.nbytes == pair.state - others.only
+    assert others.only == others.nbytes > 0
 
 
 def test_what_is_asked_wrongly(text: Path) -> None:

@@ -17,8 +17,8 @@ from tangram.sharding.compare import CASES, FOUND_WITH, CompareCase, PairOutcome
 
 ON_THE_TORCH_OF_THE_TABLE = torch.__version__.partition("+")[0] == FOUND_WITH
 BY_NAME = {case.name: case for case in CASES}
-HANGING = [case for case in CASES if case.found == "hangs"]
-QUICK = [case for case in CASES if case.found != "hangs"]
+HANGING = [case for case in CASES if case.expected == "hangs"]
+QUICK = [case for case in CASES if case.expected != "hangs"]
 
 
 # ---------------------------------------------------------------- planted cases
@@ -130,7 +130,7 @@ def page_row(case: CompareCase) -> str:
     inputs = ", ".join(f"S({one.dim})" if isinstance(one, Shard) else "R" for one in case.inputs)
     owner, _, number = case.issue.partition("#")
     issue = f"[{case.issue}](https://github.com/{owner}/issues/{number})" if case.issue else ""
-    cells = (f"`{case.name}`", f"`{case.operator}`", inputs, case.direction, case.wrong, case.found, issue)
+    cells = (f"`{case.name}`", f"`{case.operator}`", inputs, case.direction, case.wrong, case.expected, issue)
     return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
@@ -186,9 +186,9 @@ def test_a_script_ends_with_its_verdict(case: CompareCase, code: int, says: str,
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_what_the_table_says_is_found_again(case: CompareCase, outcomes: dict[str, PairOutcome]) -> None:
     outcome = outcomes[case.name]
-    assert outcome.verdict == case.found, outcome
+    assert outcome.verdict == case.expected, outcome
     assert outcome.expected
-    assert (outcome.expected == outcome.got and not outcome.error) == (case.found == "right")
+    assert (outcome.expected == outcome.got and not outcome.error) == (case.expected == "right")
 
 
 @pytest.mark.skipif(not ON_THE_TORCH_OF_THE_TABLE, reason=f"the table says what torch {FOUND_WITH} does")

@@ -12,7 +12,7 @@ from tangram.sharding.ops import find_rule, rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.computed_rules import ESCAPES, rule_of
 from tangram.sharding.ops.rule_table import RuleTable
-from tangram.sharding.proof.execute import check, run_whole, ways
+from tangram.sharding.proof.execute import check, run_reference, ways
 
 aten = torch.ops.aten
 
@@ -102,7 +102,7 @@ def test_what_a_function_gives_holds(name: str) -> None:
     assert str(rule).partition(" : ")[2] == line
     bound = find_rule.bound(rule_table.builtin(), call)
     assert len(bound.cuttable) == factors
-    expected = run_whole(call)
+    expected = run_reference(call)
     for cuts, mesh in ways(bound, (2, 3)):
         assert check(call, bound, cuts, mesh, expected) is None
 

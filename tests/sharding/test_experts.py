@@ -12,7 +12,7 @@ from tangram.layout.syntax import Cut
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.execute import check, run_whole, ways
+from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.simulate import SimWorld, cut, together
 
 aten = torch.ops.aten
@@ -42,8 +42,8 @@ def test_groups_are_counted_from_a_parts_own(name: str) -> None:
     call = OpCall.of(aten._grouped_mm.default, args, {})
     own = bound(builtin(), call)
     assert own.cuttable == factors.split()
-    expected = run_whole(call)
-    assert expected.wanted == {0, 1}
+    expected = run_reference(call)
+    assert expected.differentiated == {0, 1}
     tried = [*ways(own, (2, 3, 5))]
     for factor in ("t", "e"):  # rows and experts that do not stand together
         if factor in own.cuttable:
@@ -108,7 +108,7 @@ def test_a_block_of_experts_is_the_plain_one_and_its_weights_stay(name: str, imp
         if found is not None:
             moved.extend((found.call.name, kind, n) for (kind, axis), n in found.moved.items() if axis == "x")
 
-    world = SimWorld(Mesh.parse(mesh), builtin(), told=told)
+    world = SimWorld(Mesh.parse(mesh), builtin(), on_operator=told)
     given = {k: cut(p, Layout.parse(layouts[k]).bind(tuple(p.shape)), world) for k, p in leaves.items() if k in layouts}
     simulated = cut(plain, Layout.parse(of_x).bind((3, 4, 16)), world)
     made = torch.func.functional_call(own, {**leaves, **given}, (simulated,))

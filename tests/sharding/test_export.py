@@ -39,7 +39,7 @@ def test_a_case_is_right_with_the_rules(case: CompareCase, outcomes: dict[str, P
 @pytest.mark.skipif(torch.__version__.partition("+")[0] != FOUND_WITH, reason="the page is of one torch")
 def test_the_page_has_the_figures() -> None:
     text = (Path(__file__).parents[2] / "docs" / "sharding-dtensor.md").read_text()
-    before, after = sum(case.found == "right" for case in CASES), len(CASES) - len(NO_OPERATORS) - len(REFUSED)
+    before, after = sum(case.expected == "right" for case in CASES), len(CASES) - len(NO_OPERATORS) - len(REFUSED)
     assert f"{before} of the {len(CASES)} cases are right without, {after} with" in text
 
 

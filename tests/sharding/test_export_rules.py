@@ -17,7 +17,7 @@ from tangram.sharding.dtensor.rules import Registered, exported, register
 from tangram.sharding.ops.calls import OpCall, name_of
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rule_table import parse_lines
-from tangram.sharding.proof.execute import check, run_whole, ways
+from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.prove import check_pending
 from tangram.sharding.proof.samples.samples import SampleRecorder
 from tangram.sharding.propagation.axis_choices import waiting
@@ -116,7 +116,7 @@ def calls() -> list[OpCall]:
 @pytest.mark.parametrize("call", calls(), ids=str)
 def test_each_line_is_proved(call: OpCall) -> None:
     found = bound(exported(), call)
-    expected = run_whole(call)
+    expected = run_reference(call)
     failures = [check(call, found, cuts, mesh, expected) for cuts, mesh in ways(found, (2, 3, 7))]
     assert failures  # there is a way to cut it
     pending = list(check_pending(call, found, expected))

@@ -8,7 +8,7 @@ from tangram.sharding.ops import find_rule, rule_table
 from tangram.sharding.ops.bind import RuleError
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleTable, parse_lines
-from tangram.sharding.proof.execute import Failure, check, run_whole, ways
+from tangram.sharding.proof.execute import Failure, check, run_reference, ways
 from tangram.sharding.proof.prove import check_pending
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ def some(*shape: int) -> Tensor:
 
 def tried(rules: RuleTable, call: OpCall) -> tuple[int, Failure | None]:
     """How many ways of cutting were tried until one was wrong."""
-    bound, expected, n = find_rule.bound(rules, call), run_whole(call), 0
+    bound, expected, n = find_rule.bound(rules, call), run_reference(call), 0
     for cuts, mesh in ways(bound, (2, 3, 5)):
         n += 1
         if failure := check(call, bound, cuts, mesh, expected):

@@ -18,7 +18,7 @@ from tangram.sharding.ops.decompose import decomposition
 from tangram.sharding.ops.find_rule import NoRuleError
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof import routes as proof
-from tangram.sharding.proof.execute import run_whole
+from tangram.sharding.proof.execute import run_reference
 from tangram.sharding.proof.routes import rms_norm_backward
 from tangram.sharding.proof.simulate import SimTensor, SimWorld, cut, together
 from tangram.sharding.propagation.routes import StepRoute, decomposed, route
@@ -191,7 +191,7 @@ def test_a_row_of_nothing_but_minus_infinity_over_parts() -> None:
         OpCall.of(aten._log_softmax.default, (x, 1, False), {}),
         OpCall.of(aten.logsumexp.default, (x, [1]), {}),
     ):
-        found = proof.check(call, [Layout.parse("a b/x")], Mesh.parse("x=2"), run_whole(call))
+        found = proof.check(call, [Layout.parse("a b/x")], Mesh.parse("x=2"), run_reference(call))
         assert found is None, str(found)
 
 
@@ -253,7 +253,7 @@ def test_random_layouts(seed: int) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     call = OpCall.of(operator, (x.round() if generator.random() < 0.3 else x, *others), {})
     layout = drawn_layout(generator, shape)
-    found = proof.check(call, [layout], Mesh.parse("x=2 y=3 z=2"), run_whole(call))
+    found = proof.check(call, [layout], Mesh.parse("x=2 y=3 z=2"), run_reference(call))
     assert found is None, str(found)
 
 

@@ -11,7 +11,7 @@ from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rank_part import part_of
 from tangram.sharding.ops.rule_table import builtin
-from tangram.sharding.proof.execute import check, run_whole, ways
+from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import SimWorld, cut, together
@@ -62,7 +62,7 @@ def test_a_part_without_the_place_that_is_taken_has_a_gradient_of_nothing() -> N
 def test_parts_together_are_the_whole(name: str) -> None:
     operator, args = CALLS[name]
     call = OpCall.of(operator, args, {})
-    own, expected = bound(builtin(), call), run_whole(call)
+    own, expected = bound(builtin(), call), run_reference(call)
     assert len([f for f in own.cuttable if own.sizes[f] > 4]) >= DIMS.get(name, 1), own.cuttable
     tried = [*ways(own, (2, 3, 5))]
     for factor in own.cuttable:

@@ -17,7 +17,7 @@ from tangram.sharding.ops.rank_part import part_of, piece
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof import mapped
 from tangram.sharding.proof.execute import check as check_cut
-from tangram.sharding.proof.execute import run_whole, ways
+from tangram.sharding.proof.execute import run_reference, ways
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation import scan as scan_module
 from tangram.sharding.propagation.explain_conflicts import factor_table
@@ -37,7 +37,7 @@ def scan(name: str, x: Tensor, dim: int) -> OpCall:
 
 def tried(rules: RuleTable, call: OpCall) -> list[str]:
     """What is wrong with each way of cutting a call."""
-    bound, expected = find_rule.bound(rules, call), run_whole(call)
+    bound, expected = find_rule.bound(rules, call), run_reference(call)
     every = [*ways(bound, (2, 3, 5)), *mapped.ways(bound, (2, 3, 5))]
     found = (check_cut(call, bound, cuts, mesh, expected) for cuts, mesh in every)
     return [str(failure) for failure in found if failure]
@@ -160,7 +160,7 @@ def test_in_place_the_part_is_written(cut: Cut) -> None:
     run_all(call, bound, parts, [[one] for one in own], in_place=True)
     whole_ = torch.cumprod(x, 0)
     for one, part in zip(own, parts, strict=True):
-        assert torch.allclose(one, whole_[elements(part.held["{dim}0"])])
+        assert torch.allclose(one, whole_[elements(part.indices["{dim}0"])])
 
 
 @pytest.mark.parametrize("mistake", ["stretches in the order of ranks", "a stretch that goes on from the last"])
@@ -172,6 +172,6 @@ def test_a_scan_that_takes_stretches_for_one_part_is_found(mistake: str, monkeyp
             "tangram.sharding.local_ops.local_call.each", lambda bound, part, local, run: run(part, local)
         )
     call = scan("cumsum", some(2, 13), 1)
-    bound, expected = find_rule.bound(builtin(), call), run_whole(call)
+    bound, expected = find_rule.bound(builtin(), call), run_reference(call)
     cuts = {"{dim}0": (Cut("x", "zigzag"),)}
     assert check_cut(call, bound, cuts, Mesh.parse("x=2"), expected) is not None

@@ -24,7 +24,7 @@ from tangram.sharding.ops.rule_table import builtin, parse_lines
 from tangram.sharding.ops.same_cut import of_result
 from tangram.sharding.ops.windows import SlidingWindow
 from tangram.sharding.proof.execute import check as check_cut
-from tangram.sharding.proof.execute import run_whole, ways
+from tangram.sharding.proof.execute import run_reference, ways
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.proof.propagated import part_of as proved_part
 from tangram.sharding.propagation.halo import needed
@@ -263,7 +263,7 @@ def test_windows_that_take_stretches_for_others_are_found(mistake: str, monkeypa
         join = local_call._side_by_side
         monkeypatch.setattr(local_call, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
     call, cuts = conv(16, 3, padding=1), {".1": (Cut("x", "zigzag"),)}
-    assert check_cut(call, find_rule.bound(builtin(), call), cuts, Mesh.parse("x=2"), run_whole(call)) is not None
+    assert check_cut(call, find_rule.bound(builtin(), call), cuts, Mesh.parse("x=2"), run_reference(call)) is not None
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_convolutions_of_all_kinds_are_right_on_ranks(
     dilation, transposed = data.draw(st.integers(1, 3)), data.draw(st.booleans())
     call = conv(n, extent, stride, padding, dilation, transposed=transposed)
     try:
-        expected = run_whole(call)
+        expected = run_reference(call)
     except RuntimeError:  # windows larger than the tensor
         return
     bound = find_rule.bound(builtin(), call)

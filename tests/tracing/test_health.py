@@ -23,7 +23,7 @@ from tangram.tracing.ring import TraceFiles
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
 from tangram.tracing.slow import median_of_others
-from tangram.tracing.stacks import ranks_said
+from tangram.tracing.stacks import rank_words
 from tangram.tracing.weights import WeightGroup, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
 
@@ -274,7 +274,7 @@ def test_layers_that_may_run_otherwise_than_they_stand_are_not_planned(
 
 
 def test_ranks_in_equal_steps_are_said_shortly() -> None:
-    assert ranks_said(range(1, 42, 8)) == "ranks 1 to 41 in steps of 8"
-    assert ranks_said([0, 1, 2, 3]) == "ranks 0 to 3"
-    assert ranks_said([0, 2, 4]) == "ranks 0, 2, 4"
-    assert ranks_said([0, 2, 4, 7]) == "ranks 0, 2, 4, 7"
+    assert rank_words(range(1, 42, 8)) == "ranks 1 to 41 in steps of 8"
+    assert rank_words([0, 1, 2, 3]) == "ranks 0 to 3"
+    assert rank_words([0, 2, 4]) == "ranks 0, 2, 4"
+    assert rank_words([0, 2, 4, 7]) == "ranks 0, 2, 4, 7"

@@ -126,7 +126,7 @@ def run(work: Work) -> Ran:
     with Tally() as tally:
         _loss(work, model).backward()
         held.sum_gradients()
-    found = program.found
+    found = program.derived
     return Ran(
         *furthest(model, dict(whole.named_parameters())),
         _eager(work, whole),
@@ -147,7 +147,7 @@ def _joints(program: Program) -> list[Joint]:
 
 def _spared(program: Program) -> float:
     """Bytes that a rank would receive beside, with one axis after the other."""
-    found = program.found
+    found = program.derived
     sizes = {over.axis: over.k for over in found.axes}
     more = 0.0
     for joint in _joints(program):

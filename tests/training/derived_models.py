@@ -167,7 +167,7 @@ def run(work: Work) -> Ran:
     off = float((loss - want).detach().abs() / want.detach().abs())
     worst, where = _furthest(model, dict(whole.named_parameters()))
     wrong = tuple(name for name in {**chosen, **counted} if chosen.get(name) != counted.get(name))
-    return Ran(off, worst, where, len(program.borders), program.inside, wrong, total(program.found))
+    return Ran(off, worst, where, len(program.borders), program.inside, wrong, total(program.derived))
 
 
 def _chosen(whole: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[Any]]:

@@ -126,7 +126,7 @@ def seen(held: EagerModel, marks: Sequence[Mark]) -> dict[str, set[str]]:
 
 def came_to(held: DerivedModel, marks: Sequence[Mark]) -> dict[str, set[str]]:
     """The same of a captured graph."""
-    found = held.programs[0].found
+    found = held.programs[0].derived
     graph = found.folded.graph
     known = {str(one): {str(value_layout(found, v)) for v in matched(graph, one).values()} for one in noted(graph)}
     for one in marks:
@@ -367,7 +367,7 @@ def run_functions(mistake: str) -> list[str]:
                         assert str(layout_of(placed)) == layout_from_text(lies, (4, 6, 8))
                         own = relayout(_numbers(function(placed, relayout(b * 1, weights))), "n")
                         own.square().sum().backward()
-                        found = held.session.whole(own)
+                        found = held.session.full_tensor(own)
                 except UserError as error:
                     wrong.append(f"{name}, {lies}, {weights}: {error}")
                     continue

@@ -180,7 +180,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         _, status = os.waitpid(child, 0)
         path = newest(folder)
         assert path is not None
-        assert len(commits.whole(folder)) == len(list(folder.glob("step-*"))), "none is seen half gone"
+        assert len(commits.committed(folder)) == len(list(folder.glob("step-*"))), "none is seen half gone"
         found = other()
         at = load(path, found, plan, None).step
         assert same(values(found), kept[at]), f"killed before file operation {moment}"

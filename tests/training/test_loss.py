@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
-from tangram.planner.local.derived_layouts import Moves, plan_moves, sample_graph
+from tangram.planner.local.derived_layouts import CollectiveTraffic, plan_communication, sample_graph
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch
@@ -116,6 +116,6 @@ def test_a_dry_run_shows_what_is_saved() -> None:
 def test_the_planner_counts_what_the_loss_moves() -> None:
     plan = plan_of("vocabulary over two")
     graph = sample_graph(build_on_meta(source_of(plan, BYTES).config), LENGTH, torch.float32)
-    moves = plan_moves(plan, graph)
-    assert [Moves(4.0 * LENGTH, 1), Moves(8.0 * LENGTH, 1)] == [*moves[-2:]]
+    moves = plan_communication(plan, graph)
+    assert [CollectiveTraffic(4.0 * LENGTH, 1), CollectiveTraffic(8.0 * LENGTH, 1)] == [*moves[-2:]]
     assert all(one.nbytes < 4 * LENGTH * VOCABULARY / 2 for one in moves)  # of no logits

@@ -62,7 +62,7 @@ def run_both(rank: Rank, rules: str) -> dict[str, dict[str, list[float]]]:
     held, losses = eager(other, own, devices, rules=rules), list[float]()
     for _ in "123":
         with held:
-            loss = held.session.whole(other(_input()).square().mean())
+            loss = held.session.full_tensor(other(_input()).square().mean())
         losses.append(_step(other, loss, None))
     found["as it runs"] = {"losses": losses, **_values(other)}
     found["proved here"] = {"often": [float(own_rules._prove_drawn.cache_info().misses)]}  # pyright: ignore

@@ -13,7 +13,7 @@ from moto.server import ThreadedMotoServer
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.saving.save import About, save
-from tangram.checkpoint.store.commits import read_marker, whole
+from tangram.checkpoint.store.commits import read_marker, committed
 from tangram.checkpoint.store.objects import ObjectStore, store_of
 from tangram.checkpoint.tiers import remote
 from tangram.cli import main
@@ -50,7 +50,7 @@ def write(folder: Path, step: int, size: int = 1000) -> CheckpointSaved:
 
 
 def steps(store: ObjectStore) -> list[int]:
-    return [marker.step for _, marker in remote.whole(store)]
+    return [marker.step for _, marker in remote.committed_in(store)]
 
 
 def test_what_is_sent_comes_back_as_it_was(address: str, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_what_is_sent_comes_back_as_it_was(address: str, tmp_path: Path) -> None
     name = remote.upload(path, store)
     assert name == "step-00000002"
     assert remote.upload(path, store) == name, "it is there already"
-    ((_, marker),) = remote.whole(store)
+    ((_, marker),) = remote.committed_in(store)
     back = remote.download(store, name, marker, tmp_path / "other")
     assert verify(back).sound
     assert read_marker(back).id == read_marker(path).id
@@ -104,7 +104,7 @@ def test_rotten_bytes_are_neither_sent_nor_taken(address: str, server: str, tmp_
     bucket = address.split("/")[2]
     client = boto3.client("s3", endpoint_url=server)
     client.put_object(Bucket=bucket, Key=f"run/step-00000001/{file.name}", Body=bytes(data))
-    ((name, marker),) = remote.whole(store)
+    ((name, marker),) = remote.committed_in(store)
     with pytest.raises(DamagedError, match=r"s3://.*step-00000001/model.* has other bytes from 0 to"):
         remote.download(store, name, marker, tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())
@@ -210,7 +210,7 @@ def test_a_run_goes_on_from_the_store_on_another_disk(
         said = capsys.readouterr().out
         assert "fetched    step-0000000" in said, said
         assert "uploaded   step" in said, said
-    ends = [str(whole(tmp_path / one / "checkpoint")[-1][0]) for one in ("train", "whole")]
+    ends = [str(committed(tmp_path / one / "checkpoint")[-1][0]) for one in ("train", "whole")]
     capsys.readouterr()
     main(["checkpoint", "diff", *ends, "--json"])
     assert json.loads(capsys.readouterr().out)["tensors"] == [], "as if it had never stopped, bit for bit"

@@ -13,7 +13,7 @@ from tangram.errors import UserError
 from tangram.models.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.derived_layouts import TensorLayouts
-from tangram.planner.local.estimate import numbers_held
+from tangram.planner.local.estimate import largest_parts
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import dumps
@@ -164,7 +164,7 @@ def test_plans_are_laid_out_and_counted_by_the_rank_that_has_most(tmp_path: Path
     # Of 257 tokens 129, of 45 numbers inside 23, of three heads of keys two, with two of queries each.
     attention = (32 * 24 + 32) + 2 * (16 * 24 + 16) + (24 * 32 + 24)
     numbers = 2 * 129 * 24 + 3 * (attention + 3 * 23 * 24 + 2 * 24) + 24
-    assert sum(numbers_held(own, counted.costs(1).parameters).values()) == numbers
+    assert sum(largest_parts(own, counted.costs(1).parameters).values()) == numbers
     assert dry_run(own)[0].memory["parameters"] == 4 * (numbers + 2 * 4)  # and two buffers of rotary frequencies
     local, whole = counted.local_costs(counted.tensor(("tp", 2), None), ("tp", 2), 1), counted.costs(1)
     assert 0.58 < local.forward.flops / whole.forward.flops < 2 / 3  # two of three heads, and half of all else
@@ -174,7 +174,7 @@ def test_listed_sizes_are_counted_where_they_are_largest(tmp_path: Path) -> None
     plan = _job(tmp_path)
     lies = {**llama(), "model.embed_tokens.weight": "v/tp:[100 157] h"}
     plan = plan.model_copy(update={"layouts": plan.layouts.model_copy(update={"parameters": lies})})
-    held = numbers_held(plan, Counted(plan, source_of(plan, BYTES).config).costs(1).parameters)
+    held = largest_parts(plan, Counted(plan, source_of(plan, BYTES).config).costs(1).parameters)
     assert held["model.embed_tokens.weight"] == 157 * 24
     assert dry_run(plan)[0].rank == 1
 

@@ -50,7 +50,7 @@ def inspect(
     from tangram.cli.foreign import inspect_foreign, print_tree, print_values, quantised_rows
 
     with _files():
-        if not (path / commits.MARKER).exists() and (found := commits.whole(path)):
+        if not (path / commits.MARKER).exists() and (found := commits.committed(path)):
             rows = [(p.name, str(m.step), m.created, size(sum(m.sizes.values()))) for p, m in found]
             listed = [{"path": str(p), "step": m.step, "created": m.created, "id": m.id} for p, m in found]
             if json:
@@ -190,9 +190,9 @@ def convert(
     json: Json = False,
 ) -> None:
     """Convert a checkpoint to another format and structure, as a stream; what is not cast has the same bits."""
-    from tangram.cli.convert import Asked, run
+    from tangram.cli.convert import TypedOptions, run
 
-    asked = Asked(
+    asked = TypedOptions(
         to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
         transformer_impl, pad_vocabulary, betas, not apart, not one_optimiser, not model_only, dry_run, json, adapter,
         dequantise,
@@ -223,7 +223,7 @@ def family(
         fit = cover(source, family_named(name) if name else family_of(found), found)
     if json:
         print_json({"path": str(path), "format": source.format, **fit.as_json()})
-        return 0 if fit.whole else 1
+        return 0 if fit.complete else 1
     rows = [(what, one) for what, some in (("not named", fit.uncovered), ("missing", fit.missing)) for one in some]
     if rows:
         _table("", ("what", "tensor"), rows[:ROWS])
@@ -233,8 +233,8 @@ def family(
     names = f"{count(len(source.specs), 'tensor')} by the names of {fit.names}"
     left = f", {len(fit.left):,} of optimiser states" if fit.left else ""
     said = f"{fit.covered:,} named, {len(fit.uncovered):,} not, {len(fit.missing):,} missing"
-    print(f"{path}: the family {fit.family}, {names}{left}: {said}{'' if fit.whole else ': it does not fit'}")
-    return 0 if fit.whole else 1
+    print(f"{path}: the family {fit.family}, {names}{left}: {said}{'' if fit.complete else ': it does not fit'}")
+    return 0 if fit.complete else 1
 
 
 @checkpoint.command()

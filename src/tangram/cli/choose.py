@@ -145,7 +145,7 @@ def job_of(asked: Choosing, sequence: int) -> "Job | None":
 class Wrote:
     """What was written, for people and for programs."""
 
-    said: str
+    summary: str
     marks: tuple[str, ...]
 
 
@@ -244,7 +244,7 @@ def show(found: Answer, asked_json: bool, seconds: Mapping[str, float], wrote: W
     said = "the best there is" if gap < 1e-4 else f"at most {gap:.2%} longer than the best there is"
     print(f"{said} within {amount(found.limit)}, by this model; chosen in {found.took:.1f} s")
     if wrote is not None:
-        print(wrote.said)
+        print(wrote.summary)
 
 
 def _row(name: str, price: "Price") -> tuple[str, ...]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tangram.checkpoint.formats.hf_export import Converted
     from tangram.checkpoint.inspect.diff import CheckpointDiff
 
-__all__ = ["Asked", "compared", "run"]
+__all__ = ["TypedOptions", "compared", "run"]
 
 NAMES = ("transformer_engine", "local")
 ROWS = 40
@@ -34,7 +34,7 @@ SKIPPED = 12
 
 
 @dataclass(frozen=True)
-class Asked:
+class TypedOptions:
     """The options of the command."""
 
     to: str
@@ -59,7 +59,7 @@ class Asked:
     dequantise: bool = False
 
 
-def run(source: str, target: str, asked: Asked) -> None:
+def run(source: str, target: str, asked: TypedOptions) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.conversion.convert import target_of
     from tangram.checkpoint.conversion.converting import exported_as_it_is, rare_collections, refuse_target
@@ -81,7 +81,7 @@ def run(source: str, target: str, asked: Asked) -> None:
             _convert(opened, target, asked, options, local)
 
 
-def _options(asked: Asked, room: Mapping[str, int]) -> "ConvertOptions":
+def _options(asked: TypedOptions, room: Mapping[str, int]) -> "ConvertOptions":
     """What was typed, read. Raises UserError."""
     from tangram.checkpoint.conversion.converting import ConvertOptions
 
@@ -124,7 +124,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
             return diff.compare_across(way, other_side, pattern, on_bytes)
 
 
-def _export(source: Path, target: Path, asked: Asked, room: Mapping[str, int]) -> None:
+def _export(source: Path, target: Path, asked: TypedOptions, room: Mapping[str, int]) -> None:
     """The model of one of Tangram's checkpoints as it is: proved by digests."""
     from tangram.checkpoint.formats import hf_export as of
     from tangram.checkpoint.formats.common.side_files import is_of_tokenizer
@@ -156,7 +156,7 @@ def _beside(made: "Converted | Restructured") -> None:
         print(printable(f"beside the weights, not carried: {', '.join(made.left_beside[:SKIPPED])}{more}"))
 
 
-def _convert(source: "OpenCheckpoint", target: str, asked: Asked, options: "ConvertOptions", local: bool) -> None:
+def _convert(source: "OpenCheckpoint", target: str, asked: TypedOptions, options: "ConvertOptions", local: bool) -> None:
     from tangram.checkpoint.conversion.converting import prepare
 
     found = prepare(source, asked.to, options)
@@ -171,7 +171,7 @@ def _convert(source: "OpenCheckpoint", target: str, asked: Asked, options: "Conv
         counts = {"by": found.chosen.description, "left_out": len(found.chosen.left), "skipped": found.source.skipped}
         print_json({**made.as_json(), **counts, "beside": found.source.beside, "notes": found.notes, **decoded})
         return
-    _said(made, found.chosen, asked, found.source, found.notes)
+    _print_result(made, found.chosen, asked, found.source, found.notes)
     if found.dequantised:
         print(found.dequantised)
 
@@ -194,8 +194,8 @@ def _how(chosen: "ChosenMapping") -> str:
     return chosen.description if chosen.description.startswith(KEPT) else f"by {chosen.description}"
 
 
-def _said(
-    made: "Restructured", chosen: "ChosenMapping", asked: Asked, source: "OpenCheckpoint", notes: Sequence[str]
+def _print_result(
+    made: "Restructured", chosen: "ChosenMapping", asked: TypedOptions, source: "OpenCheckpoint", notes: Sequence[str]
 ) -> None:
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
@@ -216,7 +216,7 @@ def _said(
 def _planned(
     source: "OpenCheckpoint",
     target: str,
-    asked: Asked,
+    asked: TypedOptions,
     chosen: "ChosenMapping",
     ways: Sequence["NewTensor"],
     total: int,

@@ -43,7 +43,7 @@ class OwnOperators:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DeriveOptions:
     """What a user typed."""
 
     name: str
@@ -65,7 +65,7 @@ class Asked:
     """What took how long, as it is done."""
 
 
-def derive_model(asked: Asked) -> None:
+def derive_model(asked: DeriveOptions) -> None:
     """Print what follows from the marks, or what was asked of it. Raises UserError."""
     ways = [name for name in ("why", "diff", "html") if getattr(asked, name) is not None]
     if len(ways) > 1:
@@ -96,7 +96,7 @@ def derive_model(asked: Asked) -> None:
         _print(asked, found)
 
 
-def _choose(asked: Asked, choosing: "Choosing") -> None:
+def _choose(asked: DeriveOptions, choosing: "Choosing") -> None:
     from tangram.cli.choose import answer, bytes_of, cluster_of, job_of, show, write
     from tangram.models.named import named
 
@@ -143,7 +143,7 @@ def _mesh(text: str) -> Mesh:
     return mesh
 
 
-def _rates(asked: Asked, mesh: Mesh) -> "WorkRates":
+def _rates(asked: DeriveOptions, mesh: Mesh) -> "WorkRates":
     """Those of the cluster for each axis that the mesh has."""
     from tangram.hardware.cluster import load
     from tangram.sharding.derive.problem.rates import WorkRates
@@ -154,7 +154,7 @@ def _rates(asked: Asked, mesh: Mesh) -> "WorkRates":
     return rates
 
 
-def _sides(asked: Asked) -> "list[list[Mark] | None]":
+def _sides(asked: DeriveOptions) -> "list[list[Mark] | None]":
     """The marks that were given, of the one derivation or of two; None for those that come with Tangram."""
     from tangram.sharding.derive.marking.marks import Mark
 
@@ -190,7 +190,7 @@ def _shipped(kind: str, model: Any) -> "list[Mark]":
     return found
 
 
-def _captured(asked: Asked, made: "tuple[Any, Inputs]", rules: str) -> "Graph":
+def _captured(asked: DeriveOptions, made: "tuple[Any, Inputs]", rules: str) -> "Graph":
     """The graph of a model and its inputs, equal layers found."""
     from tangram.models.capture import capture
     from tangram.models.costs import block_names
@@ -203,7 +203,7 @@ def _captured(asked: Asked, made: "tuple[Any, Inputs]", rules: str) -> "Graph":
     return graph
 
 
-def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", rates: "WorkRates") -> "Derived":
+def _derived(asked: DeriveOptions, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", rates: "WorkRates") -> "Derived":
     from tangram.sharding.derive.derive import ConflictError, derive
 
     try:
@@ -217,7 +217,7 @@ def _derived(asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", 
 
 
 def _conflict(
-    asked: Asked, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError", rates: "WorkRates"
+    asked: DeriveOptions, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError", rates: "WorkRates"
 ) -> UserError:
     """The sentence on marks that contradict each other; before it, where they meet and what works."""
     from tangram.sharding.derive.explain.conflicts import conflict
@@ -231,7 +231,7 @@ def _conflict(
     return UserError(told.sentence)
 
 
-def _print(asked: Asked, found: "Derived") -> None:
+def _print(asked: DeriveOptions, found: "Derived") -> None:
     from tangram.sharding.derive.explain.show import amount, as_json, tables, total
 
     if asked.json:
@@ -252,7 +252,7 @@ def _print(asked: Asked, found: "Derived") -> None:
             )
 
 
-def _print_why(asked: Asked, found: "Derived", node: str, rates: "WorkRates") -> None:
+def _print_why(asked: DeriveOptions, found: "Derived", node: str, rates: "WorkRates") -> None:
     from tangram.sharding.derive.explain.why import lines, why
 
     with progress("asking what else it could be"):
@@ -264,7 +264,7 @@ def _print_why(asked: Asked, found: "Derived", node: str, rates: "WorkRates") ->
         print_table(title, headers, rows)
 
 
-def _write_page(asked: Asked, found: "Derived", path: Path) -> None:
+def _write_page(asked: DeriveOptions, found: "Derived", path: Path) -> None:
     from tangram.sharding.derive.explain.show import amount, total
     from tangram.sharding.derive.page.page import write_page
 
@@ -275,7 +275,7 @@ def _write_page(asked: Asked, found: "Derived", path: Path) -> None:
         print(f'a rank receives {amount(total(found))}; all of it is in "{path}", for a browser')
 
 
-def _print_difference(asked: Asked, one: "Derived", other: "Derived", files: tuple[str, str]) -> None:
+def _print_difference(asked: DeriveOptions, one: "Derived", other: "Derived", files: tuple[str, str]) -> None:
     from tangram.sharding.derive.explain.diff import difference, summary, tables
 
     found = difference(one, other)

@@ -7,7 +7,7 @@ import typer
 
 from tangram.errors import UserError
 from tangram.training.observe.text_tables import printable
-from tangram.training.run.environment import SaidElsewhere, leave_word, speaks
+from tangram.training.run.environment import ReportedElsewhere, leave_word, speaks
 
 __all__ = ["reported", "say"]
 
@@ -23,7 +23,7 @@ def reported(command: Callable[[], object]) -> int:
         return _say(str(mistake))
     except typer.TyperException as mistake:  # an unknown option, a missing argument ... on every rank of a job alike
         return _say(mistake.format_message()) if speaks() else _MISTAKE
-    except SaidElsewhere as elsewhere:
+    except ReportedElsewhere as elsewhere:
         leave_word(elsewhere.sentence)
         return elsewhere.code
     except (KeyboardInterrupt, typer.Abort) as ended:

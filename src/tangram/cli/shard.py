@@ -96,7 +96,7 @@ def model(
 ) -> None:
     """Derive the layout of every tensor of a model from marks on a few. (`model` may be left out.)"""
     from tangram.cli.choose import Choosing
-    from tangram.cli.derive import Asked, OwnOperators, derive_model
+    from tangram.cli.derive import DeriveOptions, OwnOperators, derive_model
 
     if memory is not None and not choose:
         raise UserError("--memory limits what is chosen: give --choose, too")
@@ -109,7 +109,7 @@ def model(
         raise UserError("--samples are what rules are proved with: give --rules with their file, too")
     own = OwnOperators(rules, lambda: _function(samples, imports))
     given = mark or (), marks, batch, sequence, change or ()
-    derive_model(Asked(name, mesh, *given, why, diff, html, json, cluster, choosing, own))
+    derive_model(DeriveOptions(name, mesh, *given, why, diff, html, json, cluster, choosing, own))
 
 
 @shard.command()

@@ -160,7 +160,7 @@ def measure(device: str = "cpu", processes: int = 1) -> Rates:
             )
     crowd = max(1.0, processes / usable_cores()) if device == "cpu" else 1.0  # ranks that share one core
     products = {name: _by_threads(partial(_products, device, kind), processes) for name, kind in TYPES.items()}
-    alone = _by_threads(partial(_moves, device), processes)
+    alone = _by_threads(partial(_memory_bandwidth, device), processes)
     return Rates(
         device=device,
         name=_name(device),
@@ -253,7 +253,7 @@ def _products(device: str, kind: torch.dtype) -> Curve:
     return Curve(tuple(points))
 
 
-def _moves(device: str, sizes: tuple[int, ...] = _ELEMENTS) -> Curve:
+def _memory_bandwidth(device: str, sizes: tuple[int, ...] = _ELEMENTS) -> Curve:
     """Sums of two tensors, over so many in turn that none is still in a cache from its last time, as in training."""
     points: list[tuple[float, float]] = []
     for size in sizes:
@@ -276,7 +276,7 @@ def _shared(alone: Curve, processes: int) -> Curve:
         return alone
     size, one = alone.points[-1]
     with _threads(_threads_of_one_of(1)):
-        together = max(one, _moves("cpu", _ELEMENTS[-1:]).points[0][1])
+        together = max(one, _memory_bandwidth("cpu", _ELEMENTS[-1:]).points[0][1])
     return Curve((*alone.points[:-1], (size, min(one, together / processes))))
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 from tangram.layout.errors import LayoutError
 from tangram.layout.intervals import span
-from tangram.layout.locate import held, region
+from tangram.layout.locate import indices_of_rank, region
 from tangram.layout.mesh import Mesh
 from tangram.layout.notation import Layout
 from tangram.layout.region import Box, Region
@@ -53,8 +53,8 @@ def _cut_alike(wide: Dim, narrow: Dim, columns: int, mesh: Mesh) -> bool:
     small = _only(mesh, wide.axes)
     for rank in range(small.size):
         at = small.coords(rank)
-        spread = tuple((first * columns, last * columns) for first, last in held(narrow, small, at))
-        if held(wide, small, at) != spread:
+        spread = tuple((first * columns, last * columns) for first, last in indices_of_rank(narrow, small, at))
+        if indices_of_rank(wide, small, at) != spread:
             return False
     return True
 

@@ -71,7 +71,7 @@ def _merge(parts: Iterable[Sequence[str]], mesh: Mesh, what: str) -> set[str]:
 # ---------------------------------------------------------------- rank -> elements
 
 
-def held(dim: Dim, mesh: Mesh, at: At) -> IntSet:
+def indices_of_rank(dim: Dim, mesh: Mesh, at: At) -> IntSet:
     """The indices of one tensor dim that a rank at these coordinates holds. Every axis of the dim must be in `at`."""
     s = _inside(dim, mesh, at) if dim.terms else intervals.span(0, dim.n)
     for cut in dim.cuts:
@@ -85,7 +85,7 @@ def _inside(dim: Dim, mesh: Mesh, at: At) -> IntSet:
     out: list[tuple[int, int]] = []
     for term in dim.terms:
         sizes = [x.n for x in term]
-        out += intervals.shift(intervals.product([held(x, mesh, at) for x in term], sizes), base)
+        out += intervals.shift(intervals.product([indices_of_rank(x, mesh, at) for x in term], sizes), base)
         for n in sizes[1:]:
             sizes[0] *= n
         base += sizes[0]
@@ -110,7 +110,7 @@ def region_at(layout: Layout, mesh: Mesh, at: At, family_dims: int = 0) -> Regio
     """`region` by coordinates. `at` has every axis that the layout names; the layout is taken as valid."""
     if any(at[axis] not in coords for axis, coords in layout.at):
         return Region()
-    sets = tuple([held(dim, mesh, at) for dim in layout.dims])
+    sets = tuple([indices_of_rank(dim, mesh, at) for dim in layout.dims])
     if not all(sets):
         return Region()
     if not layout.flat:
@@ -163,7 +163,7 @@ def _sets(dim: Dim, mesh: Mesh) -> frozenset[IntSet]:
     axes = sorted(dim.axes)
     mesh.require_independent(axes, str(dim))
     places = itertools.product(*[range(mesh.axis(axis)[0]) for axis in axes])
-    return frozenset(held(dim, mesh, dict(zip(axes, place, strict=True))) for place in places)
+    return frozenset(indices_of_rank(dim, mesh, dict(zip(axes, place, strict=True))) for place in places)
 
 
 # ---------------------------------------------------------------- elements -> ranks
@@ -301,7 +301,7 @@ def flat_owners(layout: Layout, mesh: Mesh, coords: Coords, sub: Box, family_dim
     lead, rest = sub[:family_dims], sub[family_dims:]
     axes = sorted(frozenset[str]().union(*(dim.axes for dim in layout.dims)))
     for full, _ in _spread(coords, (), axes, mesh):  # where a flat block begins depends on all that the rank holds
-        local = tuple(held(dim, mesh, dict(full)) for dim in layout.dims[family_dims:])
+        local = tuple(indices_of_rank(dim, mesh, dict(full)) for dim in layout.dims[family_dims:])
         places = intervals.product(
             [intervals.rank(have, want) for have, want in zip(local, rest, strict=True)],
             [intervals.size(have) for have in local],

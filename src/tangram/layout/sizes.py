@@ -24,8 +24,8 @@ def bind_dims(
     dims: Sequence[Dim], flat: Sequence[Cut], shape: Shape | None, known: Mapping[str, int | Shape]
 ) -> tuple[tuple[Dim, ...], tuple[Cut, ...]]:
     """`Layout.bind`: sizes for every factor, lists for every `[name]` of a map."""
-    sizes = {k: whole(k, v) for k, v in known.items() if isinstance(v, str) or not isinstance(v, Sized)}
-    lists = {k: tuple([whole(k, x) for x in v]) for k, v in known.items() if k not in sizes and isinstance(v, Sized)}
+    sizes = {k: integer(k, v) for k, v in known.items() if isinstance(v, str) or not isinstance(v, Sized)}
+    lists = {k: tuple([integer(k, x) for x in v]) for k, v in known.items() if k not in sizes and isinstance(v, Sized)}
     empty = [k for k, v in lists.items() if not v]
     if empty:
         raise LayoutError(f"the list {empty[0]} is empty")
@@ -33,7 +33,7 @@ def bind_dims(
     return tuple(_fill_lists(dim, lists) for dim in solved), tuple(_fill_cut(cut, lists) for cut in flat)
 
 
-def whole(name: str, value: SupportsIndex | str) -> int:
+def integer(name: str, value: SupportsIndex | str) -> int:
     """A size that is given from outside. Raises LayoutError when it is no whole number."""
     try:
         return operator.index(value)  # pyright: ignore[reportArgumentType]

@@ -205,12 +205,12 @@ class Piece:
     """A dim of an operand, `...`, or a slot."""
 
     what: Dim | Slot
-    whole: bool = False
+    uncut: bool = False
     beyond: bool = False
     """Of an input: a part of the result reads more of it than the same part, by windows."""
 
     def __str__(self) -> str:
-        return str(self.what) + "^" * self.whole + "'" * self.beyond
+        return str(self.what) + "^" * self.uncut + "'" * self.beyond
 
     @cached_property
     def rest(self) -> bool:

@@ -149,14 +149,14 @@ class Numbers:
 
     tensor: int
     """Divided by TP ranks."""
-    whole: int
+    replicated: int
     experts: int
     """Divided by EP ranks and the experts' TP ranks."""
 
     @property
     def total(self) -> int:
         """All."""
-        return self.tensor + self.whole + self.experts
+        return self.tensor + self.replicated + self.experts
 
 
 @dataclass(frozen=True)

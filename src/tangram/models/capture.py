@@ -160,7 +160,7 @@ class _Recorder(Opening):
                 )
         pairs = zip(parameters, found, strict=bool(found))
         gradients = {name: self._number(g) for name, g in pairs if g is not None}
-        outputs = {name: self._taken(x).value for name, x in results.items()}
+        outputs = {name: self._argument(x).value for name, x in results.items()}
         for node in reversed(self._nodes):  # autograd says nothing of what it does not run
             if node.implied and self._differentiable.intersection(r for r in node.results if r is not None):
                 self._differentiable.add(node.inputs[-1])
@@ -243,7 +243,7 @@ class _Recorder(Opening):
 
     def _write(self, func: OpOverload, arguments: Mapping[str, Any], found: Any) -> None:
         source = line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
-        taken = self._arguments = tree_map(self._taken, dict(arguments))
+        taken = self._arguments = tree_map(self._argument, dict(arguments))
         at = len(self._nodes)
         module, of = self._log.module, None
         if not self._backward and self._grad:
@@ -266,7 +266,7 @@ class _Recorder(Opening):
         for tensor, before in writes:
             self._through(tensor, before, source)
 
-    def _taken(self, x: Any) -> Any:
+    def _argument(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             number = self._number(x)
             if number in self._stale:

@@ -77,11 +77,11 @@ class _Group:
     """The stored tensors of one tensor of the module, by pattern; no converter where they are only renamed."""
 
     converter: Any
-    found: dict[str, list[_Stored]] = field(default_factory=dict[str, list[_Stored]])
+    stored: dict[str, list[_Stored]] = field(default_factory=dict[str, list[_Stored]])
 
     @property
     def everything(self) -> list[_Stored]:
-        return [one for some in self.found.values() for one in some]
+        return [one for some in self.stored.values() for one in some]
 
 
 def read_conversion(
@@ -152,7 +152,7 @@ def _grouped(
         if group.converter is not converter:  # both the stored structure and the module's: the second is one too many
             target = f"{target} (of {name})"
             group = groups.setdefault(target, _Group(converter))
-        group.found.setdefault(pattern or target, []).append(_Stored(name, renamed, number))
+        group.stored.setdefault(pattern or target, []).append(_Stored(name, renamed, number))
     return groups
 
 
@@ -183,8 +183,8 @@ def _convert(
     factors.sizes["e"] = max(numbers, default=0) + 1
     work = Work(factors, {}, Dim("e"), targets, first, wanted, config)
     sources: list[tuple[_Stored, str, tuple[Dim, ...]]] = []
-    for pattern in (p for p in patterns if p in group.found):
-        some = sorted(group.found[pattern], key=lambda one: one.number or 0)
+    for pattern in (p for p in patterns if p in group.stored):
+        some = sorted(group.stored[pattern], key=lambda one: one.number or 0)
         shape, odd = _alike(some, stored)
         found.unlike += odd
         for one in some[:1] if families else some:
@@ -263,7 +263,7 @@ def _incomplete(found: Conversion, group: _Group, work: Work, patterns: Sequence
     missing: list[str] = []
     surplus: list[str] = []
     for pattern in patterns:
-        have = {one.number: one for one in group.found.get(pattern, [])}
+        have = {one.number: one for one in group.stored.get(pattern, [])}
         if not numbered:
             missing += [] if have else [_sibling(group, pattern, None)]
             continue
@@ -276,8 +276,8 @@ def _incomplete(found: Conversion, group: _Group, work: Work, patterns: Sequence
 
 def _sibling(group: _Group, pattern: str, number: int | None) -> str:
     """The name that a missing tensor would have, by one that is there."""
-    known = pattern if pattern in group.found else next(iter(group.found))
-    one = group.found[known][0]
+    known = pattern if pattern in group.stored else next(iter(group.stored))
+    one = group.stored[known][0]
     name = one.name
     if number is not None and one.number is not None:
         before, after = _around(one)

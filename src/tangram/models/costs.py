@@ -63,7 +63,7 @@ class Work:
 
     products: tuple[float, ...] = ()
     """FLOPs of each matmul."""
-    moves: tuple[float, ...] = ()
+    memory_traffic: tuple[float, ...] = ()
     """Bytes that each other operator reads and writes."""
 
     @property
@@ -74,12 +74,12 @@ class Work:
     @property
     def bytes_moved(self) -> float:
         """By all other operators."""
-        return sum(self.moves)
+        return sum(self.memory_traffic)
 
     @property
     def calls(self) -> int:
         """How many operators run."""
-        return len(self.products) + len(self.moves)
+        return len(self.products) + len(self.memory_traffic)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def at_micro_batch(one: ModelCosts, two: ModelCosts, micro_batch: float) -> Mode
         return tuple(map(line, low, high))
 
     def work(low: Work, high: Work) -> Work:
-        return Work(each(low.products, high.products), each(low.moves, high.moves))
+        return Work(each(low.products, high.products), each(low.memory_traffic, high.memory_traffic))
 
     return ModelCosts(
         one.sequence,

@@ -98,7 +98,7 @@ class Customs:
 
     number_of: Callable[[Tensor], int | None]
     bearers: Mapping[int, Sequence[Tensor]]
-    found: list[_Applied] = field(default_factory=list[_Applied])
+    applied: list[_Applied] = field(default_factory=list[_Applied])
     _frame: FrameType | None = None
     """The last: held, so that no other has its identity."""
 
@@ -107,17 +107,17 @@ class Customs:
         within = outermost(frame)
         if within is not None and within is not self._frame:
             takes = [v for x in tree_leaves(within.f_locals["args"]) if isinstance(x, Tensor) for v in self._of(x)]
-            self.found.append(_Applied(within.f_locals["cls"], line_of(caller(within.f_back)), node, node, takes))
+            self.applied.append(_Applied(within.f_locals["cls"], line_of(caller(within.f_back)), node, node, takes))
         self._frame = within
         if within is not None and run is None:
-            self.found[-1].stop = node + 1
+            self.applied[-1].stop = node + 1
         elif within is not None and run is not None:
-            self.found[-1].runs.append(run)
+            self.applied[-1].runs.append(run)
 
     def tried(self, nodes: Sequence[Node], values: Sequence[Value], fake: FakeTensorMode) -> tuple[Custom, ...]:
         """All of them, each with what its backward does when it is called once, in a mode without memory."""
         self._frame = None
-        return tuple(self._tried(one, nodes[one.first : one.stop], values, fake) for one in self.found)
+        return tuple(self._tried(one, nodes[one.first : one.stop], values, fake) for one in self.applied)
 
     def _tried(self, one: _Applied, nodes: Sequence[Node], values: Sequence[Value], fake: FakeTensorMode) -> Custom:
         ran, given = _Ran(), None

@@ -50,7 +50,7 @@ def cuts_of(flow: Flow) -> Cuts:
     for i, one in flow.products.items():
         made, met = flow.down([one.made], lambda j: j not in flow.products)
         made.add(one.made)
-        nexts[i] = [j for j in sorted(met) if j in flow.products and flow.products[j].taken in made]
+        nexts[i] = [j for j in sorted(met) if j in flow.products and flow.products[j].input in made]
         for j in nexts[i]:
             before[j].append(i)
         if any(name_of(flow.graph.nodes[j]) in CHOICES for j in met):

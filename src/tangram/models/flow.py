@@ -33,7 +33,7 @@ class Matmul:
     """A product with a weight."""
 
     node: int
-    taken: int
+    input: int
     """The value that meets the weight."""
     made: int
     parameters: frozenset[int]
@@ -80,7 +80,7 @@ class Flow:
     batched: dict[int, tuple[int, int, int, int]] = field(default_factory=dict[int, tuple[int, int, int, int]])
     """By node: how many, rows, inputs, outputs."""
     attended: list[Attended] = field(default_factory=list[Attended])
-    streams: set[int] = field(default_factory=set[int])
+    memory_bound: set[int] = field(default_factory=set[int])
     mixing: set[int] = field(default_factory=set[int])
     residual: set[int] = field(default_factory=set[int])
     """Values of the residual stream; the block's input is one."""
@@ -142,7 +142,7 @@ class Flow:
     def after_base(self) -> Mapping[int, tuple[int, ...]]:
         """For each value the nodes that take it or a view or copy of it, and are no views or copies."""
         found: dict[int, dict[int, None]] = {}
-        for i in sorted(self.streams | self.scores.keys() | self.mixing | self.products.keys()):
+        for i in sorted(self.memory_bound | self.scores.keys() | self.mixing | self.products.keys()):
             for v in self.graph.nodes[i].inputs:
                 found.setdefault(self.base(v), {})[i] = None
         return {v: tuple(nodes) for v, nodes in found.items()}
@@ -192,10 +192,10 @@ class Flow:
         """The nodes of norms over the hidden states, in modules of their own, about the residual stream."""
         own = {i: self.graph.nodes[i].module for i in self.nodes}
         busy = {own[i] for i in self.products.keys() | self.batched.keys() | self.scores.keys()}
-        named = {own[i] for i in self.streams if name_of(self.graph.nodes[i]) in NORMS} - busy - {self.block.path}
+        named = {own[i] for i in self.memory_bound if name_of(self.graph.nodes[i]) in NORMS} - busy - {self.block.path}
         found = set[int]()
         for module in named:
-            nodes = {i for i in self.streams if own[i] == module}
+            nodes = {i for i in self.memory_bound if own[i] == module}
             given = {self.origin(v) for i in nodes for v in self.takes(i)}
             made = {v for i in nodes for v in self.makes(i)}
             seen, _ = self.down(made, lambda i: i not in self.products and i not in self.mixing)

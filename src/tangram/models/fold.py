@@ -26,7 +26,7 @@ def folded(graph: Graph, paths: Sequence[str]) -> Graph:
     times: dict[str, int] = {}
     for path, _ in runs:
         times[path] = times.get(path, 0) + 1
-    last = _last_taken(graph)
+    last = _last_use(graph)
     kinds: dict[Any, int] = {}
     blocks: list[Block] = []
     for path, nodes in runs:
@@ -52,7 +52,7 @@ def _owner(paths: Sequence[str]) -> Callable[[str], str]:
     return owner
 
 
-def _last_taken(graph: Graph) -> dict[int, int]:
+def _last_use(graph: Graph) -> dict[int, int]:
     """For each value the last node of the forward that takes it; results of the graph are taken after all."""
     found = {v: i for i, node in enumerate(graph.nodes) if not node.backward for v in node.inputs}
     return {**found, **{v: len(graph.nodes) for v in graph.outputs.values()}}

@@ -77,7 +77,7 @@ class Fused:
             row[1] += back / over / _HALF
             row[2] = max(row[2], self._bytes(widest) / over / _HALF)
         return tuple(
-            Stream(_said(group), max(round(width), 1), ahead / max(round(width), 1), back / max(round(width), 1), cut,
+            Stream(_group_name(group), max(round(width), 1), ahead / max(round(width), 1), back / max(round(width), 1), cut,
                    group, routed)
             for (group, cut, routed), (ahead, back, width) in found.items()
         )  # fmt: skip
@@ -202,7 +202,7 @@ class Fused:
         return kernel.group | (Group.ALTERNATE if scored else Group.NONE)
 
 
-def _said(group: Group) -> str:
+def _group_name(group: Group) -> str:
     if group & Group.ACTIVATION:
         return "activations"
     names = {Group.NONE: "residuals", Group.NORM: "norms", Group.ATTENTION: "within attention", Group.MLP: "within MLP"}
@@ -219,7 +219,7 @@ def fused_of(flow: Flow, cuts: Cuts) -> Fused:
 
 def _spread(flow: Flow, cuts: Cuts) -> int:
     rows = [
-        flow.numel(one.taken) // one.inputs // flow.tokens
+        flow.numel(one.input) // one.inputs // flow.tokens
         for one in flow.products.values()
         if one.stacked > 1 and cuts.choosing
     ]
@@ -233,7 +233,7 @@ def _routed(flow: Flow, cuts: Cuts, spread: int) -> set[int]:
     for i in flow.nodes:
         one = flow.products.get(i)
         if one is not None and one.stacked > 1 and cuts.choosing:
-            found |= {one.taken, flow.base(one.taken), one.made}
+            found |= {one.input, flow.base(one.input), one.made}
         elif one is None:
             for v in flow.makes(i):
                 shape = flow.graph.values[v].shape
@@ -243,7 +243,7 @@ def _routed(flow: Flow, cuts: Cuts, spread: int) -> set[int]:
 
 
 def _kernels(flow: Flow, cuts: Cuts) -> list[Kernel]:
-    groups = {i: _group_of(flow, i) for i in flow.streams}
+    groups = {i: _group_of(flow, i) for i in flow.memory_bound}
     parent = {i: i for i in groups}
 
     def root(i: int) -> int:
@@ -277,7 +277,7 @@ def _kernel(flow: Flow, cuts: Cuts, nodes: set[int], group: Group) -> Kernel:
     reads = dict.fromkeys(flow.base(v) for i in sorted(nodes) for v in flow.takes(i))
     gives = {flow.base(v) for v in flow.block.gives}
     writes = [v for v in sorted(made) if v in gives or set(flow.after_base.get(v, ())) - nodes]
-    meets = {flow.base(one.taken) for i, one in flow.products.items() if cuts.products[i] == "in"}
+    meets = {flow.base(one.input) for i, one in flow.products.items() if cuts.products[i] == "in"}
     if group is Group.MLP and meets & set(writes):
         group = Group.ACTIVATION | Group.MLP
     return Kernel(frozenset(nodes), group, tuple(v for v in reads if v not in made), tuple(writes))

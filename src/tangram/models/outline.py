@@ -64,7 +64,7 @@ class Outline:
     """Whether it was made from a captured graph, not from a configuration."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Its name, and where it is from if that is no configuration."""
         return f"{self.name} (from its graph)" if self.graph else self.name
 

@@ -131,7 +131,7 @@ def _products(flow: Flow, cuts: Cuts) -> tuple[tuple[Product, ...], int]:
         experts = one.stacked if one.stacked > 1 and cuts.choosing else 0
         # Matrices beside each other that no token chooses between are one that is mostly nothing.
         inputs = one.inputs * (1 if experts else one.stacked)
-        key = (flow.base(one.taken) if way == "out" else -i, way, group, experts, shared, one.bias)
+        key = (flow.base(one.input) if way == "out" else -i, way, group, experts, shared, one.bias)
         said = flow.graph.nodes[i].module.removeprefix(f"{flow.block.path}.")
         known = rows.get(key)
         if known is None:

@@ -34,7 +34,7 @@ _COPIES = frozenset({"_unsafe_view", "clone", "detach", "alias", "contiguous", "
 
 def flow_of(graph: Graph, block: Block) -> Flow:
     """Of one block. Raises UserError where it is not given hidden states, or none of its products gives such back."""
-    main = _given(graph, block)
+    main = _block_input(graph, block)
     flow = Flow(graph, block, main, graph.values[main].shape[-1])
     flow.alive.update(v for v in block.takes if v == main or graph.values[v].differentiable)
     flow.alive -= {v for v in block.takes if graph.values[v].kind != "made"}
@@ -50,7 +50,7 @@ def flow_of(graph: Graph, block: Block) -> Flow:
     return flow
 
 
-def _given(graph: Graph, block: Block) -> int:
+def _block_input(graph: Graph, block: Block) -> int:
     """The first tensor that the block's module was called with, that gradients flow through."""
     run = next((run for run in graph.runs if run.module == block.path), None)
     for value in (*(run.takes if run else ()), *block.takes):
@@ -79,7 +79,7 @@ def _take(flow: Flow, i: int, call: Called | None) -> None:
             flow.bases[v] = flow.base(alive[0])
             flow.origins[v] = flow.origin(alive[0])
     elif not _is_product(flow, i, name):
-        flow.streams.add(i)
+        flow.memory_bound.add(i)
         alone = len(alive) == 1 and not set(node.inputs) & flow.made_of.keys()
         if name == "_to_copy" or (name in ("mul", "div") and alone):
             flow.origins.update(dict.fromkeys(made, flow.origin(alive[0])))
@@ -90,7 +90,7 @@ def _attend(flow: Flow, i: int, call: Called | None) -> None:
     flow.mixing.add(i)
     if call is None:
         node = flow.graph.nodes[i]
-        flow.attended.append(_attended(flow, frozenset((i,)), _asked(node), next(flow.makes(i)), node.arguments))
+        flow.attended.append(_attended(flow, frozenset((i,)), _query_key_value(node), next(flow.makes(i)), node.arguments))
     elif all(one.made not in call.gives for one in flow.attended):
         flow.attended.append(_called(flow, call))
 
@@ -164,7 +164,7 @@ def _called(flow: Flow, call: Called) -> Attended:
     return _attended(flow, nodes, (query, key, value), made, {"is_causal": hidden or told})
 
 
-def _asked(node: Node) -> tuple[int, int, int]:
+def _query_key_value(node: Node) -> tuple[int, int, int]:
     query, key, value = (next(refs(node.arguments[side])) for side in ("query", "key", "value"))
     return query, key, value
 
@@ -196,7 +196,7 @@ def _heads(flow: Flow, value: int) -> int:
 
 def _write_together(flow: Flow) -> None:
     """Attention that is written as a product, a softmax and a product becomes one operator."""
-    for i in [i for i in flow.streams if name_of(flow.graph.nodes[i]) in ("_softmax", "_safe_softmax")]:
+    for i in [i for i in flow.memory_bound if name_of(flow.graph.nodes[i]) in ("_softmax", "_safe_softmax")]:
         made, below = flow.down(flow.makes(i), lambda j: j not in flow.batched and j not in flow.products)
         first = max((j for j in flow.up([i]) if j in flow.batched), default=None)
         last = [j for j in below if j in flow.batched and next(refs(flow.graph.nodes[j].arguments)) in made]
@@ -214,7 +214,7 @@ def _together(flow: Flow, first: int, last: int) -> Attended:
     _, under = flow.down(flow.makes(first), lambda j: j != last)
     nodes = frozenset((under & flow.up([last])) | {first, last})
     heads, out = max(count * rows // flow.tokens, 1), flow.batched[last][3]
-    flow.streams -= nodes
+    flow.memory_bound -= nodes
     flow.mixing |= nodes
     del flow.batched[first], flow.batched[last]
     return Attended(nodes, (query, key, value), next(flow.makes(last)), heads, heads, width, out, True)
@@ -226,7 +226,7 @@ def _find_residual(flow: Flow) -> None:
     wide = flow.tokens * flow.hidden
     for i in flow.nodes:
         node = flow.graph.nodes[i]
-        if name_of(node) not in ("add", "add_") or i not in flow.streams:
+        if name_of(node) not in ("add", "add_") or i not in flow.memory_bound:
             continue
         given = [v for v in node.inputs if v in flow.alive]
         if len(given) != 2 or any(flow.numel(v) != wide for v in given):

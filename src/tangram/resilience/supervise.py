@@ -186,7 +186,7 @@ class _Run:
                 if resume is None:
                     raise
             else:
-                return self._whole(report)
+                return self._with_all_steps(report)
 
     def close(self) -> None:
         """Leave nothing in memory; of a run that did not come to its end the newest snapshot goes to the disk."""
@@ -289,7 +289,7 @@ class _Run:
         for event in self.promoter.heard():
             self.on_event(event)
 
-    def _whole(self, report: RankReport) -> RankReport:
+    def _with_all_steps(self, report: RankReport) -> RankReport:
         """The report of the last attempt, with the steps of all of them."""
         steps = self.seen.steps
         if not self.failures or not steps:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.checkpoint.store.commits import PARTIAL, Marker, read_marker, whole
+from tangram.checkpoint.store.commits import PARTIAL, Marker, read_marker, committed
 
 __all__ = ["Tiers", "memory_of"]
 
@@ -66,7 +66,7 @@ class Tiers:
         """
         found: dict[str, tuple[Marker, Path]] = {}
         for folder in (*self.attempts(), self.disk):
-            for path, marker in whole(folder):
+            for path, marker in committed(folder):
                 found.setdefault(marker.id, (marker, path))
         ordered = sorted(found.values(), key=lambda one: (one[0].created, one[0].step), reverse=True)
         return [path for _, path in ordered]
@@ -74,7 +74,7 @@ class Tiers:
     def on_disk(self, path: Path) -> bool:
         """Whether the save that this is of is in the run's folder, too."""
         own = read_marker(path).id
-        return any(marker.id == own for _, marker in whole(self.disk))
+        return any(marker.id == own for _, marker in committed(self.disk))
 
     def settle(self, seconds: float = SETTLE) -> None:
         """Wait until what dead ranks had begun to write in memory is committed, but not longer than this."""

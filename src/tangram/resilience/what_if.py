@@ -31,7 +31,7 @@ class Lost:
     of: int
     """Ranks in all."""
     state: int
-    held: int
+    nbytes: int
     """That the lost ranks hold."""
     only: int
     """That no other rank holds."""
@@ -41,7 +41,7 @@ class Lost:
     def sentences(self) -> list[str]:
         """For people."""
         who = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))} of {self.of}"
-        told = [f"lost         {who}: {megabytes(self.held)} of {megabytes(self.state)} of state lie there"]
+        told = [f"lost         {who}: {megabytes(self.nbytes)} of {megabytes(self.state)} of state lie there"]
         if self.only:
             told.append(f"other ranks  have all but {megabytes(self.only)} of it, as of {self.first}")
         else:

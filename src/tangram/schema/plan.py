@@ -131,11 +131,11 @@ class Plan(Job):
                 f"a step has {self.micro_steps} micro-batches, and {why}: "
                 + (f"set data.micro_batch = {other}" if other else "set another data.global_batch"),
             )
-        if MAKERS[name].splits and (whole := self._whole_backwards()):
+        if MAKERS[name].splits and (whole := self._undivided_backwards()):
             raise Mistake(*whole)
         return self
 
-    def _whole_backwards(self) -> tuple[str, str] | None:
+    def _undivided_backwards(self) -> tuple[str, str] | None:
         """The key by which backwards cannot be done in two parts, and why; None where they can."""
         other = 'or take pipeline.schedule = "Interleaved1F1B" or "LoopedBFS"'
         if self.run.compile:
@@ -229,7 +229,7 @@ class Plan(Job):
         ):
             if wanted != has:
                 raise UserError(f"{self.pipeline.table} is for {has} {what}, but the plan has {wanted}: change one")
-        if found.splits and (whole := self._whole_backwards()):
+        if found.splits and (whole := self._undivided_backwards()):
             raise UserError(f"{whole[0]}: {whole[1]}")
         return found
 
@@ -237,7 +237,7 @@ class Plan(Job):
         """The place on the pipeline axis of the rank that has a parameter or a buffer. Raises UserError for none."""
         return self.rank_of_stage[self.stage_of(name)]
 
-    def held_at(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def stages_of(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Where on the pipeline axis a parameter or a buffer is, as the `at` of a layout; empty: everywhere."""
         return ((self.axes.pipeline[0], (self.place_of(name),)),) if self.pipeline is not None else ()
 

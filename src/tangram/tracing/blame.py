@@ -24,7 +24,7 @@ from tangram.tracing.format import (
 )
 from tangram.tracing.reading import Call, Ranks, RankTrace
 from tangram.tracing.slow import peers_of, slow_links, slow_ranks
-from tangram.tracing.stacks import Stack, grouped, ranks_said
+from tangram.tracing.stacks import Stack, grouped, rank_words
 from tangram.tracing.unlike import unlike_calls, unlike_replicas
 
 DEVIATIONS = ("skipped", "extra", "reordered", "mis-sized", "corrupted")
@@ -59,7 +59,7 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     absent = [] if still or now else _absent(traces, outside)
     odd = _odd(traces) if (still or absent) and not now else []
     found = [*now, *odd, *still, *before, *([] if odd else [*unlike_calls(traces), *absent])]
-    return [*found, *unlike_replicas(traces), *_not_finite(traces), *slow_ranks_found(traces)]
+    return [*found, *unlike_replicas(traces), *_not_finite(traces), *slow_rank_findings(traces)]
 
 
 def _where(trace: RankTrace) -> str:
@@ -76,7 +76,7 @@ def _others(traces: Sequence[RankTrace], but: set[int]) -> tuple[str, ...]:
     for trace in traces:
         if trace.rank not in but and trace.live.end is End.RUNNING:
             doing.setdefault(_where(trace), []).append(trace.rank)
-    return tuple(f"{ranks_said(ranks)} {what}" for what, ranks in sorted(doing.items(), key=lambda item: len(item[1])))
+    return tuple(f"{rank_words(ranks)} {what}" for what, ranks in sorted(doing.items(), key=lambda item: len(item[1])))
 
 
 def lifeless(traces: Sequence[RankTrace], outside: Outside) -> dict[int, str]:
@@ -140,7 +140,7 @@ def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
             key = one["kind"], one["text"], axes
             ranks = (*found[key].ranks, trace.rank) if key in found else (trace.rank,)
-            text = f"{ranks_said(ranks)} {one['text']}"
+            text = f"{rank_words(ranks)} {one['text']}"
             found[key] = Finding(one["kind"], ranks, text, one["step"], axes, one["layer"], one["line"])
     return sorted(found.values(), key=lambda one: one.step)
 
@@ -235,7 +235,7 @@ def stack_lines(stacks: Mapping[int, Stack]) -> tuple[str, ...]:
     """Where ranks stand, outliers first."""
     found: list[str] = []
     for ranks, stack in grouped(stacks):
-        found += [f"{ranks_said(ranks)}:", *(f"  {line}" for line in stack.lines)]
+        found += [f"{rank_words(ranks)}:", *(f"  {line}" for line in stack.lines)]
     return tuple(found)
 
 
@@ -246,14 +246,14 @@ def _not_finite(traces: Sequence[RankTrace]) -> list[Finding]:
         if steps:
             first = min(steps.values())
             ranks = tuple(sorted(rank for rank, step in steps.items() if step == first))
-            text = f"{ranks_said(ranks)}: the own part of the {what} of step {first} is not finite"
+            text = f"{rank_words(ranks)}: the own part of the {what} of step {first} is not finite"
             if len(ranks) == len(traces) > 1:
                 text = f"the {what} of step {first} is not finite on any rank"
             return [Finding("not finite", ranks, text, first)]
     return []
 
 
-def slow_ranks_found(traces: Sequence[RankTrace]) -> list[Finding]:
+def slow_rank_findings(traces: Sequence[RankTrace]) -> list[Finding]:
     """Ranks with more time of their own than their peers."""
     result: list[Finding] = []
     for one in slow_ranks(traces):
@@ -266,7 +266,7 @@ def slow_ranks_found(traces: Sequence[RankTrace]) -> list[Finding]:
         result.append(Finding("slow", (one.rank,), text, one.since, one.axes))
     for link in slow_links(traces):
         text = (
-            f"calls over {link.axes} take long among {ranks_said(link.ranks)}, though none of them comes late: "
+            f"calls over {link.axes} take long among {rank_words(link.ranks)}, though none of them comes late: "
             f"{link.own_ms:.1f} ms a step at least where other groups take {link.others_ms:.1f}"
         )
         result.append(Finding("slow link", (*link.ranks,), text, 0, link.axes))

@@ -172,12 +172,12 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
     due = expected[cursor.at] if cursor.at < len(expected) else None
     passed = next((i for i in cursor.passed if _same(expected[i], came)), None)
     later = None if due is None else _later(expected, cursor.at, came)
-    kind, site, call = "extra", came.site, said(came, groups)
-    text = f"called {call} in step {step}, which is not due" + (f": due is {said(due, groups)}" if due else "")
+    kind, site, call = "extra", came.site, expected_words(came, groups)
+    text = f"called {call} in step {step}, which is not due" + (f": due is {expected_words(due, groups)}" if due else "")
     if passed is not None:
         cursor.passed.remove(passed)
         kind, site = "reordered", expected[passed].site
-        text = f"called {said(expected[passed], groups)} in step {step} after calls that follow it"
+        text = f"called {expected_words(expected[passed], groups)} in step {step} after calls that follow it"
     elif due is not None and later is not None:
         kind, site = "skipped", due.site
         text = f"skipped {_left(expected, cursor.at, later, groups)} in step {step} and called {call}"
@@ -185,7 +185,7 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
         cursor.at = later + 1
     elif due is not None and due.key[:2] == came.key[:2] and due.key.peer == came.key.peer:
         kind, site = "mis-sized", due.site
-        text = f"called {said(due, groups)} in step {step} with {_size(came.key)} instead of {_size(due.key)}"
+        text = f"called {expected_words(due, groups)} in step {step} with {_size(came.key)} instead of {_size(due.key)}"
         cursor.at += 1
     cursor.deviations += 1
     if cursor.deviations > AT_MOST:
@@ -231,10 +231,10 @@ def _one_of(expected: list[Expected], at: int, groups: list[str]) -> str:
     others = {expected[i].site for i in range(first, at)} - {expected[at].site}
     known = all(expected[i].carrier is not None for i in range(first, at + 1))
     more = f" or one of the {len(others)} equal calls before it" if others and not known else ""
-    return said(expected[at], groups) + more
+    return expected_words(expected[at], groups) + more
 
 
-def said(one: Expected, groups: list[str]) -> str:
+def expected_words(one: Expected, groups: list[str]) -> str:
     """A call in words."""
     return call_words(OPS[one.key.op], groups[one.key.group], one.site)
 

@@ -61,7 +61,7 @@ class PlanCheck:
 
     planned: PlannedCalls
     _left: dict[CallKind, list[PlannedCall]] = field(default_factory=dict[CallKind, list[PlannedCall]])
-    _told: set[CallKind] = field(default_factory=set[CallKind])
+    _reported: set[CallKind] = field(default_factory=set[CallKind])
     """What has deviated is told of once: it does so in every step."""
 
     def begin(self) -> None:
@@ -113,9 +113,9 @@ class PlanCheck:
         return found
 
     def _tell(self, kind: CallKind, what: str, step: int, text: str, site: Site, group: int) -> Deviation | None:
-        if kind in self._told:
+        if kind in self._reported:
             return None
-        self._told.add(kind)
+        self._reported.add(kind)
         return Deviation(what, step, group, text, site)
 
 

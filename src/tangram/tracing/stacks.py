@@ -85,7 +85,7 @@ def grouped(stacks: Mapping[int, Stack]) -> list[tuple[list[int], Stack]]:
     return [(ranks, stacks[ranks[0]]) for ranks in groups]
 
 
-def ranks_said(ranks: Iterable[int]) -> str:
+def rank_words(ranks: Iterable[int]) -> str:
     """ "rank 3", "ranks 0 to 5, 7", "ranks 1 to 41 in steps of 8"."""
     some = sorted(ranks)
     step = some[1] - some[0] if len(some) > 3 else 1

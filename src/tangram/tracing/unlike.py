@@ -8,7 +8,7 @@ from typing import Any
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Ranks, RankTrace
 from tangram.tracing.slow import coords_of
-from tangram.tracing.stacks import ranks_said
+from tangram.tracing.stacks import rank_words
 
 ALIKE = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "barrier", "all-to-all")
 """Calls that all ranks of a group make alike."""
@@ -46,7 +46,7 @@ def _unlike_in(ranks: Ranks, axes: str, step: int, by_rank: Mapping[int, RankTra
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
     site = (one if at < len(one) else other)[at]
     text = (
-        f"{ranks_said(odd)} and {ranks_said({*ranks} - {*odd})} called unlike collectives over {axes} in step {step}: "
+        f"{rank_words(odd)} and {rank_words({*ranks} - {*odd})} called unlike collectives over {axes} in step {step}: "
         f"as its call {at + 1} rank {odd[0]} called {_sized(one, at)}, rank {alike} {_sized(other, at)}"
     )
     return [Finding("unlike", tuple(odd), text, step, axes, str(site["layer"]), str(site["line"]))]
@@ -101,9 +101,9 @@ def unlike_replicas(traces: Sequence[RankTrace]) -> list[Finding]:
                 odd = sorted(rank for ranks in by_sum.values() if ranks is not usual for rank in ranks)
                 if sum(len(ranks) == len(usual) for ranks in by_sum.values()) > 1:
                     odd = sorted(rank for ranks in by_sum.values() for rank in ranks)
-                who = f"{ranks_said(odd)} {'has' if len(odd) == 1 else 'have'} other weights in {layer}"
+                who = f"{rank_words(odd)} {'has' if len(odd) == 1 else 'have'} other weights in {layer}"
                 than = (
-                    f"than {ranks_said(usual)}"
+                    f"than {rank_words(usual)}"
                     if usual[0] not in odd
                     else "than each other, and which is right is open"
                 )

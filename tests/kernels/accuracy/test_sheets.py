@@ -32,7 +32,7 @@ def test_a_sheet_is_read_as_it_was_written(quick: Sheet, tmp_path: Path) -> None
     path = tmp_path / "a.json"
     write(quick, path)
     again = read(path)
-    assert (again.about, again.moves, again.missing) == (quick.about, quick.moves, quick.missing)
+    assert (again.about, again.copies, again.missing) == (quick.about, quick.copies, quick.missing)
     assert again.outcomes.keys() == quick.outcomes.keys()
     for key, one in quick.outcomes.items():
         other = again.outcomes[key]

@@ -121,9 +121,9 @@ def test_a_launch_script_is_read(tmp_path: Path) -> None:
     assert (one.ranks, one.tensor, one.pipeline, one.data, one.zero) == (16, 2, 2, 4, 1)
     assert (one.micro, one.batch, one.sequence, one.again) == (1, 64, 2048, "1 of 3 layers")
     assert one.sequence_parallel
-    assert found.told == ()
+    assert found.notes == ()
     path.write_text(SCRIPT.replace("    --tp-comm-overlap\n", ""))
-    assert "without tp-comm-overlap" in strategy_of(path, DENSE, 0, 64).told[0]
+    assert "without tp-comm-overlap" in strategy_of(path, DENSE, 0, 64).notes[0]
     assert {"hidden-size", "attention-backend", "load"} <= set(found.ignored)
 
 

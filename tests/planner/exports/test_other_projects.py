@@ -36,7 +36,7 @@ def test_deepspeeds_numbers_are_a_product() -> None:
     found = json.loads(written.text)
     micro, micros = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
     assert found["train_batch_size"] == micro * micros * EXPERTS.data
-    assert any("gradient_checkpointing_enable" in one for one in written.told)
+    assert any("gradient_checkpointing_enable" in one for one in written.notes)
 
 
 @pytest.mark.parametrize("one", [RINGS, replace(FLAT, zero=0, again="none"), replace(FLAT, shard=8)])

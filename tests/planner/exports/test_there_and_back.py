@@ -13,7 +13,7 @@ from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.models.outlined import outlined
 from tangram.planner.exports.megatron import layout_text
-from tangram.planner.exports.numbers import Numbers, chunk_blocks, given_of, numbers_of
+from tangram.planner.exports.numbers import Numbers, chunk_blocks, strategy_request, numbers_of
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.imports.files import strategy_of
 from tangram.planner.imports.megatron import chunks_of
@@ -41,7 +41,7 @@ def test_a_strategy_comes_back(name: str, tmp_path: Path, data: st.DataObject) -
     expected = replace(one, shard=one.data * one.context) if one.zero == 0 else one  # nothing is divided over any
     assert found.numbers == expected
     assert found.framework == EXPORTS[name].framework
-    assert found.told == ()
+    assert found.notes == ()
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -83,7 +83,7 @@ def test_what_is_planned_for_a_project_comes_back_to_the_same_grid(name: str, tm
         path = tmp_path / FILES[name]
         path.write_text(text)
         read = strategy_of(path, model, 32, 64).numbers
-        g = laid_out(CLUSTER, ask, given_of(read))
+        g = laid_out(CLUSTER, ask, strategy_request(read))
         assert {key: float(values[0]) for key, values in g.columns().items()} == dict(choice.at)
         written += 1
     assert written >= len(choices) / 2
@@ -139,10 +139,10 @@ def test_uneven_stages_are_written_and_told(blocks: tuple[int, ...], written: st
     found = EXPORTS["megatron-lm"].write(one, outline, CLUSTER)
     if written is None:
         assert "pipeline-model-parallel-layout" not in found.text
-        assert found.told == ()
+        assert found.notes == ()
     else:
         assert f"--pipeline-model-parallel-layout {written}\n" in found.text
-        assert found.told == ("the 8 layers are uneven over 3 virtual stages: the first ones have one more",)
+        assert found.notes == ("the 8 layers are uneven over 3 virtual stages: the first ones have one more",)
 
 
 FEWER: list[tuple[dict[str, int], tuple[str, ...]]] = [
@@ -179,8 +179,8 @@ def test_ends_of_a_pipeline_are_read(said: str, found: tuple[int, int], told: tu
     )
     read = strategy_of(path, DENSE, 8, 64)
     assert (read.numbers.ahead, read.numbers.behind) == found
-    assert len(read.told) == len(told)
-    assert all(part in one for part, one in zip(told, read.told, strict=True))
+    assert len(read.notes) == len(told)
+    assert all(part in one for part, one in zip(told, read.notes, strict=True))
 
 
 @pytest.mark.parametrize("name", EXPORTS)

@@ -149,7 +149,7 @@ def test_what_is_not_said_is_the_default(tmp_path: Path) -> None:
     one = found.numbers
     assert (one.data, one.zero, one.micro, one.batch) == (64, 3, 8, 512)
     assert one.again == "1 of 2 layers"
-    assert found.told == ("activation_checkpoint.mode is not said: taken as selective, which is the default",)
+    assert found.notes == ("activation_checkpoint.mode is not said: taken as selective, which is the default",)
 
 
 USUAL = "[activation_checkpoint]\nmode = 'none'\n[parallelism]\n"
@@ -187,5 +187,5 @@ def test_contradictions_are_one_sentence(text: str, said: str, tmp_path: Path) -
 def test_a_pipeline_that_is_filled_several_times_a_step_is_told(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(USUAL + "pipeline_parallel_degree = 2\n[training]\nlocal_batch_size = 8\nglobal_batch_size = 128\n")
-    told = strategy_of(path, DENSE, 8, 64).told
+    told = strategy_of(path, DENSE, 8, 64).notes
     assert "training.local_batch_size 8: the pipeline is filled 4 times a step, and is taken to be filled once" in told

@@ -76,7 +76,7 @@ class InBytes(AxisProblem):
 
     def _work(self, step: FoldedStep, some: Sequence[Comm]) -> list[float]:
         own = effort(self.folded, step)
-        most = self.over_now.moves[step.number].share
+        most = self.over_now.communication[step.number].share
         return [float("inf") if own.product and move.share > most else 0.0 for move in some]
 
 
@@ -92,7 +92,7 @@ def ratio(found: Derived) -> dict[str, float]:
         for v, states in problem.used.items():
             chosen["used", v] = states.index(over.used[v])
         for number, some in problem.moves.items():
-            chosen["move", number] = some.index(over.moves[number])
+            chosen["move", number] = some.index(over.communication[number])
         out[over.axis] = costs.of(chosen) / max(costs.of(least(costs)), 1.0)
     return out
 

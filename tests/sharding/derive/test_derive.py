@@ -136,14 +136,14 @@ def test_a_wrong_layout_is_found() -> None:
     _, graph, given = language("llama")
     found = derived(graph, "tp=2", MEGATRON)
     over = found.axes[0]
-    products = [s for s in found.folded.steps if s.node.operator.name() == "aten::mm" and over.moves[s.number].label]
+    products = [s for s in found.folded.steps if s.node.operator.name() == "aten::mm" and over.communication[s.number].label]
     silent = 0
     for step in products[:4]:
-        move = over.moves[step.number]
+        move = over.communication[step.number]
         turned = move._replace(outputs=tuple(s._replace(dim=1 - s.dim) if s.kind == "cut" else s for s in move.outputs))
         if turned == move:
             turned = move._replace(outputs=tuple(s._replace(kind="same") for s in move.outputs))
-        moves = {**over.moves, step.number: turned}
+        moves = {**over.communication, step.number: turned}
         planted = type(found)(
             found.folded, found.mesh, found.marks, (type(over)(over.axis, 2, over.lying, over.used, moves),)
         )

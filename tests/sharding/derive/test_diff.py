@@ -12,7 +12,7 @@ from tests.sharding.derive.test_derive import MEGATRON, derived, language
 def test_the_same_is_not_told() -> None:
     _, graph, _ = language("llama")
     found = difference(derived(graph, "tp=2", MEGATRON), derived(graph, "tp=2", MEGATRON))
-    assert (found.parameters, found.modules, found.moves) == ((), (), ())
+    assert (found.parameters, found.modules, found.communication) == ((), (), ())
     assert [*tables(found, ("a", "b"))] == []
     assert summary(found, ("a", "b")).startswith("a and b give the same: a rank receives ")
 
@@ -26,9 +26,9 @@ def test_tensors_that_lie_otherwise_and_what_moves() -> None:
     assert (only.name, only.one, only.other) == ("model.embed_tokens.weight", "_/tp _", "_ _")
     assert other.folded.graph.values[0].nbytes == only.other_bytes == 2 * only.one_bytes
     assert found.other_bytes - found.one_bytes == pytest.approx(total(other) - total(one))
-    moves = sum(one.other_bytes - one.one_bytes for one in found.moves)
+    moves = sum(one.other_bytes - one.one_bytes for one in found.communication)
     assert moves == pytest.approx(total(other) - total(one))  # what is not told is the same
-    places = {one.place.partition(" (")[0]: (one.one, one.other) for one in found.moves}
+    places = {one.place.partition(" (")[0]: (one.one, one.other) for one in found.communication}
     assert places["from model.embed_tokens"] == ("reduce-scatter / all-gather", "")
 
 

@@ -42,7 +42,7 @@ def checked(kind: str) -> Ran:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
 def test_rows_that_are_sent_give_what_the_model_gives(kind: str) -> None:
     found, _ = derived(kind)
-    states = [state for over in found.axes for move in over.moves.values() for state in move.outputs]
+    states = [state for over in found.axes for move in over.communication.values() for state in move.outputs]
     assert {SENT, OWN} <= {state.kind for state in states if isinstance(state, Routed)}
     ran = checked(kind)
     assert ran.wrong == ""
@@ -55,7 +55,7 @@ def test_experts_cut_over_two_axes_are_not_sent_for() -> None:
     graph = folded(capture(model, {**given, "use_cache": False}), block_names(model))
     marks = (*MARKS, "*.experts.{gate_up_proj,down_proj}: e/tp _ _", "model.layers.*: b s/tp h", QUERIES)
     found = derive(graph, [Mark.parse(mark) for mark in marks], Mesh.parse("ep=2 tp=2"))
-    assert not any(isinstance(s, Routed) for over in found.axes for move in over.moves.values() for s in move.outputs)
+    assert not any(isinstance(s, Routed) for over in found.axes for move in over.communication.values() for s in move.outputs)
     ran = check(found, {**dict(model.named_parameters()), **dict(model.named_buffers()), **given})
     assert ran.wrong == ""
 

@@ -83,7 +83,7 @@ def _in_place(x: Tensor) -> Tensor:
 def test_sizes_that_follow_from_parts_need_nothing() -> None:
     program = program_of(_heads, *COLUMNS)
     assert program.inside == 0
-    assert {program.found.folded.graph.runs[run].module for run in program.borders} == {"down"}
+    assert {program.derived.folded.graph.runs[run].module for run in program.borders} == {"down"}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def _refuses_a_part(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("code", [_more_on_a_part, _less_on_a_part, _fails_on_a_part, _refuses_a_part])
 def test_code_that_takes_another_way_on_a_part_sees_the_whole(code: Callable[[Tensor], Tensor]) -> None:
     program = program_of(code, *COLUMNS)
-    modules = {program.found.folded.graph.runs[run].module: border for run, border in program.borders.items()}
+    modules = {program.derived.folded.graph.runs[run].module: border for run, border in program.borders.items()}
     ((step,),) = modules["up"].gives.values()
     assert (step.source, part_dim(step.target)) == (cut(2), None)
 
@@ -150,7 +150,7 @@ def _repeated(x: Tensor) -> Tensor:
 
 def test_rows_that_are_repeated_for_nobodys_part_need_not_be() -> None:
     program = program_of(lambda x: x * _repeated(x).amax(0), "up: b/tp s f")
-    assert not program.found.whole
+    assert not program.derived.replicated
     assert replaced(program) == []
 
 
@@ -161,7 +161,7 @@ def test_rows_that_are_repeated_to_be_cut_have_to_be() -> None:
 
 def test_what_it_sees_whole_over_one_axis_may_be_cut_over_another() -> None:
     program = program_of(_more_on_a_part, *COLUMNS, "up: b s/cp f", mesh="cp=2 tp=2")
-    modules = {program.found.folded.graph.runs[run].module: border for run, border in program.borders.items()}
+    modules = {program.derived.folded.graph.runs[run].module: border for run, border in program.borders.items()}
     ((step,),) = modules["up"].gives.values()
     assert (step.axis, step.source, part_dim(step.target)) == ("tp", cut(2), None)
 
@@ -190,7 +190,7 @@ def _written_in_part(x: Tensor) -> Tensor:
 def test_what_is_written_through_a_view_is_not_lost(moved: str) -> None:
     """LED's windows: `y[:, 1:] = x` on a moved y, or where the view is made otherwise, would write into another one."""
     program = program_of(_written_in_part, *COLUMNS)
-    graph = program.found.folded.graph
+    graph = program.derived.folded.graph
     number = next(i for i, call in enumerate(graph.calls) if call.function == "__setitem__")
     call = graph.calls[number]
     (base, view) = next(node.renews for node in graph.nodes if node.renews is not None)
@@ -213,7 +213,7 @@ def _made_of_a_size(x: Tensor) -> Tensor:
 
 def test_what_only_says_the_type_may_have_any_size() -> None:
     program = program_of(_made_of_a_size, *COLUMNS)
-    calls = program.found.folded.graph.calls
+    calls = program.derived.folded.graph.calls
     (number,) = (i for i, call in enumerate(calls) if call.function == "new_zeros")
     rehearsal, key = _Rehearsal(program, 0), (calls[number].line, "new_zeros", 0)
     given = (torch.zeros(2, 4, 3), *(None for _ in calls[number].takes[1:]))
@@ -224,7 +224,7 @@ def test_what_only_says_the_type_may_have_any_size() -> None:
 def test_operators_in_a_function_s_stead_get_the_sizes_that_were_derived() -> None:
     """Planted: a tensor is not brought to how an operator needs it."""
     program = program_of(_fixed_tail, *COLUMNS)
-    (call,) = (call for call in program.found.folded.graph.calls if call.function == "tanh")
+    (call,) = (call for call in program.derived.folded.graph.calls if call.function == "tanh")
     rehearsal = _Rehearsal(program, 0)
     rehearsal.met |= {*rehearsal.calls.values()}
     rehearsal.around(call.run, (call.line, "tanh", 0), torch.tanh, (torch.zeros(2, 4, 4, 4),), {}, OpAction(0, why="x"))
@@ -248,12 +248,12 @@ def test_what_an_operator_refuses_of_parts_is_one_sentence(
         raise raised
 
     program = program_of(_fixed_tail, *COLUMNS)
-    call = next(call for call in program.found.folded.graph.calls if call.function == "view")
-    number = program.found.folded.graph.calls.index(call)
+    call = next(call for call in program.derived.folded.graph.calls if call.function == "view")
+    number = program.derived.folded.graph.calls.index(call)
     monkeypatch.setattr(operators, "run", refusing)
     whole = [torch.zeros(2, 4, 8) if v is not None else None for v in call.takes]
     with pytest.raises(seen) as error:
-        operators.Operators(program.found, 1).instead(OpAction(number), whole, lambda x, _: x)
+        operators.Operators(program.derived, 1).instead(OpAction(number), whole, lambda x, _: x)
     assert type(error.value) is seen
     if seen is UserError:
         assert re.fullmatch(

@@ -282,17 +282,17 @@ def _numbers(table: Any) -> dict[str, float] | None:
 def _scale(config: Config, name: str, rank: int, folder: Path) -> float:
     """By what a product is multiplied. Raises UserError where A and B have another rank than the configuration says."""
 
-    def said(patterns: Mapping[str, float], usual: float) -> float:
+    def per_pattern(patterns: Mapping[str, float], usual: float) -> float:
         try:
             key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
         except re.error as error:
             raise UserError(f'"{folder / CONFIG}" has a pattern that is none: {error}') from None
         return usual if key is None else patterns[key]
 
-    expected = said(config.ranks, config.rank)
+    expected = per_pattern(config.ranks, config.rank)
     if expected != rank or not rank:
         raise UserError(f'the adapter "{folder}" has rank {rank} for {name}, and its {CONFIG} says {expected}')
-    return said(config.alphas, config.alpha) / (math.sqrt(rank) if config.root else rank)
+    return per_pattern(config.alphas, config.alpha) / (math.sqrt(rank) if config.root else rank)
 
 
 def _tensors(folder: Path, maps: Maps) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class Quantisation:
     """Whether the problem is that codes and scales do not fit together, or that one of them is missing."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """In a sentence."""
         return f"quantised with {self.method}" if self.method else "quantised"
 
@@ -249,7 +249,7 @@ def dequantised(
     """
     kind = dtype or quantised.dtype
     if quantised.problem:
-        raise UserError(f'"{source.path}" is {quantised.said}, and cannot be dequantised here: {quantised.problem}')
+        raise UserError(f'"{source.path}" is {quantised.description}, and cannot be dequantised here: {quantised.problem}')
     if kind not in FLOATS:
         raise UserError(f"--dtype {kind}: weights are dequantised to one of {', '.join(FLOATS)}")
     groups = {group.name: group for group in quantised.groups}
@@ -365,14 +365,14 @@ def prepared(
         if reasons == [f"a cast to {quantised.dtype}"]:
             how = f"give --dequantise in place of --dtype, which makes {quantised.dtype} of them"
         raise UserError(
-            f'"{source.path}" is {quantised.said}, and {reasons[0]} would tear codes and scales apart: '
+            f'"{source.path}" is {quantised.description}, and {reasons[0]} would tear codes and scales apart: '
             f"{f'copy it with --to hf alone ({quantised.problem})' if quantised.problem else how}"
         )
     if settings_of(source.small) is not None and settings_of(small) is None:
         raise UserError(
-            f'"{source.path}" is {quantised.said}, and the configuration in --config says nothing of it: leave it out'
+            f'"{source.path}" is {quantised.description}, and the configuration in --config says nothing of it: leave it out'
         )
-    return replace(source, objects={**source.objects, "quantised": quantised.said}), dict(small), None
+    return replace(source, objects={**source.objects, "quantised": quantised.description}), dict(small), None
 
 
 def alike(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[OpenCheckpoint, OpenCheckpoint]:

@@ -91,9 +91,9 @@ class Ahead:
     def _run(self) -> None:
         try:
             with Sources(self._source, self._manifest, BlockCopies()) as sources:
-                following = self._moves(0)
+                following = self._copies(0)
                 for number in range(len(self._windows)):
-                    wanted, following = following, self._moves(number + 1)
+                    wanted, following = following, self._copies(number + 1)
                     if not self._free.get():  # nobody wants the rest
                         return
                     self._read(sources, number, wanted, following)
@@ -101,7 +101,7 @@ class Ahead:
         except BaseException as error:  # noqa: BLE001  it is raised where the window is waited for
             self._ready.put(error)
 
-    def _moves(self, number: int) -> BlockCopies:
+    def _copies(self, number: int) -> BlockCopies:
         """What a window needs, and where it goes; the buffer may still be in use."""
         if number >= len(self._windows):
             return BlockCopies()

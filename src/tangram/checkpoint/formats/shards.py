@@ -57,7 +57,7 @@ def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     specs: dict[str, TensorSpec] = {}
     for name, some in regions.items():
         kinds = {slots[file, name].dtype for file, _ in some}
-        specs[name] = TensorSpec(_whole(path, name, [region for _, region in some], len(kinds)), kinds.pop())
+        specs[name] = TensorSpec(_full_shape(path, name, [region for _, region in some], len(kinds)), kinds.pop())
     pieces = [Piece(file, name, region) for name, some in regions.items() for file, region in some]
 
     def read(place: Hashable, name: str) -> Tensor:
@@ -98,7 +98,7 @@ def _offsets(file: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ..
         raise UserError(f'"{file}" does not say where its parts begin: {error!r}') from None
 
 
-def _whole(path: Path, name: str, parts: list[Region], kinds: int) -> tuple[int, ...]:
+def _full_shape(path: Path, name: str, parts: list[Region], kinds: int) -> tuple[int, ...]:
     """The shape that the parts of a tensor make."""
     filled = [region for region in parts if region]
     if len(parts) == 1 or not filled:

@@ -28,7 +28,7 @@ from tangram.checkpoint.formats.archives.state_dicts import (
     plain_names,
     tensor_kind,
     view,
-    whole,
+    unsharded,
 )
 from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
@@ -74,7 +74,7 @@ def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
     found.add(parts.model, path.name)
     names = plain_names(found.places, parts.lead)
     places: dict[str, TensorPlace | Number] = {names[raw]: place for raw, place in found.places.items()}
-    params = {name: whole(name, place)[0] for name, place in places.items()}
+    params = {name: unsharded(name, place)[0] for name, place in places.items()}
     trained = OptimiserStates()
     skipped = [*found.skipped, *parts.skipped]
     for key, tree in parts.optimisers.items():
@@ -94,7 +94,7 @@ def _opened(path: Path, maps: Maps, places: Mapping[str, TensorPlace | Number], 
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
     for name, place in places.items():
-        specs[name], piece = whole(name, place)
+        specs[name], piece = unsharded(name, place)
         pieces.append(piece)
 
     def read(place: Hashable, name: str) -> Tensor:

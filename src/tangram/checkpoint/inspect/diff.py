@@ -125,13 +125,13 @@ def compare(a: Side, b: Side, pattern: str = "*", on_bytes: Callable[[int], None
         one, other = a[1].tensors.get(name), b[1].tensors.get(name)
         if other is None:
             assert one is not None
-            changes.append(TensorChange(name, "a", a=_said(one.spec)))
+            changes.append(TensorChange(name, "a", a=_described(one.spec)))
         elif one is None:
-            changes.append(TensorChange(name, "b", b=_said(other.spec)))
+            changes.append(TensorChange(name, "b", b=_described(other.spec)))
         elif _equal(one, other):
             equal += 1
         elif not _alike(one.spec, other.spec):
-            changes.append(TensorChange(name, "shape", _said(one.spec), _said(other.spec)))
+            changes.append(TensorChange(name, "shape", _described(one.spec), _described(other.spec)))
         else:
             differing.append(one)
     read = _compared(a, b, differing, on_bytes or (lambda count: None))
@@ -149,7 +149,7 @@ def _names(a: Manifest, b: Manifest, pattern: str) -> list[str]:
     return found
 
 
-def _said(spec: TensorSpec) -> str:
+def _described(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
@@ -169,7 +169,7 @@ def _compared(
     for one in differing:
         other = b[1].tensors[one.name]
         kind = "values" if one.spec.dtype == other.spec.dtype else "dtype"
-        found[one.name] = TensorChange(one.name, kind, _said(one.spec), _said(other.spec))
+        found[one.name] = TensorChange(one.name, kind, _described(one.spec), _described(other.spec))
     for batch in batches(in_file_order(differing), CHUNK):
         for part, left, right in zip(batch, read_spans(*a, batch), read_spans(*b, batch), strict=True):
             found[part.name] = compared(found[part.name], left, right)
@@ -290,11 +290,11 @@ def compare_across(
     changes: list[TensorChange] = []
     for name in names:
         if name not in theirs:
-            changes.append(TensorChange(name, "a", a=_said(mine[name])))
+            changes.append(TensorChange(name, "a", a=_described(mine[name])))
         elif name not in mine:
-            changes.append(TensorChange(name, "b", b=_said(theirs[name])))
+            changes.append(TensorChange(name, "b", b=_described(theirs[name])))
         elif not _alike(mine[name], theirs[name]):
-            changes.append(TensorChange(name, "shape", _said(mine[name]), _said(theirs[name])))
+            changes.append(TensorChange(name, "shape", _described(mine[name]), _described(theirs[name])))
         else:
             changes += _values(name, mine[name], theirs[name], left, right, on_bytes)
     both = [name for name in names if name in mine and name in theirs]
@@ -305,7 +305,7 @@ def _values(
     name: str, mine: TensorSpec, theirs: TensorSpec, left: Filler, right: Filler, on_bytes: Callable[[int], None] | None
 ) -> list[TensorChange]:
     kind = "values" if mine.dtype == theirs.dtype else "dtype"
-    found = TensorChange(name, kind, _said(mine), _said(theirs))
+    found = TensorChange(name, kind, _described(mine), _described(theirs))
     size = _nbytes(mine)
     if kind == "values" and 0 < size <= CHUNK:  # of which there may be a million, nearly all of them equal
         bits = (np.empty(size, np.uint8), np.empty(size, np.uint8))

@@ -41,14 +41,14 @@ class Cover:
     """Optimiser states, of which no family says anything."""
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether the checkpoint is just what the family says."""
         return not (self.uncovered or self.missing or self.wrong)
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "family": self.family, "names": self.names, "whole": self.whole, "covered": self.covered,
+            "family": self.family, "names": self.names, "whole": self.complete, "covered": self.covered,
             "uncovered": list(self.uncovered), "missing": list(self.missing), "wrong": self.wrong or None,
             "optimiser_states": len(self.left),
         }  # fmt: skip

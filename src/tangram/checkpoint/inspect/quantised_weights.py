@@ -174,11 +174,11 @@ def _of_values(
     )
     made: list[TensorChange] = []
     for name in names:
-        change = changes.get(name, TensorChange(name, "codes", _said(left, name), _said(right, name)))
+        change = changes.get(name, TensorChange(name, "codes", _described(left, name), _described(right, name)))
         made.append(replace(change, a=first.get(name, change.a), b=second.get(name, change.b)))
     return made
 
 
-def _said(opened: OpenCheckpoint, name: str) -> str:
+def _described(opened: OpenCheckpoint, name: str) -> str:
     spec = opened.specs[name]
     return f"{spec.dtype} {list(spec.shape)}"

@@ -113,7 +113,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     ]
     if not found:
         raise UserError(f'"{path}" is no checkpoint and holds none: no folder in it has a {MARKER}')
-    serials = {inner: marker.serial for inner, marker in commits.whole(path)}
+    serials = {inner: marker.serial for inner, marker in commits.committed(path)}
     return sorted(found, key=lambda inner: (serials.get(inner, 0), inner.name))
 
 
@@ -123,7 +123,7 @@ def newest_sound(path: Path, on_bytes: OnBytes | None = None, passed: tuple[Path
     Each that comes into question is read until one is sound. Where `path` itself says no longer how old it is, all
     others count as older. `passed`: those known to be damaged.
     """
-    known = commits.whole(path.resolve().parent)
+    known = commits.committed(path.resolve().parent)
     own = next((marker.serial for other, marker in known if other.name == path.resolve().name), None)
     for other, marker in reversed(known):
         skipped = other.name == path.resolve().name or other.is_symlink() or any(other.samefile(p) for p in passed)

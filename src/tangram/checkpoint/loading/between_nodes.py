@@ -40,7 +40,7 @@ class PeerError(UserError):
     """Another rank ended, or made no progress, while all of them read."""
 
 
-class ToldError(Exception):
+class ReportedError(Exception):
     """Another rank, or another thread, has failed and says how by itself."""
 
 
@@ -86,14 +86,14 @@ class Between:
     def receive(self, task: BlockTask, out: Bytes) -> Bytes:
         """A block from the rank that sends it, in `out`.
 
-        Raises ToldError where that rank has failed, PeerError where it, or one that it waited for, is gone.
+        Raises ReportedError where that rank has failed, PeerError where it, or one that it waited for, is gone.
         """
         self._closed.add(task.number)
         how, text = self._receive(task, out)
         if how == _GONE:
             raise PeerError(text)
         if how == _FAILED:
-            raise ToldError
+            raise ReportedError
         return out[: self._length(task.item)]
 
     def abandon(self, tasks: Iterable[BlockTask], error: BaseException) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.checkpoint.loading.assign_blocks import BlockTask, Deal, Wants, deal
-from tangram.checkpoint.loading.between_nodes import Between, PeerError, ToldError
+from tangram.checkpoint.loading.between_nodes import Between, PeerError, ReportedError
 from tangram.checkpoint.loading.block_source import DamagedError, Sources
 from tangram.checkpoint.loading.block_threads import READERS, WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import pages
@@ -47,7 +47,7 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
     numbers = {file: i for i, file in enumerate(files)}
     wanted, error = _tried(plan)
     blocks = [] if wanted is None else [[numbers[file], some] for file, some in wanted.blocks.items()]
-    words = _said(peers, {"node": shared.node(), "save": manifest.id, "error": error, "blocks": blocks})
+    words = _all_words(peers, {"node": shared.node(), "save": manifest.id, "error": error, "blocks": blocks})
     _raise_first([word["error"] for word in words])
     if len({word["save"] for word in words}) > 1:
         raise UserError("the ranks read manifests of different saves: give all of them the same checkpoint")
@@ -65,7 +65,7 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
     if not found:
         made, me = deal(wants, range(peers.size), peers.index, sizes), 0
     _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
-    _raise_first(_said(peers, error))
+    _raise_first(_all_words(peers, error))
 
 
 # ---------------------------------------------------------------- what passes between ranks
@@ -78,9 +78,9 @@ def _windows(peers: Peers, here: Sequence[int], me: int, shape: WindowShape) -> 
         try:
             if made is not None:
                 SharedWindow(made.memory, shape).begin()
-            names = _said(peers, "" if made is None else made.name)
+            names = _all_words(peers, "" if made is None else made.name)
             found, error = _tried(lambda made=made, names=names: _opened(made, [names[i] for i in here], me, shape))
-            if not any(_said(peers, error)):
+            if not any(_all_words(peers, error)):
                 return found
         finally:
             if made is not None:
@@ -95,7 +95,7 @@ def _opened(made: Shared | None, names: Sequence[str], me: int, shape: WindowSha
     return [SharedWindow(some, shape) for some in memory]
 
 
-def _said(peers: Peers, word: Any) -> list[Any]:
+def _all_words(peers: Peers, word: Any) -> list[Any]:
     try:
         return peers.all_words(word)
     except RuntimeError as error:  # as the backend says it when a connection closes
@@ -108,7 +108,7 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, list[str]]:
         return act(), []
     except PeerError:
         raise
-    except ToldError:
+    except ReportedError:
         return None, []
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
         return None, _words(error)
@@ -175,10 +175,10 @@ class _Exchange:
             try:
                 return act()
             except BaseException as error:
-                if self._error is None or isinstance(self._error, ToldError):
+                if self._error is None or isinstance(self._error, ReportedError):
                     self._error = error
                     if self._windows:
-                        text = "" if isinstance(error, ToldError) else _words(error)[1]
+                        text = "" if isinstance(error, ReportedError) else _words(error)[1]
                         self._windows[self._me].fail(text, gone=isinstance(error, PeerError))
                 raise
 
@@ -266,7 +266,7 @@ class _Exchange:
         self._windows[i].passed[self._me] = queue[-1][0] if queue else len(self._made.stretches[i])
 
     def _until(self, true: Callable[[], bool]) -> None:
-        """Wait for something that other ranks do. Raises ToldError when one has failed, PeerError when one is gone."""
+        """Wait for something that other ranks do. Raises ReportedError when one has failed, PeerError when one is gone."""
         pause, looked = 2e-4, time.monotonic()
         moved, since = -1, looked
         while not true():
@@ -276,7 +276,7 @@ class _Exchange:
             now = time.monotonic()
             if now - looked > LOOK:
                 looked = now
-                if (found := sum(window.moves for window in self._windows)) != moved:
+                if (found := sum(window.progress for window in self._windows)) != moved:
                     moved, since = found, now
                 self._look(now - since)
 
@@ -292,7 +292,7 @@ class _Exchange:
             if gone:
                 raise PeerError(failure)
         if any(failure is not None for failure, _ in failures):
-            raise ToldError
+            raise ReportedError
 
     def _look(self, still: float) -> None:
         """Refuse to wait for a rank that has ended, or for storage that has."""

@@ -52,12 +52,12 @@ class BlockCopy:
     start: int
     """The byte of the file where the first of them lies."""
     dims: Dims
-    target: "WantedMemory"
+    target: "RequestMemory"
     at: int
     """The place of the first of them in the target's storage."""
 
 
-class WantedMemory:
+class RequestMemory:
     """The memory of one want."""
 
     def __init__(self, want: Want, stored: StoredTensor, cast: bool) -> None:
@@ -144,7 +144,7 @@ def block_copies(manifest: Manifest, wants: Sequence[Want], *, cast: bool = Fals
     for want in wants:
         if want.tensor not in manifest.tensors:
             raise UserError(f"the checkpoint has no tensor {want.tensor}")
-    targets = [WantedMemory(want, manifest.tensors[want.tensor], cast) for want in wants]
+    targets = [RequestMemory(want, manifest.tensors[want.tensor], cast) for want in wants]
     shapes = {manifest.tensors[want.tensor].spec: f"shape {i}" for i, want in enumerate(wants) if want.region}
     specs = {name: spec for spec, name in shapes.items()}  # an identity knows shapes only; most tensors share theirs
     if not specs:
@@ -168,7 +168,7 @@ def block_copies(manifest: Manifest, wants: Sequence[Want], *, cast: bool = Fals
     return found
 
 
-def _add(found: BlockCopies, copy: Copy, stored: StoredTensor, target: WantedMemory, bound: BoundMapping) -> None:
+def _add(found: BlockCopies, copy: Copy, stored: StoredTensor, target: RequestMemory, bound: BoundMapping) -> None:
     """Add the moves of a copy to those of all blocks that it touches."""
     source, part = copy.source, copy.cell.source
     if source is None or part is None or not isinstance(source.place, int):
@@ -185,7 +185,7 @@ def _add(found: BlockCopies, copy: Copy, stored: StoredTensor, target: WantedMem
 
 
 def _move(
-    target: WantedMemory, offset: int, have: View, extents: tuple[int, ...], a: StridedBlock, b: StridedBlock
+    target: RequestMemory, offset: int, have: View, extents: tuple[int, ...], a: StridedBlock, b: StridedBlock
 ) -> BlockCopy:
     strides = [math.prod(have.local_shape[i + 1 :]) * target.itemsize for i in range(len(have.local_shape))]
     start = offset + sum(base * step for base, step in zip(a.base, strides, strict=True))

@@ -76,7 +76,7 @@ class SharedWindow:
         self._words[_DONE] = 1
 
     @property
-    def moves(self) -> int:
+    def progress(self) -> int:
         """Changes whenever the owner gets on."""
         return int(self._words[_MOVES])
 

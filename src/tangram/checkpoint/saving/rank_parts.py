@@ -199,13 +199,13 @@ def with_small_files(
 def hugging_face_index(manifest: Manifest) -> str | None:
     """The index of the model's files; None unless there is a model and each tensor of it lies whole in one file."""
     model = [t for name, t in manifest.tensors.items() if name.startswith(f"{MODEL}.")]
-    if not model or not all(_stands_whole(t) for t in model):
+    if not model or not all(_stored_unsharded(t) for t in model):
         return None
     table = {t.name.partition(".")[2]: t.pieces[0].file for t in model}
     return json.dumps({"metadata": {"total_size": sum(t.nbytes for t in model)}, "weight_map": table}, indent=1)
 
 
-def _stands_whole(tensor: StoredTensor) -> bool:
+def _stored_unsharded(tensor: StoredTensor) -> bool:
     """Whether a file has it under its own name, with its own type."""
     regions = [piece.region for piece in tensor.pieces]
     return regions == [Region.full(tensor.spec.shape)] and tensor.spec.dtype in safetensors_header.NAMES
@@ -234,7 +234,7 @@ def _appear(file: Path, data: bytes) -> None:
     hidden.rename(file)
 
 
-def found_parts(partial: Path, writers: int) -> list[RankPart] | None:
+def complete_parts(partial: Path, writers: int) -> list[RankPart] | None:
     """The parts of all writers, or None while some are missing. Raises OSError with the reason of one that cannot."""
     failed = sorted(partial.glob("failed-*.json"))
     if failed:
@@ -297,7 +297,7 @@ def finish(
     partial: Path, path: Path, writers: int, save_id: str, about: About, found: Sequence[RankPart] | None = None
 ) -> Manifest:
     """Put the parts of all writers together and commit them as `path`. `found`: the parts, where they are read."""
-    found = found or found_parts(partial, writers)
+    found = found or complete_parts(partial, writers)
     if found is None:
         raise SaveError("a rank left no part, though it said that all went well")
     manifest = merged(

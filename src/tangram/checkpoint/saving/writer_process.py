@@ -166,7 +166,7 @@ class SaveWriter:
 
             def look() -> list[rank_parts.RankPart] | None:
                 _refuse_failed(partial)
-                return rank_parts.found_parts(partial, self._files.writers)
+                return rank_parts.complete_parts(partial, self._files.writers)
 
             parts = self._until(partial, order.limit, look)
             path = _free(Path(order.path))
@@ -342,7 +342,7 @@ def _verdict(order: Order, partial: Path) -> Path | None:
 def _committed(folder: Path, order: Order) -> Path | None:
     """The checkpoint that an attempt at this save became."""
     ids = {attempt_id(order.id, attempt) for attempt in range(order.retries + 1)}
-    return next((path for path, marker in reversed(commits.whole(folder)) if marker.id in ids), None)
+    return next((path for path, marker in reversed(commits.committed(folder)) if marker.id in ids), None)
 
 
 def _free(path: Path) -> Path:

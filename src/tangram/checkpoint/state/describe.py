@@ -200,7 +200,7 @@ class _Places:
 
     def entry(self, name: str, value: Any) -> StateEntry:
         if isinstance(value, LocalPart):
-            return self._held(name, value)
+            return self._of_local_part(name, value)
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
         local = _as_tensor(value)
@@ -223,7 +223,7 @@ class _Places:
         places = [self._ranks.index(rank) if rank in self._ranks else -1 for rank in ranks]
         return self._cut(name, local, tuple(tensor.shape), layout, mesh, position, places)
 
-    def _held(self, name: str, held: LocalPart) -> StateEntry:
+    def _of_local_part(self, name: str, held: LocalPart) -> StateEntry:
         mesh, layout = Mesh.parse(held.mesh), Layout.parse(held.layout).bind(held.shape)
         local = _as_tensor(held.local)
         if self._peers.size not in (1, mesh.size):

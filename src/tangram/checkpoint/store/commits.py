@@ -129,7 +129,7 @@ def _plain_size(file: Path) -> int | None:
 def _absent(path: Path) -> str:
     if not path.exists():
         return f'there is no checkpoint "{path}"'
-    if path.is_dir() and (found := whole(path)):
+    if path.is_dir() and (found := committed(path)):
         return f'"{path}" holds several checkpoints, give one of them: the newest is "{found[-1][0]}"'
     return f'"{path}" is not a whole checkpoint: it has no {MARKER}, which is written last'
 
@@ -166,7 +166,7 @@ def marker_text(fields: Mapping[str, Any]) -> bytes:
     return json.dumps({**fields, "crc32": f"{zlib.crc32(json.dumps(fields).encode()):08x}"}, indent=1).encode()
 
 
-def whole(folder: Path) -> list[tuple[Path, Marker]]:
+def committed(folder: Path) -> list[tuple[Path, Marker]]:
     """The whole checkpoints in a folder, in the order in which they were committed.
 
     Torn ones are passed over, and links: they lead out of the folder, or to a checkpoint that is there already.
@@ -181,7 +181,7 @@ def whole(folder: Path) -> list[tuple[Path, Marker]]:
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint that was committed last, of those in a folder that are whole."""
-    found = whole(folder)
+    found = committed(folder)
     return found[-1][0] if found else None
 
 
@@ -200,7 +200,7 @@ def older(path: Path) -> str:
 
     Where its own marker no longer says when it was committed, the newest of the others. Only markers are read.
     """
-    others = [(other, marker) for other, marker in whole(path.parent) if other.name != path.name]
+    others = [(other, marker) for other, marker in committed(path.parent) if other.name != path.name]
     try:
         here = parse_marker(read_bounded(path / MARKER, LARGEST_MARKER), path).serial
     except (UserError, OSError):
@@ -312,7 +312,7 @@ def remove(path: Path) -> None:
 
 def next_serial(folder: Path) -> int:
     """The number of the next commit."""
-    found = whole(folder)
+    found = committed(folder)
     return found[-1][1].serial + 1 if found else 1
 
 

@@ -36,7 +36,7 @@ class ObjectStore:
         """The bytes of each object below, by name."""
         import obstore
 
-        with self._said("looked at"):
+        with self._as_user_error("looked at"):
             rows: list[Any] = [row for some in obstore.list(self.store) for row in some]
         return {str(row["path"]): int(row["size"]) for row in rows}
 
@@ -44,21 +44,21 @@ class ObjectStore:
         """Bytes of an object, as buffers; several requests at once."""
         import obstore
 
-        with self._said(f"read ({name})"):
+        with self._as_user_error(f"read ({name})"):
             return list(obstore.get_ranges(self.store, name, starts=starts, ends=stops)) if starts else []
 
     def put(self, name: str, file: Path) -> None:
         """Send a file, in parts where it is large."""
         import obstore
 
-        with self._said(f"written ({name})"), file.open("rb") as stream:
+        with self._as_user_error(f"written ({name})"), file.open("rb") as stream:
             obstore.put(self.store, name, stream)
 
     def get(self, name: str) -> bytes:
         """A small object."""
         import obstore
 
-        with self._said(f"read ({name})"):
+        with self._as_user_error(f"read ({name})"):
             return bytes(obstore.get(self.store, name).bytes())
 
     def send(self, name: str, blocks: Iterable[bytes]) -> None:
@@ -67,7 +67,7 @@ class ObjectStore:
 
         rest = iter(blocks)
         first, more = next(rest, b""), next(rest, None)
-        with self._said(f"written ({name})"):
+        with self._as_user_error(f"written ({name})"):
             if more is None:  # one request instead of three
                 obstore.put(self.store, name, first, use_multipart=False)
                 return
@@ -80,11 +80,11 @@ class ObjectStore:
         import obstore
 
         if names:
-            with self._said("cleaned up"):
+            with self._as_user_error("cleaned up"):
                 obstore.delete(self.store, list(names))
 
     @contextlib.contextmanager
-    def _said(self, what: str) -> Generator[None]:
+    def _as_user_error(self, what: str) -> Generator[None]:
         from obstore.exceptions import BaseError
 
         try:

@@ -155,7 +155,7 @@ def plan(
         raise UserError(f'"{folder}" is one checkpoint: give the folder that it lies in')
     if not folder.is_dir():
         raise UserError(f'there is no folder "{folder}"')
-    found = [(path, marker) for path, marker in commits.whole(folder) if not path.is_symlink()]
+    found = [(path, marker) for path, marker in commits.committed(folder) if not path.is_symlink()]
     if not found:
         raise UserError(f'"{folder}" holds no whole checkpoint, so nothing is pruned')
     damaged: list[Leftover] = []

@@ -25,7 +25,7 @@ from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
 from tangram.checkpoint.store.objects import ObjectStore
 from tangram.errors import UserError
 
-__all__ = ["download", "prune", "upload", "whole"]
+__all__ = ["download", "prune", "upload", "committed_in"]
 
 AT_ONCE = 4
 """Blocks that are asked for together."""
@@ -33,12 +33,12 @@ LEVELS = 2
 """A folder and a file."""
 
 
-def whole(store: ObjectStore) -> list[tuple[str, Marker]]:
+def committed_in(store: ObjectStore) -> list[tuple[str, Marker]]:
     """The whole checkpoints in a store, in the order of their commits. Raises UserError as the store refuses."""
-    return _whole(store, _folders(store))
+    return _committed(store, _folders(store))
 
 
-def _whole(store: ObjectStore, folders: Mapping[str, Mapping[str, int]]) -> list[tuple[str, Marker]]:
+def _committed(store: ObjectStore, folders: Mapping[str, Mapping[str, int]]) -> list[tuple[str, Marker]]:
     found: list[tuple[str, Marker]] = []
     for name, sizes in folders.items():
         if sizes.get(MARKER, commits.LARGEST_MARKER + 1) > commits.LARGEST_MARKER:
@@ -73,7 +73,7 @@ def upload(path: Path, store: ObjectStore) -> str:
     marker = commits.read_marker(path)
     manifest = commits.read_manifest(path, marker)
     folders = _folders(store)
-    for name, there in _whole(store, folders):
+    for name, there in _committed(store, folders):
         if there.id == marker.id:
             return name
     text = (path / MANIFEST).read_bytes()
@@ -180,7 +180,7 @@ def prune(store: ObjectStore, rules: tuple[str, ...]) -> None:
     Only for who sends, between two. Raises UserError as the store refuses.
     """
     folders, policy = _folders(store), retention.parse(rules)
-    found = _whole(store, folders)
+    found = _committed(store, folders)
     candidates = [
         retention.Candidate(
             Path(name),

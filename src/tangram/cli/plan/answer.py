@@ -7,9 +7,9 @@ from json import dumps
 from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
-from tangram.cli.plan.exports import Typed, Wanted, asked_typed, checked, given_in, read_table, said_json, write
+from tangram.cli.plan.exports import Typed, ExportRequest, typed_or_read, checked, read_strategy, read_table, strategy_json, write
 from tangram.cli.plan.options import Common
-from tangram.cli.plan.taken import TANGRAM, Taking, job_given, outline_given, own
+from tangram.cli.plan.taken import TANGRAM, Taking, read_job, read_outline, own
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.hardware.cluster import Cluster
@@ -19,9 +19,9 @@ from tangram.models.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.goodput import Goodput, Snapshots
 from tangram.planner.cost.timeline import as_trace, timeline
-from tangram.planner.exports.numbers import given_of
+from tangram.planner.exports.numbers import strategy_request
 from tangram.planner.exports.targets import able_of
-from tangram.planner.imports.found import Found
+from tangram.planner.imports.found import ReadStrategy
 from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.trainer_support import RUNS
 from tangram.planner.local.ranking_table import Titled
@@ -38,10 +38,10 @@ from tangram.planner.report.duration_tables import duration_json, duration_table
 from tangram.planner.report.html_page import need_plotly
 from tangram.planner.report.report import Shown, write_report, write_step
 from tangram.planner.search.by_device_count import best
-from tangram.planner.search.explain import Explained, Given, explain
+from tangram.planner.search.explain import Explained, StrategyRequest, explain
 from tangram.planner.search.objectives import Terms, aim_of, hour_price
 from tangram.planner.search.pareto import Fronts, fronts
-from tangram.planner.search.query import Answer, asked_of, count_of, devices_of
+from tangram.planner.search.query import Answer, ask_of, count_of, devices_of
 from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.search.training_duration import Budget, durations, fewest
 from tangram.planner.space.framework_profiles import framework
@@ -101,7 +101,7 @@ def _snapshots(typed: str | None) -> Snapshots | None:
     return Snapshots(pause, restart, covers)
 
 
-def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | None, taking: Taking) -> int:
+def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportRequest | None, taking: Taking) -> int:
     """One strategy explained, or how long a training takes, or the ranking; exit code 1 where nothing fits."""
     model, typed, training, json = common.model, common.typed(), common.training(), common.json
     if wanted is not None and wanted.export == TANGRAM:
@@ -109,19 +109,19 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | 
     if wanted is not None:
         checked(wanted)
     _files(look, wanted, taking)
-    where, job = clusters.load(common.cluster), job_given(common, taking)
-    outline = adapted(outline_given(model), training.lora) if job is None else job.outline
-    read = None if one is None else given_in(one[0], outline, devices_of(typed[4])[1], where)
-    asked = _asked(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
+    where, job = clusters.load(common.cluster), read_job(common, taking)
+    outline = adapted(read_outline(model), training.lora) if job is None else job.outline
+    read = None if one is None else read_strategy(one[0], outline, devices_of(typed[4])[1], where)
+    asked = _ask(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:
             raise UserError("--report is of a ranking: give --objective devices with --train-tokens and --hours")
         return _budgeted(outline, where, asked, terms, json=json)
-    given = None if one is None else Given(*one[:7], uneven=one[7]) if read is None else given_of(read.numbers)
+    given = None if one is None else StrategyRequest(*one[:7], uneven=one[7]) if read is None else strategy_request(read.numbers)
     with progress("laying the model out, searching"):
-        found = _found(outline, where, asked, given, look, terms)
+        found = _answer(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices
     document = {**_sizes(outline), **document}
     shown.insert(0 if choices else 1, _size_table(outline))  # where nothing fits that is said first
@@ -132,7 +132,7 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: Wanted | 
         write(wanted, choices, outline, asked, where)
     if wanted is None or wanted.out is not None or not choices:
         if read is not None and one is not None:
-            document["read"] = said_json(read)
+            document["read"] = strategy_json(read)
             shown = [read_table(one[0], read), *shown]
         _print(document, shown, json=json)
     if not json:
@@ -149,11 +149,11 @@ def _size_table(outline: Outline) -> Titled:
     active = active_numbers(outline)
     met = [("of them active for a token", f"{active:,} ({active / 1e9:.3g}B)")] if active < outline.numbers else []
     whole = ("parameters", f"{outline.numbers:,} ({outline.numbers / 1e9:.3g}B)")
-    return outline.said, ("", "numbers"), [whole, *met]
+    return outline.description, ("", "numbers"), [whole, *met]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _AnswerShown:
     """The answer, as a ranking or beside a strategy that is explained."""
 
     answer: Answer
@@ -195,7 +195,7 @@ class _Found:
         return found if self.fronts is None or not self.pareto else [*found, *front_tables(self.fronts)]
 
 
-def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, look: Look, terms: Terms) -> _Found:
+def _answer(outline: Outline, where: Cluster, asked: Ask, given: StrategyRequest | None, look: Look, terms: Terms) -> _AnswerShown:
     if given is not None and look.objective:
         raise UserError("--objective ranks strategies, and explain looks at one: give one of the two")
     aim = aim_of(look.objective or "time", terms)
@@ -203,10 +203,10 @@ def _found(outline: Outline, where: Cluster, asked: Ask, given: Given | None, lo
     answer = best(outline, where, asked, aim) if explained is None else explained.best
     first = answer.choices[0] if answer.choices else None
     seen = fronts(outline, where, asked, terms, first) if look.pareto or look.report is not None else None
-    return _Found(answer, explained, seen, look.pareto, terms)
+    return _AnswerShown(answer, explained, seen, look.pareto, terms)
 
 
-def _wrote(look: Look, wanted: Wanted | None, taking: Taking, *, some: bool) -> None:
+def _wrote(look: Look, wanted: ExportRequest | None, taking: Taking, *, some: bool) -> None:
     """`some`: whether there is a strategy to write; a report is written where there is none, too."""
     page = look.timeline is not None and look.timeline.suffix in PAGES
     files = [(look.timeline, "open it in a browser" if page else "open it at ui.perfetto.dev")]
@@ -218,8 +218,8 @@ def _wrote(look: Look, wanted: Wanted | None, taking: Taking, *, some: bool) -> 
             print(f"wrote {path}: {what}")
 
 
-def _asked(outline: Outline, typed: Typed, read: Found | None, wanted: Wanted | None, taking: Taking) -> Ask:
-    asked = asked_of(*asked_typed(typed, read, wanted))
+def _ask(outline: Outline, typed: Typed, read: ReadStrategy | None, wanted: ExportRequest | None, taking: Taking) -> Ask:
+    asked = ask_of(*typed_or_read(typed, read, wanted))
     if wanted is not None:
         asked = replace(asked, able=wanted.able(outline), loss=wanted.loss)
     elif asked.able == ALL and not taking.runs:
@@ -241,7 +241,7 @@ def _draw(shown: Shown, path: Path) -> None:
         raise UserError(f"the timeline cannot be written to {path}: {error.strerror}") from None
 
 
-def _files(look: Look, wanted: Wanted | None, taking: Taking) -> None:
+def _files(look: Look, wanted: ExportRequest | None, taking: Taking) -> None:
     """Raise UserError for files that cannot be written, before anything is searched."""
     if look.report is not None or (look.timeline is not None and look.timeline.suffix in PAGES):
         need_plotly()

@@ -111,12 +111,12 @@ def export(
         raise UserError("say what is to be written: --to torchtitan, or another framework, or --job-file slurm")
     refuse_unknown(common)
     from tangram.cli.plan.answer import Look, answered
-    from tangram.cli.plan.exports import Wanted
+    from tangram.cli.plan.exports import ExportRequest
     from tangram.cli.plan.taken import Taking
 
     nothing = (None, None, None)
     look = Look("", False, None, None, nothing, (*nothing, None), common.timeline, common.report)
-    wanted = Wanted(to or "", job_file or "", out, pick, run, image, submit)
+    wanted = ExportRequest(to or "", job_file or "", out, pick, run, image, submit)
     one = None if strategy is None else how.of(strategy)
     return answered(common, one, look, wanted, Taking(None, pick, runs))
 

@@ -12,9 +12,9 @@ from tangram.errors import UserError
 from tangram.hardware.cluster import Cluster
 from tangram.hardware.workers import command
 from tangram.models.outline import Outline
-from tangram.planner.exports.numbers import Written, given_of, numbers_of
+from tangram.planner.exports.numbers import Written, strategy_request, numbers_of
 from tangram.planner.exports.targets import picked, target
-from tangram.planner.imports.found import Found
+from tangram.planner.imports.found import ReadStrategy
 from tangram.planner.legality.enumerate import Able
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.platforms.jobs import RUN, job_of
@@ -22,14 +22,14 @@ from tangram.planner.platforms.targets import platform
 from tangram.planner.report.answer_tables import ZERO
 from tangram.planner.search.strategy import Ask, Choice
 
-__all__ = ["Typed", "Wanted", "asked_typed", "checked", "given_in", "read_table", "said_json", "write"]
+__all__ = ["Typed", "ExportRequest", "typed_or_read", "checked", "read_strategy", "read_table", "strategy_json", "write"]
 
 Typed = tuple[str | None, int | None, str | None, str | None, str, float, int]
 """Tokens of a step, of a sample, precision, framework, devices, memory in GB, how many strategies; None: as usual."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportRequest:
     """A file that is to be written of the strategy that is taken."""
 
     export: str
@@ -57,7 +57,7 @@ class Wanted:
         return target(self.export).able(outline) if self.export else Able()
 
 
-def checked(wanted: Wanted) -> None:
+def checked(wanted: ExportRequest) -> None:
     """Raise UserError for what can be seen before anything is searched."""
     if wanted.export and wanted.emit:
         raise UserError("--to and --job-file write one file each: call the command for each of them")
@@ -76,7 +76,7 @@ def checked(wanted: Wanted) -> None:
         raise UserError(f"the file cannot be written to {out}: give one in a folder that is there")
 
 
-def given_in(explain: str, outline: Outline, devices: int, cluster: Cluster) -> Found | None:
+def read_strategy(explain: str, outline: Outline, devices: int, cluster: Cluster) -> ReadStrategy | None:
     """The strategy in a file; None where `explain` is a mesh. Raises UserError."""
     path = Path(explain)
     if path.exists():
@@ -88,7 +88,7 @@ def given_in(explain: str, outline: Outline, devices: int, cluster: Cluster) -> 
     return None
 
 
-def asked_typed(typed: Typed, found: Found | None, wanted: Wanted | None) -> tuple[str, int, str, str, str, float, int]:
+def typed_or_read(typed: Typed, found: ReadStrategy | None, wanted: ExportRequest | None) -> tuple[str, int, str, str, str, float, int]:
     """What was typed, then what a file says, then what is usual. Raises UserError."""
     tokens, sequence, precision, framework, devices, memory, most = typed
     if wanted is not None:
@@ -106,9 +106,9 @@ def asked_typed(typed: Typed, found: Found | None, wanted: Wanted | None) -> tup
     )  # fmt: skip
 
 
-def read_table(path: str, found: Found) -> Titled:
+def read_table(path: str, found: ReadStrategy) -> Titled:
     """What was read of a file, for people."""
-    given = given_of(found.numbers)
+    given = strategy_request(found.numbers)
     rows = [
         ("mesh", given.mesh),
         ("micro-batch", f"{given.micro} of {found.numbers.batch} samples"),
@@ -117,25 +117,25 @@ def read_table(path: str, found: Found) -> Titled:
         ("experts", given.experts),
         ("ZeRO", f"{ZERO[given.zero]}, over {given.shard} ranks"),
         ("recompute", given.again),
-        *(("otherwise", one) for one in found.told),
+        *(("otherwise", one) for one in found.notes),
     ]
     if found.ignored:
         rows.append(("not looked at", ", ".join(found.ignored)))
     return f"Read from {path}", ("", "what"), rows
 
 
-def said_json(found: Found) -> dict[str, object]:
+def strategy_json(found: ReadStrategy) -> dict[str, object]:
     """The same for programs."""
-    return {"numbers": asdict(found.numbers), "otherwise": list(found.told), "not_looked_at": list(found.ignored)}
+    return {"numbers": asdict(found.numbers), "otherwise": list(found.notes), "not_looked_at": list(found.ignored)}
 
 
-def write(wanted: Wanted, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster) -> None:
+def write(wanted: ExportRequest, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster) -> None:
     """The file, or its text on stdout; what is to be known of it on stderr. Raises UserError."""
     if wanted.export:
         written = picked(wanted.export, choices, wanted.pick, outline, ask, cluster)
     else:
         written = _job_file(wanted, choices, outline, ask, cluster)
-    for one in written.told:
+    for one in written.notes:
         print(f"note: {one}", file=sys.stderr)
     if wanted.out is None:
         print(written.text, end="")
@@ -150,7 +150,7 @@ def write(wanted: Wanted, choices: Sequence[Choice], outline: Outline, ask: Ask,
             raise UserError(f"{' '.join(client)} {wanted.out} ended with {status}: it said why")
 
 
-def _job_file(wanted: Wanted, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster) -> Written:
+def _job_file(wanted: ExportRequest, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster) -> Written:
     if not 1 <= wanted.pick <= len(choices):
         raise UserError(f"--pick {wanted.pick}: the rows of the ranking are 1 to {len(choices)}")
     ranks = numbers_of(choices[wanted.pick - 1], ask).ranks

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
-from tangram.cli.plan.exports import asked_typed
+from tangram.cli.plan.exports import typed_or_read
 from tangram.cli.plan.options import Common
-from tangram.cli.plan.taken import Taking, job_given, outline_given
+from tangram.cli.plan.taken import Taking, read_job, read_outline
 from tangram.errors import UserError
 from tangram.hardware import cluster as clusters
 from tangram.models.adapted import adapted
 from tangram.planner.report.heterogeneous_tables import OverParts
 from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
-from tangram.planner.search.query import asked_of
+from tangram.planner.search.query import ask_of
 
 __all__ = ["answered_over_parts", "names_of_parts"]
 
@@ -36,9 +36,9 @@ def answered_over_parts(common: Common, names: Sequence[str], between: float | N
     where = [clusters.load(name) for name in names]
     if between is None:
         raise UserError("what a device gets from another part is not said: give --between in GB/s")
-    job = job_given(common, Taking(None, 1, runs=False))
-    outline = adapted(outline_given(common.model), training.lora) if job is None else job.outline
-    asked = asked_of(*asked_typed(typed if job is None else job.typed(typed), None, None))
+    job = read_job(common, Taking(None, 1, runs=False))
+    outline = adapted(read_outline(common.model), training.lora) if job is None else job.outline
+    asked = ask_of(*typed_or_read(typed if job is None else job.typed(typed), None, None))
     asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):

@@ -62,7 +62,7 @@ def planned_here(job: Job, name: str, wish: Wish, *, json: bool) -> int:
     if wish.out is not None:
         if wish.pick > len(fitting):
             raise UserError(f"--pick {wish.pick}: there are {len(fitting)} plans that fit this machine")
-        _write(dumps(fitting[wish.pick - 1].taken), wish.out)
+        _write(dumps(fitting[wish.pick - 1].chosen_plan), wish.out)
     if json:
         print_json({**ranking.as_json(), **document})
         return 0 if fitting else 1

@@ -27,11 +27,11 @@ from tangram.schema.plan import Plan
 from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 
-__all__ = ["Given", "job_in", "not_run"]
+__all__ = ["JobAndOutline", "job_in", "not_run"]
 
 
 @dataclass(frozen=True)
-class Given:
+class JobAndOutline:
     """A job, and the outline of its model, with its adapters."""
 
     job: Job
@@ -88,7 +88,7 @@ def job_in(
     changes: Mapping[str, str],
     lora: int = 0,
     base: str | None = None,
-) -> Given:
+) -> JobAndOutline:
     """The job in a file. `typed`: what a job says by itself; `lora`, `base`: adapters that are typed beside it. Raises
     UserError."""
     path = Path(file)
@@ -112,7 +112,7 @@ def job_in(
                 f"{file}: modules that lora.modules_to_save trains whole are not planned for on a cluster: plan without"
             )
         outline = adapted(outline, job.lora.rank, job.lora.targets)
-    return Given(job, outline, Counted(job, config))
+    return JobAndOutline(job, outline, Counted(job, config))
 
 
 def _adapted(job: Job, file: str, rank: int) -> Job:

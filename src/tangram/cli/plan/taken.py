@@ -5,22 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tangram.cli.plan.exports import Wanted
+from tangram.cli.plan.exports import ExportRequest
 from tangram.cli.plan.options import Common, Taking
 from tangram.errors import UserError
 from tangram.models.catalogue import in_catalogue
 from tangram.models.outline import Outline
 
 if TYPE_CHECKING:
-    from tangram.cli.plan.plan_files import Given
+    from tangram.cli.plan.plan_files import JobAndOutline
 
-__all__ = ["TANGRAM", "Taking", "job_given", "outline_given", "own"]
+__all__ = ["TANGRAM", "Taking", "read_job", "read_outline", "own"]
 
 TANGRAM = "tangram"
 """Of `--to`: the plan that `tangram train` takes."""
 
 
-def own(wanted: Wanted, file: str) -> Taking:
+def own(wanted: ExportRequest, file: str) -> Taking:
     """What `tangram plan export --to tangram` writes: the plan of a job. Raises UserError where there is none, or no
     file."""
     if Path(file).suffix != ".toml" or wanted.out is None:
@@ -30,7 +30,7 @@ def own(wanted: Wanted, file: str) -> Taking:
     return Taking(wanted.out, wanted.pick, runs=True)
 
 
-def job_given(common: Common, taking: Taking) -> Given | None:
+def read_job(common: Common, taking: Taking) -> JobAndOutline | None:
     """The job that is named; None where a model is. Raises UserError."""
     if Path(common.model).suffix == ".toml":
         from tangram.cli.plan.plan_files import job_in  # loads torch and transformers
@@ -45,7 +45,7 @@ def job_given(common: Common, taking: Taking) -> Given | None:
     return None
 
 
-def outline_given(model: str) -> Outline:
+def read_outline(model: str) -> Outline:
     """Of a model by its name, directory or file. Raises UserError."""
     known = None if Path(model).exists() else in_catalogue(model)
     if known is not None:

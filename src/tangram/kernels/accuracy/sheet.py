@@ -29,7 +29,7 @@ class Sheet:
     about: Mapping[str, str]
     """The torch, the device, how it was set."""
     outcomes: Mapping[Key, Outcome]
-    moves: Mapping[tuple[str, str], str]
+    copies: Mapping[tuple[str, str], str]
     """Of operators that only move values, by name and type: whether they kept them."""
     missing: Mapping[tuple[str, str], str]
     """Operators that this torch cannot run on this device, by name and type, and what it says."""
@@ -44,7 +44,7 @@ class Sheet:
 def write(sheet: Sheet, path: Path) -> None:
     """The same outcomes give the same bytes."""
     lines = [f"{json.dumps('format')}: {json.dumps(FORMAT)}", f"{json.dumps('about')}: {json.dumps(dict(sheet.about))}"]
-    for part, table in (("moves", sheet.moves), ("missing", sheet.missing)):
+    for part, table in (("moves", sheet.copies), ("missing", sheet.missing)):
         texts = {f"{name}|{kind}": how for (name, kind), how in table.items()}
         lines.append(f"{json.dumps(part)}: {json.dumps(texts)}")
     own: dict[str, list[Any]] = {}

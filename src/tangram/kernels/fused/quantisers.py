@@ -45,7 +45,7 @@ def quantise_fp8(x: Tensor, height: int = 1, turn: Tensor | None = None) -> tupl
 
         (B, R, C), rows = parts.shape, WIDE if height > 1 else 32
         kernel(packing.fp8)[(cdiv(R, rows), cdiv(C, WIDE), B)](
-            parts, _whole(turn, x), codes, scales, parts.stride(0), parts.stride(1), R, C, rows, height > 1,
+            parts, _block_diagonal(turn, x), codes, scales, parts.stride(0), parts.stride(1), R, C, rows, height > 1,
             turn is not None, num_warps=8,
         )  # fmt: skip
     elif x.numel():
@@ -82,7 +82,7 @@ def quantise_nvfp4(x: Tensor, turn: Tensor | None = None) -> tuple[Tensor, Tenso
     if by_kernels(x):
         from tangram.kernels.compiled import packing
 
-        grid, whole = (cdiv(len(rows), 16), cdiv(C, WIDE)), _whole(turn, x)
+        grid, whole = (cdiv(len(rows), 16), cdiv(C, WIDE)), _block_diagonal(turn, x)
         most, sizes = x.new_empty(grid, dtype=torch.float32), (rows.stride(0), *rows.shape, 16, turn is not None)
         kernel(packing.largest)[grid](rows, whole, most, *sizes)
         second = _second(most)
@@ -146,7 +146,7 @@ def _turned(x: Tensor, turn: Tensor | None) -> Tensor:
     return (neighbours @ turn.float()).flatten(-2)
 
 
-def _whole(turn: Tensor | None, x: Tensor) -> Tensor:
+def _block_diagonal(turn: Tensor | None, x: Tensor) -> Tensor:
     """As kernels multiply by it: 128 x 128. A pointer that is not read stands where there is none."""
     if turn is None:
         return x

@@ -87,7 +87,7 @@ def quantise(
     codes = rounding(torch.where(scales == 0, torch.zeros_like(scaled), scaled), operand.format, dice)
     saturated = int((scaled.abs() > operand.format.largest * (1 + 2.0**-20)).sum())
     underflowed = int(((codes == 0) & (tiles != 0)).sum())
-    return Quantised(_whole(codes * scales, shape), saturated, underflowed)
+    return Quantised(_untiled(codes * scales, shape), saturated, underflowed)
 
 
 def hadamard(width: int, seed: int = 0) -> Tensor:
@@ -149,7 +149,7 @@ def _tiles(x: Tensor, scaling: Scaling, along: Along) -> tuple[Tensor, torch.Siz
     return padded.reshape(*x.shape[:-2], rows, high, columns, wide), x.shape
 
 
-def _whole(tiles: Tensor, shape: torch.Size) -> Tensor:
+def _untiled(tiles: Tensor, shape: torch.Size) -> Tensor:
     return tiles.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
 
 

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from tangram.hardware import curves
 from tangram.models.outline import Outline
-from tangram.planner.cost.model_state_bytes import Held, divided, experts_over, held
+from tangram.planner.cost.model_state_bytes import RankWeights, divided, experts_over, rank_weights
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of
 from tangram.planner.space.schedule_formulas import splits
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Data", "beyond", "data_traffic", "exchange", "links_of", "no_links", "numbers_held", "optimiser_seconds"]
+__all__ = ["Data", "beyond", "data_traffic", "exchange", "links_of", "no_links", "stage_weights", "optimiser_seconds"]
 
 Array = NDArray[Any]
 
@@ -71,12 +71,12 @@ def apart(g: Grid, node: int, stride: Array) -> Array:
     return each * np.clip(copies, 1, None)
 
 
-def numbers_held(outline: Outline, g: Grid) -> tuple[Held, Held]:
+def stage_weights(outline: Outline, g: Grid) -> tuple[RankWeights, RankWeights]:
     """Of a rank's stage on the mean: all numbers, and those that are trained."""
     ends = outline.vocab * outline.hidden / g.tensor
     ends = np.where(g.pipeline > 1, ends, ends * (1 if outline.tied else 2))
     whole = outline.predicting
-    return held(whole, g, [count / g.pipeline for _, count in whole.runs], ends + outline.further / g.pipeline)
+    return rank_weights(whole, g, [count / g.pipeline for _, count in whole.runs], ends + outline.further / g.pipeline)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behi
     """Gradients and parameters over DP ranks. `ahead`, `behind`: seconds of a micro-batch's forward and backward on a
     stage in which each link carries nothing else, shape (links, grid)."""
     framework = setting.framework
-    whole, trained = numbers_held(outline, g)
+    whole, trained = stage_weights(outline, g)
     reduce = _summed(setting, g, trained, framework.reduce_bytes)
     gather = _gathered(setting, g, trained, setting.flow_bytes)
     parts = np.maximum(outline.layers / g.pipeline, 1.0)
@@ -114,7 +114,7 @@ def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behi
         _once(g, reduce, framework.overlap_reduce * behind, parts),
     )
     if trained is not whole:  # what is frozen is gathered where parameters are divided, and never summed
-        frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
+        frozen = RankWeights(whole.dense - trained.dense, whole.routed - trained.routed)
         gather = gather + _gathered(setting, g, frozen, setting.base_bytes) * (g.zero >= 3)
     own, many = np.minimum(g.virtual, parts), g.zero >= 3  # each virtual stage has a first and a last layer
     each = (
@@ -129,7 +129,7 @@ def _shards(g: Grid, over: Array) -> Array:
     return np.where(g.zero >= 1, np.minimum(over, g.shard), over)
 
 
-def _ways(g: Grid, numbers: Held) -> list[tuple[Array, Array, Array]]:
+def _ways(g: Grid, numbers: RankWeights) -> list[tuple[Array, Array, Array]]:
     """Numbers, the ranks that have them alike, and how far each of these is from the next."""
     return [
         (numbers.dense, g.data * g.context, g.tensor),
@@ -137,7 +137,7 @@ def _ways(g: Grid, numbers: Held) -> list[tuple[Array, Array, Array]]:
     ]
 
 
-def _summed(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
+def _summed(setting: Setting, g: Grid, numbers: RankWeights, nbytes: float) -> Array:
     """Gradients: scattered over those that divide, then summed over copies of these."""
     found = no_links(g, setting)
     for count, over, stride in _ways(g, numbers):
@@ -149,7 +149,7 @@ def _summed(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
     return found
 
 
-def _gathered(setting: Setting, g: Grid, numbers: Held, nbytes: float) -> Array:
+def _gathered(setting: Setting, g: Grid, numbers: RankWeights, nbytes: float) -> Array:
     """Parameters, from those that divide them."""
     found = no_links(g, setting)
     for count, over, stride in _ways(g, numbers):
@@ -186,6 +186,6 @@ def _both(gather: Array, reduce: Array, room: Array, parts: Array) -> Array:
 
 def optimiser_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
     """The update of what a rank updates itself; what its host updates is `planner.cost.offload_time`'s."""
-    _, trained = numbers_held(outline, g)
+    _, trained = stage_weights(outline, g)
     here = curves.moved_seconds(setting.device, moved_of(g.optimiser) * divided(g, trained, 1))
     return np.where(away(g.offload)[0], 0.0, here)

@@ -19,7 +19,7 @@ from statistics import median
 from tangram.planner.cost.calibration import SURE, Learned, Run, learn
 from tangram.planner.cost.history import Entry
 
-__all__ = ["Asked", "Here", "Likely", "hopeless", "learned_of", "likely"]
+__all__ = ["PredictedPlan", "Here", "Likely", "hopeless", "learned_of", "likely"]
 
 NOISE = 0.08
 """Standard deviation of the logarithm of one run's median step, run again on the same machine."""
@@ -41,7 +41,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PredictedPlan:
     """Of a plan, as entries of the history have it."""
 
     key: str
@@ -74,7 +74,7 @@ def learned_of(entries: Sequence[Entry], here: Here) -> Learned:
     return learn([], NOISE).after(runs[-MOST:])
 
 
-def likely(entries: Sequence[Entry], here: Here, asked: Sequence[Asked]) -> list[Likely]:
+def likely(entries: Sequence[Entry], here: Here, asked: Sequence[PredictedPlan]) -> list[Likely]:
     """How long each plan's step takes, with all that is known."""
     if not asked:
         return []
@@ -90,7 +90,7 @@ def likely(entries: Sequence[Entry], here: Here, asked: Sequence[Asked]) -> list
     ]
 
 
-def hopeless(entries: Sequence[Entry], here: Here, asked: Asked) -> str:
+def hopeless(entries: Sequence[Entry], here: Here, asked: PredictedPlan) -> str:
     """Why a plan would run out of memory, as another did that needs no more; "" where nobody knows."""
     for one in reversed(entries):
         if one.outcome == "out of memory" and _no_less(asked, one) and here.room <= one.room and _alike(one, here):
@@ -103,7 +103,7 @@ def _alike(one: Entry, here: Here) -> bool:
     return one.place == here.place and one.model == here.model
 
 
-def _no_less(asked: Asked, one: Entry) -> bool:
+def _no_less(asked: PredictedPlan, one: Entry) -> bool:
     """Whether a plan needs at least as much of everything as one that was tried."""
     if one.key == asked.key:
         return True

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
-from tangram.planner.cost.model_state_bytes import divided, held, held_bytes
+from tangram.planner.cost.model_state_bytes import divided, rank_weights, model_state_bytes
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import chunk_of, dealt
 from tangram.planner.space.optimisers_and_offload import away
@@ -275,7 +275,7 @@ def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False
         numbers = block.numbers
         left, remade = block_activations(block, outline.hidden, g, setting)
         again = block_backward(block, outline.hidden, g, setting) + (0.0 if least else remade)
-        gathered = numbers.tensor / g.tensor + numbers.whole + numbers.experts / (g.expert * g.expert_tensor)
+        gathered = numbers.tensor / g.tensor + numbers.replicated + numbers.experts / (g.expert * g.expert_tensor)
         found.append(Takes(left, again, weights_of_shapes(block, g), gathered))
     return found
 
@@ -297,14 +297,14 @@ def stage(
         whole = np.maximum(whole, np.where(there, one.gathered, 0.0))
     ends = outline.vocab * outline.hidden / g.tensor
     beside = ends * np.maximum(embeds, heads) if tied else ends * (embeds + heads)
-    numbers = held(outline, g, counts, beside + further * embeds)
+    numbers = rank_weights(outline, g, counts, beside + further * embeds)
     each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
     # The head's weight has its gradient made while logits and theirs are there.
     head = logits(outline, g, setting) * (1 + predictors) + ends * framework.scratch_bytes
     wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
     return Stage(
-        *held_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
+        *model_state_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
         scratch * framework.scratch_bytes, divided(g, numbers[1], 1) * framework.step_bytes,
         framework.workspace,
         np.where(cut, whole * (2 * wide) + ends * wide, 0.0),

@@ -13,13 +13,13 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import ends_of, own_of, states_of
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Held", "divided", "experts_over", "held", "held_bytes"]
+__all__ = ["RankWeights", "divided", "experts_over", "rank_weights", "model_state_bytes"]
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Held:
+class RankWeights:
     """Numbers of a rank's weights; arrays over the grid."""
 
     dense: Array
@@ -30,7 +30,7 @@ class Held:
     """Of the first those of embedding and head, as far as they are trained."""
 
 
-def held(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Held, Held]:
+def rank_weights(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[RankWeights, RankWeights]:
     """All numbers of so many layers of each run with `ends` (numbers beside layers); of them those that are trained.
 
     Where nothing is frozen both are the same object.
@@ -39,14 +39,14 @@ def held(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Held, Held]
     dense, routed, trained, taught = (np.zeros(len(g)) for _ in range(4))
     for block, count in outline.by_kind(counts):
         one = block.numbers
-        dense = dense + count * (one.tensor / g.tensor + one.whole)
+        dense = dense + count * (one.tensor / g.tensor + one.replicated)
         routed = routed + count * one.experts / over
         if outline.adapted:
             one = block.trained
-            trained = trained + count * (one.tensor / g.tensor + one.whole)
+            trained = trained + count * (one.tensor / g.tensor + one.replicated)
             taught = taught + count * one.experts / over
-    whole = Held(dense + ends, routed, ends)
-    return whole, Held(trained, taught) if outline.adapted else whole
+    whole = RankWeights(dense + ends, routed, ends)
+    return whole, RankWeights(trained, taught) if outline.adapted else whole
 
 
 def experts_over(g: Grid) -> Array:
@@ -54,14 +54,14 @@ def experts_over(g: Grid) -> Array:
     return np.maximum(g.data * g.context * g.tensor / (g.expert * g.expert_tensor), 1.0)
 
 
-def divided(g: Grid, numbers: Held, level: int) -> Array:
+def divided(g: Grid, numbers: RankWeights, level: int) -> Array:
     """Numbers that a rank keeps of what is divided from a level of `zero` on."""
     cut = g.zero >= level
     over = np.where(cut, g.shard, 1.0)
     return numbers.dense / over + numbers.routed / np.where(cut, np.minimum(experts_over(g), g.shard), 1.0)
 
 
-def held_bytes(g: Grid, setting: Setting, whole: Held, trained: Held) -> tuple[Array, Array, Array]:
+def model_state_bytes(g: Grid, setting: Setting, whole: RankWeights, trained: RankWeights) -> tuple[Array, Array, Array]:
     """Of parameters, of gradients and of the optimiser's states."""
     framework = setting.framework
     alone = setting.precision == "fp32"  # what is computed with is what is updated: no masters beside it
@@ -73,9 +73,9 @@ def held_bytes(g: Grid, setting: Setting, whole: Held, trained: Held) -> tuple[A
     low = 1.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
     parameters = divided(g, trained, 3) * kept
     if trained is not whole:
-        frozen = Held(whole.dense - trained.dense, whole.routed - trained.routed)
+        frozen = RankWeights(whole.dense - trained.dense, whole.routed - trained.routed)
         parameters = parameters + divided(g, frozen, 3) * setting.base_bytes
-    ends = divided(g, Held(trained.ends, 0.0 * trained.routed), 1) * ends_of(g.optimiser)
+    ends = divided(g, RankWeights(trained.ends, 0.0 * trained.routed), 1) * ends_of(g.optimiser)
     return (
         parameters + (whole.dense + whole.routed) * low * (g.zero < 3),
         divided(g, trained, 2 if framework.divides_gradients else 3) * gradient,

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.models.outline import Outline
-from tangram.planner.cost.communication_time import numbers_held
+from tangram.planner.cost.communication_time import stage_weights
 from tangram.planner.cost.kept_activations import block_activations
 from tangram.planner.cost.model_state_bytes import divided, experts_over
 from tangram.planner.space.grid import Grid
@@ -53,7 +53,7 @@ def host_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, back
     if not g.offload.any():
         return HostTraffic(saved, nothing, saved, nothing)
     host = setting.host
-    whole, trained = numbers_held(outline, g)
+    whole, trained = stage_weights(outline, g)
     states, weights, flows = away(g.offload)
     mine = divided(g, trained, 1)
     gradients, parameters = mine * setting.framework.gradient_bytes / host.rate, mine * setting.flow_bytes / host.rate
@@ -82,7 +82,7 @@ def saved_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
     """Of a step its part of a checkpoint: what is not in the host's memory anyway is copied there."""
     if not setting.save_every:
         return np.zeros(len(g))
-    _, trained = numbers_held(outline, g)
+    _, trained = stage_weights(outline, g)
     numbers = trained.dense / (g.data * g.context) + trained.routed / experts_over(g)
     nbytes = numbers * (4.0 + states_of(g.optimiser))  # in float32, as optimisers update them
     return np.where(away(g.offload)[0], 0.0, nbytes / setting.host.rate / setting.save_every)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
-from tangram.planner.search.explain import Given
+from tangram.planner.search.explain import StrategyRequest
 from tangram.planner.search.strategy import Ask, Choice, mesh_of
 from tangram.planner.space.layers_per_stage import sizes
 from tangram.planner.space.recompute import again_of
@@ -22,7 +22,7 @@ __all__ = [
     "chunk_blocks",
     "comment",
     "experts_of",
-    "given_of",
+    "strategy_request",
     "numbers_of",
     "recomputed",
     "some_blocks",
@@ -89,7 +89,7 @@ class Written:
     """A file for a project, and what the project does otherwise or has to be told elsewhere."""
 
     text: str
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def numbers_of(choice: Choice, ask: Ask) -> Numbers:
@@ -105,9 +105,9 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
     )  # fmt: skip
 
 
-def given_of(one: Numbers) -> Given:
+def strategy_request(one: Numbers) -> StrategyRequest:
     """As a person would give it to `tangram plan explain`."""
-    return Given(
+    return StrategyRequest(
         mesh=mesh_of(one.pipeline, one.data, one.context, one.ulysses, one.tensor, inner=one.inner),
         micro=one.micro,
         chunks=one.virtual,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tangram.errors import UserError
 from tangram.models.outline import Outline
-from tangram.planner.imports.found import Found
+from tangram.planner.imports.found import ReadStrategy
 from tangram.planner.imports.megatron import megatron
 from tangram.planner.imports.tangram import tangram
 from tangram.planner.imports.torchtitan import is_torchtitan, torchtitan
@@ -15,7 +15,7 @@ from tangram.planner.imports.words import words_of
 __all__ = ["strategy_of"]
 
 
-def strategy_of(path: Path, outline: Outline, devices: int, most: int) -> Found:
+def strategy_of(path: Path, outline: Outline, devices: int, most: int) -> ReadStrategy:
     """The strategy in a file, for a model on `devices` (0: as many as the file says, else `most`). Raises UserError."""
     kind, words = words_of(path)
     if is_torchtitan(words):

@@ -8,18 +8,18 @@ from tangram.models.outline import Group
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.space.recompute import EXPLAINED, again_name
 
-__all__ = ["Found", "nearest"]
+__all__ = ["ReadStrategy", "nearest"]
 
 
 @dataclass(frozen=True)
-class Found:
+class ReadStrategy:
     """A strategy that was read."""
 
     numbers: Numbers
     """`sequence` is 0 where the file does not say it."""
     framework: str
     """An entry of `frameworks.toml`: whose file it is."""
-    told: tuple[str, ...]
+    notes: tuple[str, ...]
     """Of layout or time, and taken otherwise than it says."""
     ignored: tuple[str, ...]
     """Names in the file that say nothing of either."""

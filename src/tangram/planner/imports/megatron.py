@@ -12,7 +12,7 @@ from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
 from tangram.planner.exports.megatron import STRATEGIES
 from tangram.planner.exports.numbers import Numbers, experts_of
-from tangram.planner.imports.found import Found, nearest
+from tangram.planner.imports.found import ReadStrategy, nearest
 from tangram.planner.imports.words import Words
 from tangram.planner.space.layers_per_stage import fewer, sizes
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, again_name
@@ -58,7 +58,7 @@ MODULES = {
 }
 
 
-def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
+def megatron(words: Words, outline: Outline, devices: int, most: int) -> ReadStrategy:
     """The strategy on `devices`, 0: as the file starts, or `most`. Raises UserError for contradictions."""
     told: list[str] = []
     tensor, pipeline, context = (
@@ -113,7 +113,7 @@ def megatron(words: Words, outline: Outline, devices: int, most: int) -> Found:
         )
     graphs = tuple(name for name in words.values if "-graph" in name)
     told += [f"{name}: kernels are taken to be started one by one" for name in graphs]
-    return Found(one, "megatron-core", tuple(told), words.others((*READ, *TOLD, *graphs)))
+    return ReadStrategy(one, "megatron-core", tuple(told), words.others((*READ, *TOLD, *graphs)))
 
 
 def _ulysses(words: Words, context: int, told: list[str]) -> int:

@@ -16,7 +16,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers
-from tangram.planner.imports.found import Found
+from tangram.planner.imports.found import ReadStrategy
 from tangram.planner.local.estimate import shard_size
 from tangram.planner.search.explain import ordered
 from tangram.planner.space.recompute import again_name, spread
@@ -34,7 +34,7 @@ DIVIDED = {("after step", "step"): 1, ("after step", "micro-batch"): 2, ("after 
 """What DP ranks divide beside copies, by run.reshard and run.reduce_every; else all of it."""
 
 
-def tangram(path: Path, outline: Outline, devices: int) -> Found:
+def tangram(path: Path, outline: Outline, devices: int) -> ReadStrategy:
     """The strategy of a plan's file. Raises UserError for a job, and for what the space has no numbers for."""
     plan = load(path)
     if not isinstance(plan, Plan):
@@ -71,7 +71,7 @@ def tangram(path: Path, outline: Outline, devices: int) -> Found:
         precision=TYPES[plan.precision.compute],
         inner=_inner(plan, sizes),
     )
-    return Found(one, "tangram", tuple(told), ())
+    return ReadStrategy(one, "tangram", tuple(told), ())
 
 
 ROLES = {"pipeline": "pp", "data": "dp", "context": "cp", "tensor": "tp"}

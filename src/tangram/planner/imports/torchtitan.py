@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.models.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, experts_of
-from tangram.planner.imports.found import Found, nearest
+from tangram.planner.imports.found import ReadStrategy, nearest
 from tangram.planner.imports.words import Words
 from tangram.planner.space.layers_per_stage import sizes
 from tangram.planner.space.recompute import ALL_BLOCKS, BY_OPERATOR, NOTHING
@@ -75,7 +75,7 @@ def is_torchtitan(words: Words) -> bool:
     return any(name.split(".")[0] in TABLES and "." in name for name in words.values)
 
 
-def torchtitan(words: Words, outline: Outline, devices: int, most: int, *, toml: bool) -> Found:
+def torchtitan(words: Words, outline: Outline, devices: int, most: int, *, toml: bool) -> ReadStrategy:
     """The strategy on `devices`, 0: as the degrees say, or `most`; `toml`: of 0.2, else of 0.3. Raises UserError."""
     named = {ALIASES.get(_named(name), _named(name)): value for name, value in words.values.items()}
     words = Words(words.path, named)
@@ -120,7 +120,7 @@ def torchtitan(words: Words, outline: Outline, devices: int, most: int, *, toml:
         for name, taken in TOLD.items()
         if words.has(name) and (name, words.text(name)) not in WITHOUT_EFFECT
     ]
-    return Found(one, "torchtitan", tuple(told), words.others((*READ, *TOLD)))
+    return ReadStrategy(one, "torchtitan", tuple(told), words.others((*READ, *TOLD)))
 
 
 def _named(name: str) -> str:

@@ -150,7 +150,7 @@ def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
             layout = in_blocks(layout, columns, Mesh.parse(plan.mesh))
         if layout.at:  # of plans that did not go through their checks; who has it, the stages say
             raise UserError(f'the layout "{layout}" of {name} leaves a sum or a rank out: give each rank its cut')
-        return replace(layout, at=plan.held_at(name))
+        return replace(layout, at=plan.stages_of(name))
     except LayoutError as error:
         raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
 

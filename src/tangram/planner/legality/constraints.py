@@ -32,7 +32,7 @@ from tangram.planner.space.schedule_formulas import SCHEDULES, fewest, folded, l
 __all__ = ["EXCHANGED", "HEADS", "LAID", "RULES", "STAGES", "legal", "reasons"]
 
 
-def _taken(facts: Facts, g: Grid) -> Mask:
+def _virtual_stages_fit(facts: Facts, g: Grid) -> Mask:
     """Where the schedule takes as many virtual stages as there are."""
     any_ = (many(g.schedule) == 0) & (g.virtual >= fewest(g.schedule))
     taken = (g.pipeline > 1) & (any_ | (g.virtual == many(g.schedule)))
@@ -104,7 +104,7 @@ RULES = (
     ),
     Rule(
         "schedule",
-        _taken,
+        _virtual_stages_fit,
         lambda f, at: f"{_named(at)} does not take {at['virtual']} virtual stages on {at['pipeline']} ranks",
     ),
     Rule(

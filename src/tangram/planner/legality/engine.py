@@ -104,11 +104,11 @@ class Refusal:
     """Why a configuration cannot be."""
 
     rule: str
-    said: str
+    reason: str
     mend: str = ""
 
     def __str__(self) -> str:
-        return f"{self.said}: {self.mend}" if self.mend else self.said
+        return f"{self.reason}: {self.mend}" if self.mend else self.reason
 
 
 def holding(facts: Facts, g: Grid, rules: Iterable[Rule]) -> Mask:

@@ -254,7 +254,7 @@ def _least(outline: Outline, request: Request, found: Grid) -> Grid:
     ladder = request.able.ladder
     if ladder is None or ladder.steps is None or not ladder.steps[0]:
         return found
-    rows = ladder.taken(outline, found, np.zeros(len(found), dtype=np.int64))
+    rows = ladder.with_shares(outline, found, np.zeros(len(found), dtype=np.int64))
     nothing = found.recompute == 0
     return replace(
         found,

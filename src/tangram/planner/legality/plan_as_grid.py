@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from tangram.layout import Layout, Mesh
 from tangram.layout.intervals import IntSet, span
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.models.outline import Group
 from tangram.planner.legality.constraints import EXCHANGED, HEADS, RULES
 from tangram.planner.legality.engine import Facts, Refusal, refusals
@@ -95,7 +95,7 @@ def laid(plan: Plan, model: nn.Module) -> Laid:
     }
     heads, kv_heads = heads_of(getattr(model, "config", None)) if over_heads else ((), ())
     tensor = prod(sizes[axis] for axis in own["tensor"])
-    if not own["ulysses"] and any(n % tensor and _whole_heads(plan, model) for n in (*heads, *kv_heads)):
+    if not own["ulysses"] and any(n % tensor and _has_uneven_heads(plan, model) for n in (*heads, *kv_heads)):
         heads, kv_heads = (), ()
     one = grid(
         batch=plan.data.global_batch, sequence=plan.data.sequence, micro=plan.data.micro_batch,
@@ -123,7 +123,7 @@ def _over_heads(plan: Plan, model: nn.Module) -> list[str]:
     return [axis for axis in plan.model_axes if axis in axes]
 
 
-def _whole_heads(plan: Plan, model: nn.Module) -> bool:
+def _has_uneven_heads(plan: Plan, model: nn.Module) -> bool:
     """Whether ranks have whole heads by the plan's layouts, some more than others: those of queries beside the keys and
     values that they attend to, or all keys and values."""
     mesh, axes = Mesh.parse(plan.mesh), plan.axes.tensor
@@ -134,7 +134,7 @@ def _whole_heads(plan: Plan, model: nn.Module) -> bool:
         rows = parameters[name].shape[0]
         dim = Layout.parse(plan.layout_of(name)).bind(tuple(parameters[name].shape), **plan.layouts.sizes).dims[0]
         every = product(*(range(mesh.axes[axis][0]) for axis in axes))
-        sets = [held(dim.over(axes), mesh, dict(zip(axes, at, strict=True))) for at in every]
+        sets = [indices_of_rank(dim.over(axes), mesh, dict(zip(axes, at, strict=True))) for at in every]
         cut = [scaled((own,), 1, rows // size) if rows % size == 0 else None for own in sets]
         return tuple(None if one is None else one[0] for one in cut)
 

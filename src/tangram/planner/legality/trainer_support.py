@@ -41,7 +41,7 @@ def _passes(facts: Facts, g: Grid) -> Mask:
     return taken[np.ravel(place)]
 
 
-def _said_of_micros(facts: Facts, at: At) -> str:
+def _micro_batch_reason(facts: Facts, at: At) -> str:
     micros = max(-(-at["batch"] // at.size("data", "micro")), 1)
     return f"a step has {micros} micro-batches, and {_micros_unlike(at['schedule'], at['pipeline'], micros)}"
 
@@ -52,7 +52,7 @@ SAID = (
         lambda f, g: ~(splits(g.schedule) & (g.pipeline > 1) & (g.recompute > 0)),
         lambda f, at: "the schedule does backwards in two parts, and would recompute layers for each of them",
     ),
-    Rule("micro-batches that pass", _passes, _said_of_micros),
+    Rule("micro-batches that pass", _passes, _micro_batch_reason),
 )
 """What a plan can say, and the trainer does not run."""
 

@@ -79,7 +79,7 @@ class ModelAxis:
 
 
 @dataclass(frozen=True)
-class Moves:
+class CollectiveTraffic:
     """Collectives of one kind that a rank takes part in, in the forward and the backward of one sample."""
 
     nbytes: float
@@ -96,7 +96,7 @@ class TensorLayouts:
     marks: Mapping[str, str]
     vocabulary: bool
     """Whether the vocabulary is cut, too."""
-    moves: tuple[Moves, ...]
+    communication: tuple[CollectiveTraffic, ...]
     share: TensorShare
     """What a rank of the tensor axes does."""
 
@@ -148,11 +148,11 @@ def axes_layouts(
     parameters = dict(by_pattern({name: _text(shapes[name], own, shard) for name, own in lies.items()}))
     vocabulary = any(over.axis in tensor for over in _over_logits(whole))
     return TensorLayouts(
-        parameters, _together(marks, mesh), vocabulary, tuple(_moves(whole)), tensor_share(whole, tensor)
+        parameters, _together(marks, mesh), vocabulary, tuple(_communication(whole)), tensor_share(whole, tensor)
     )
 
 
-def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
+def plan_communication(plan: Plan, graph: Graph) -> tuple[CollectiveTraffic, ...]:
     """What moves over a plan's model axes, by its marks so far as they fit the graph. Raises UserError."""
     sizes = dict(Mesh.parse(plan.mesh).views[0])
     mesh = Mesh((tuple((axis, sizes[axis]) for axis in plan.model_axes),))
@@ -160,7 +160,7 @@ def plan_moves(plan: Plan, graph: Graph) -> tuple[Moves, ...]:
     parameters = [(value.name, tuple(value.shape)) for _, value in graph.of_kind("parameter")]
     lies = {name: _cut_as(bound_layout(plan, name, shape), mesh) for name, shape in parameters}
     marks = [*fitting(graph, marks, mesh), *_settled(graph, lies)]
-    return tuple(_moves(derive_model(graph, marks, mesh, left=True)))
+    return tuple(_communication(derive_model(graph, marks, mesh, left=True)))
 
 
 def _cut_as(layout: Layout, mesh: Mesh) -> States:
@@ -326,24 +326,24 @@ def by_pattern(texts: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
             yield from ((name, text) for name, text in own.items() if text is not None)
 
 
-def _moves(found: Derived) -> Iterator[Moves]:
+def _communication(found: Derived) -> Iterator[CollectiveTraffic]:
     for one in moved(found):
         name = found.folded.value(one.value)
         if name.kind == "parameter":
             continue  # once a step
         for nbytes in (one.forward_bytes, one.backward_bytes):
             if nbytes:
-                yield Moves(nbytes, one.times)
-    yield from _moves_of_loss(found)
+                yield CollectiveTraffic(nbytes, one.times)
+    yield from _communication_of_loss(found)
 
 
-def _moves_of_loss(found: Derived) -> Iterator[Moves]:
+def _communication_of_loss(found: Derived) -> Iterator[CollectiveTraffic]:
     """Of logits that are cut over the vocabulary: a number a token, and then two (`kernels.cross_entropy`)."""
     for over in _over_logits(found):
         graph = found.folded.graph
         v = graph.outputs["logits"]
         rows = prod(local_shape(found, graph.values[v].shape, used(found, found.folded.classes[v]))[:-1])
-        yield from (Moves(received(ALL_REDUCE, 4.0 * n * rows, over.k), 1) for n in (1, 2))
+        yield from (CollectiveTraffic(received(ALL_REDUCE, 4.0 * n * rows, over.k), 1) for n in (1, 2))
 
 
 def _over_logits(found: Derived) -> Iterator[Over]:

@@ -42,7 +42,7 @@ from tangram.kernels.cross_entropy import chunk_bytes
 from tangram.layout import Layout, Mesh, region
 from tangram.models import nf4
 from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
-from tangram.planner.local.derived_layouts import Moves
+from tangram.planner.local.derived_layouts import CollectiveTraffic
 from tangram.planner.local.stage_shares import Share, recomputed, shares
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS, optimisers_of
 from tangram.schema.plan import Plan
@@ -79,7 +79,7 @@ class Seconds:
     """Of one step."""
 
     products: float
-    moves: float
+    memory_bound: float
     communication: float
     optimiser: float
 
@@ -129,14 +129,14 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[Moves] = ()) -> Estimate:
+def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[CollectiveTraffic] = ()) -> Estimate:
     """What the plan needs on this machine.
 
     `whole`: the costs of the whole model, of which only the parameters are used. `local`: those of the model that one
     TP rank computes, for a micro-batch of the plan (the same where no axis is tensor's). `moves`: what moves over
     model axes for one sample, as derived.
     """
-    held = numbers_held(plan, whole.parameters)
+    held = largest_parts(plan, whole.parameters)
     stages = shares(plan, whole.parameters, local)
     return Estimate(
         max((_memory(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total),
@@ -145,7 +145,7 @@ def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, mov
     )
 
 
-def numbers_held(plan: Plan, parameters: tuple[Parameter, ...]) -> Mapping[str, int]:
+def largest_parts(plan: Plan, parameters: tuple[Parameter, ...]) -> Mapping[str, int]:
     """How many numbers of each parameter the rank with the largest part of it holds."""
     mesh = Mesh.parse(plan.mesh)
     known: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -173,7 +173,7 @@ def shard_size(plan: Plan) -> int:
     return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
 
 
-def whole_copies(plan: Plan) -> bool:
+def is_plain_ddp(plan: Plan) -> bool:
     """Whether DP ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
 
     Of several ranks the gradients are summed as they are.
@@ -240,7 +240,7 @@ def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:
 
 def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
     """What FSDP2 holds whole beside a rank's parts, in bytes; of full replicas, what their sums take."""
-    if whole_copies(plan):
+    if is_plain_ddp(plan):
         return _of_sums(plan, parameters, held)
     units = _unit_numbers(plan, parameters, held)
     block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
@@ -269,9 +269,9 @@ def _own_masters(plan: Plan) -> bool:
     return plan.precision.parameters == plan.precision.masters
 
 
-def _seconds(plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[Moves]) -> Seconds:
+def _seconds(plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[CollectiveTraffic]) -> Seconds:
     parameters, local = stage.parameters, stage.local
-    over_tensor = stage.work * _moves_seconds(plan, derived, rates)
+    over_tensor = stage.work * _communication_seconds(plan, derived, rates)
     products, moves = 0.0, 0.0
     parts = [part for part in local.blocks if recomputed(plan, part.name)]
     again = sum(part.forward_flops for part in parts)
@@ -291,7 +291,7 @@ def _seconds(plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, de
     slots = max(float(plan.micro_steps), stage.slots / rates.crowd)
     return Seconds(
         products=slots * products,
-        moves=slots * moves + (plan.micro_steps - 1) * _adding_seconds(plan, parameters, held, rates),
+        memory_bound=slots * moves + (plan.micro_steps - 1) * _adding_seconds(plan, parameters, held, rates),
         communication=slots * (over_tensor + len(stage.stages) * _stages_seconds(plan, local, rates))
         + over_data
         + (rates.latency if plan.ranks > 1 else 0.0),
@@ -322,7 +322,7 @@ def _work_seconds(work: Work, plan: Plan, rates: Rates) -> tuple[float, float]:
     curve = rates.products_in(plan.precision.compute)
     return (
         sum(max(call, curve.seconds(flops)) for flops in work.products),
-        sum(max(call, rates.moves.seconds(size)) for size in work.moves),
+        sum(max(call, rates.moves.seconds(size)) for size in work.memory_traffic),
     )
 
 
@@ -330,7 +330,7 @@ def _data_seconds(
     plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates
 ) -> tuple[float, float]:
     """Of FSDP and copies: to gather parameters for a micro-batch, and to reduce gradients."""
-    if whole_copies(plan):
+    if is_plain_ddp(plan):
         trained = BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained)
         return 0.0, _sums_seconds(trained, plan.data_ranks, rates)
     shards = shard_size(plan)
@@ -361,7 +361,7 @@ def _sums_seconds(gradients: float, copies: int, rates: Rates) -> float:
     return rates.moves.seconds(2 * gradients) + _exchange(2 * gradients, copies, rates) + more
 
 
-def _moves_seconds(plan: Plan, moves: Sequence[Moves], rates: Rates) -> float:
+def _communication_seconds(plan: Plan, moves: Sequence[CollectiveTraffic], rates: Rates) -> float:
     """Of what moves over the tensor axis, as derived, for a micro-batch."""
     ranks, samples = plan.model_ranks, plan.data.micro_batch
     each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds

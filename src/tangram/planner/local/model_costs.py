@@ -19,7 +19,7 @@ from tangram.models.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.graph import Graph
 from tangram.models.outlined import FIELDS, int_field
 from tangram.planner.legality.plan_as_grid import refused_heads
-from tangram.planner.local.derived_layouts import Moves, TensorLayouts, plan_moves, sample_graph, tensor_layouts
+from tangram.planner.local.derived_layouts import CollectiveTraffic, TensorLayouts, plan_communication, sample_graph, tensor_layouts
 from tangram.planner.local.own_rules import rules_of
 from tangram.planner.local.stage_shares import Stages, cut_into_stages
 from tangram.planner.local.tensor_share import local_shapes, scaled
@@ -49,9 +49,9 @@ class Counted:
         dtype = getattr(torch, job.precision.compute)
         self._graph = cache(lambda: sample_graph(self._plain, job.data.sequence, dtype, rules=rules_of(job)))
 
-    def moves(self, plan: Plan) -> tuple[Moves, ...]:
+    def communication(self, plan: Plan) -> tuple[CollectiveTraffic, ...]:
         """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""
-        return plan_moves(plan, self._graph())
+        return plan_communication(plan, self._graph())
 
     def costs(self, micro_batch: float) -> ModelCosts:
         """Of the whole model, for one micro-batch."""
@@ -79,7 +79,7 @@ class Counted:
     def tensor(self, axis: tuple[str, int], shard: str | None) -> TensorLayouts | str | None:
         """How everything lies over a tensor axis, derived from the marks that are known; None where none are."""
         if found := refused_heads(self.config, tensor=[axis]):
-            return found[0].said
+            return found[0].reason
         try:
             graph = self._graph()
         except UserError as error:

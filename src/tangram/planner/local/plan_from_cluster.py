@@ -50,7 +50,7 @@ def why_not(choice: Choice, outline: Outline) -> str:
     """Why `tangram train` does not run a choice of a model; "" where it does."""
     if again_of(choice.again)[0] not in (Group.NONE, Group.BLOCK):
         return f"{choice.again} are not recomputed by themselves: layers are"
-    return next((one.said for one in refusals(facts_of(outline), choice.grid(), RULES)), "")
+    return next((one.reason for one in refusals(facts_of(outline), choice.grid(), RULES)), "")
 
 
 def made(choice: Choice, job: Job, counted: Counted) -> Plan:

@@ -113,7 +113,7 @@ def roles_of(chosen: Derived) -> Roles:
         input_states(chosen, v) for v, _ in chosen.folded.graph.of_kind("parameter") if chosen.folded.classes[v] == v
     ]
     for over in chosen.axes:
-        if over.axis not in data and not any(move.label for move in over.moves.values()):
+        if over.axis not in data and not any(move.label for move in over.communication.values()):
             raise UserError(
                 f"over {over.axis} nothing is cut by the chosen plan, so its ranks would all compute the same: choose "
                 f"over a mesh without it"

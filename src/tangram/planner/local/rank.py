@@ -28,7 +28,7 @@ from tangram.planner.local.strategies import (
     Strategy,
     fitting_micro_batch,
     judge,
-    lies_over,
+    layouts_of,
     make_plan,
 )
 from tangram.planner.space.schedule_formulas import SCHEDULES
@@ -75,7 +75,7 @@ class Ranked:
         return not self.why_not
 
     @property
-    def taken(self) -> Plan:
+    def chosen_plan(self) -> Plan:
         """The plan. Raises UserError where there is none."""
         if self.plan is None:
             raise UserError(f"{self.name} is no plan here: {self.why_not}")
@@ -139,7 +139,7 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig, counted: Counted
     lies = None if isinstance(found, str) else found
     samples = plan.data.micro_batch / (plan.model_ranks // tensor)  # ranks of other axes have a part of each
     local = counted.local_costs(lies, (plan.axes.tensor[0] if plan.axes.tensor else "", tensor), samples)
-    moves = counted.moves(plan) if plan.model_ranks > 1 else ()
+    moves = counted.communication(plan) if plan.model_ranks > 1 else ()
     return estimate(plan, counted.costs(plan.data.micro_batch), local, rates, moves)
 
 
@@ -190,9 +190,9 @@ def _staged(one: Strategy, stages: int, ranks: int, schedule: str) -> Strategy:
 
 def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator[Ranked]:
     try:
-        lies = lies_over(one, counted)
+        lies = layouts_of(one, counted)
         size = Mesh.parse(one.mesh).axes[TENSOR.name][0] if one.model else 1
-        moves = lies.moves if lies else ()
+        moves = lies.communication if lies else ()
         stages = counted.stages(one.stages) if one.stages > 1 else ()
         plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), stages)
         judge(plan, counted)

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 from tangram.planner.cost.history import History, family_of, key_of
-from tangram.planner.cost.history_correction import Asked, Here, hopeless, likely
+from tangram.planner.cost.history_correction import PredictedPlan, Here, hopeless, likely
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.local.rank import Ranked, in_order
 from tangram.planner.local.ranking_table import Ranking
 from tangram.schema.plan import Plan
 
-__all__ = ["asked_of", "by_history", "notes_of"]
+__all__ = ["predicted_plan", "by_history", "notes_of"]
 
 
-def asked_of(plan: Plan, estimate: Estimate) -> Asked:
+def predicted_plan(plan: Plan, estimate: Estimate) -> PredictedPlan:
     """What the history is asked for."""
-    return Asked(
+    return PredictedPlan(
         key=key_of(plan),
         family=family_of(plan),
         precision=plan.precision.compute,
@@ -38,11 +38,11 @@ def by_history(ranking: Ranking, history: History, here: Here, alone: Here | Non
 def _corrected(rows: Iterable[Ranked], history: History, here: Here) -> list[Ranked]:
     found = list(rows)
     places: list[int] = []
-    asked: list[Asked] = []
+    asked: list[PredictedPlan] = []
     for i, one in enumerate(found):
         if one.plan is not None and one.estimate is not None:
             places.append(i)
-            asked.append(asked_of(one.plan, one.estimate))
+            asked.append(predicted_plan(one.plan, one.estimate))
     for i, wanted, step in zip(places, asked, likely(history.entries, here, asked), strict=True):
         why = found[i].why_not or hopeless(history.entries, here, wanted)
         found[i] = replace(found[i], likely=step, why_not=why)

@@ -60,7 +60,7 @@ def plan_of(one: Strategy, job: Job, counted: Counted, micro_batch: int | None =
     that it takes.
     """
     try:
-        lies = lies_over(one, counted)
+        lies = layouts_of(one, counted)
         stages = counted.stages(one.stages) if one.stages > 1 else ()
         plan = make_plan(one, job, lies, fitting_micro_batch(one, job, micro_batch or job.data.micro_batch), stages)
     except ValidationError as error:
@@ -74,7 +74,7 @@ def judge(plan: Plan, counted: Counted) -> None:
     legal(plan, counted.model, counted.graph if plan.pipeline is not None else None)
 
 
-def lies_over(one: Strategy, counted: Counted) -> TensorLayouts | None:
+def layouts_of(one: Strategy, counted: Counted) -> TensorLayouts | None:
     """How everything lies over the model axes; None where there are none. Raises UserError where it cannot."""
     if not one.model:
         return None

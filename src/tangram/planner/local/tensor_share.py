@@ -38,7 +38,7 @@ def tensor_share(found: Derived, axes: Collection[str]) -> TensorShare:
         kind = ("blocks" if f"{step.node.module}.".startswith(paths) else "outside") if does.product else "others"
         amount = float(does.flops if does.product else does.touched * bool(does.flops)) * step.times
         whole[kind] += amount
-        own[kind] += amount * math.prod(over.moves[step.number].share for over in found.axes if over.axis in axes)
+        own[kind] += amount * math.prod(over.communication[step.number].share for over in found.axes if over.axis in axes)
     return TensorShare(**{kind: own[kind] / whole[kind] for kind in whole if whole[kind]})
 
 
@@ -69,7 +69,7 @@ def _work(work: Work, costs: ModelCosts, share: TensorShare) -> Work:
     flops = {inside: sum(p.forward_flops for p in costs.parts if bool(p.name) == inside) for inside in (True, False)}
     total = sum(flops.values()) or 1.0
     products = (flops[True] * share.blocks + flops[False] * share.outside) / total
-    return Work(_times(work.products, products), _times(work.moves, share.others))
+    return Work(_times(work.products, products), _times(work.memory_traffic, share.others))
 
 
 def _times(sizes: Sequence[float], share: float) -> tuple[float, ...]:

@@ -68,11 +68,11 @@ def tried(
         if isinstance(wanted, str):
             return Tried(ranking, tuple(done), wanted)
         tell(wanted, number + 1)
-        trial = measure(wanted.taken)
+        trial = measure(wanted.chosen_plan)
         done.append((wanted, trial))
         history = replace(history, entries=(*history.entries, remember(wanted, trial, history)))
         if trial.outcome != "measured":
-            failed[key_of(wanted.taken)] = trial.why
+            failed[key_of(wanted.chosen_plan)] = trial.why
         ranking = _without(by_history(ranking, history, here), failed)
     return Tried(ranking, tuple(done), f"{most} asked for")
 

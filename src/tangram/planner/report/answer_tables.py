@@ -54,7 +54,7 @@ def tables(answer: Answer) -> list[Titled]:
     found: list[Titled] = [
         (ranking_title(answer), *ranking(answer)),
         ("Why the first: its step", ("", "seconds", "share"), _shares(best.parts, PARTS, best.step, "{:.2f}", 1.0)),
-        _held(best, answer.limit),
+        _memory_table(best, answer.limit),
         (*BINDS, bottlenecks.rows(answer, best)),
         (*LINKS, bottlenecks.links(best)),
         ("What the others lose", ("", *lost_by(answer)), losses(answer)),
@@ -70,7 +70,7 @@ def tables(answer: Answer) -> list[Titled]:
 def ranking_title(answer: Answer) -> str:
     """What is ranked, and by what."""
     by = "" if answer.aim is None or answer.aim.objective is TIME else f", by {answer.aim.objective.title}"
-    name = answer.outline.said
+    name = answer.outline.description
     return f"{name} on {answer.cluster}, predicted{by} ({answer.looked:,} configurations looked at)"
 
 
@@ -156,7 +156,7 @@ def as_json(answer: Answer) -> dict[str, object]:
         "from": "its graph" if answer.outline.graph else "its configuration",
         "parameters": answer.outline.numbers,
         "cluster": answer.cluster,
-        "ask": asked_json(answer.ask),
+        "ask": ask_json(answer.ask),
         "memory_limit": answer.limit,
         "looked_at": answer.looked,
         "choices": [asdict(one) for one in answer.choices],
@@ -172,7 +172,7 @@ def as_json(answer: Answer) -> dict[str, object]:
     }
 
 
-def asked_json(ask: Ask) -> dict[str, object]:
+def ask_json(ask: Ask) -> dict[str, object]:
     """What was asked, by names."""
     return {
         **{name: value for name, value in vars(ask).items() if name not in ("able", "precision", "others")},
@@ -211,9 +211,9 @@ def explained_tables(found: Explained) -> list[Titled]:
         else f"it fits in {one.fits:.0%} of such runs, {beyond:.1f} GB beyond what is safe"
     )
     tables: list[Titled] = [
-        (f"{found.best.outline.said}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
+        (f"{found.best.outline.description}: MFU {one.utilisation:.1%} is to be expected, and {fits}", HEADERS, rows),
         ("Its step", ("", "seconds", "share"), _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0)),
-        _held(one, found.best.limit),
+        _memory_table(one, found.best.limit),
         (*BINDS, bottlenecks.rows(found.best, one)),
         *([(*LINKS, links)] if (links := bottlenecks.links(one)) else []),
     ]  # fmt: skip
@@ -286,12 +286,12 @@ def lean_words(one: Choice) -> list[str]:
     return [word for word in (kind, f"offload: {one.offload}" if one.offload else "", low) if word]
 
 
-def _held(one: Choice, limit: float) -> Titled:
+def _memory_table(one: Choice, limit: float) -> Titled:
     between = f"90 % interval {one.memory_low / 1e9:.1f} to {one.memory_high / 1e9:.1f} GB"
-    return f"Its memory, of {limit / 1e9:.0f} GB; {between}", ("", "GB", "share"), held_rows(one)
+    return f"Its memory, of {limit / 1e9:.0f} GB; {between}", ("", "GB", "share"), memory_rows(one)
 
 
-def held_rows(one: Choice) -> list[tuple[str, ...]]:
+def memory_rows(one: Choice) -> list[tuple[str, ...]]:
     """What the fullest rank's GB are for, the largest first, and what is beside them in its host's memory."""
     rows = _shares(one.held, HELD, one.memory, "{:.1f}", 1e-9)
     return [*rows, ("beside it, in the host's memory", f"{one.host / 1e9:.1f}", "")] if one.host else rows
@@ -311,7 +311,7 @@ def shares(one: Choice) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Rows of what a step's seconds and the fullest rank's GB are for, the largest first."""
     return (
         _shares(one.parts, PARTS, one.step, "{:.2f}", 1.0),
-        held_rows(one),
+        memory_rows(one),
     )
 
 

@@ -91,7 +91,7 @@ class Picture:
     key: str
     title: str
     unit: str
-    said: str
+    alt_text: str
     x_title: str
     y_title: str
     traces: Sequence[Trace]

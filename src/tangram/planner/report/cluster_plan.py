@@ -92,11 +92,11 @@ def plan(model: str | Path | Outline, cluster: str | Path | Cluster, job: Worklo
     from tangram.models.outline import Outline
     from tangram.planner.search.by_device_count import best
     from tangram.planner.search.objectives import Terms, aim_of
-    from tangram.planner.search.query import asked_of
+    from tangram.planner.search.query import ask_of
 
     where = clusters.load(cluster) if isinstance(cluster, str | Path) else cluster
     load = _workload(job)
-    request = asked_of(
+    request = ask_of(
         str(load.tokens), load.sequence, load.precision, load.framework, load.devices, load.memory_gb, load.rows
     )
     if not isinstance(model, Outline):

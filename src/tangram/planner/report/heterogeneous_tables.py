@@ -23,7 +23,7 @@ class OverParts:
     ask: Ask
     between: float
     """Bytes per second that a device gets of another part's."""
-    found: tuple[Mixed, ...]
+    mixed: tuple[Mixed, ...]
     alone: tuple[Choice | None, ...]
     """Of each part the quickest plan on it without the others."""
     times: int
@@ -32,18 +32,18 @@ class OverParts:
     def tables(self) -> list[Titled]:
         """Titles, headers and rows."""
         beside = ("Beside it, each part alone", ("part", "mesh", "step", "than the first"), self._beside())
-        if not self.found:
+        if not self.mixed:
             return [("Nothing fits over the parts together", ("what",), [(self._too_small(),)]), beside]
-        title = f"{self.outline.said} over {len(self.parts)} parts, {self.between / 1e9:g} GB/s between their devices"
+        title = f"{self.outline.description} over {len(self.parts)} parts, {self.between / 1e9:g} GB/s between their devices"
         headers = ("", "mesh", "parts", "micro-batch x accumulation", "EP x TP of experts", "ZeRO", "recompute", "step",
                    "tokens/s/device")  # fmt: skip
-        rows = [self._row(str(number), one) for number, one in enumerate(self.found, start=1)]
+        rows = [self._row(str(number), one) for number, one in enumerate(self.mixed, start=1)]
         return [
             (f"{title}, predicted without what runs have taught", headers, rows),
             (
                 "Stages of the first",
                 ("part", "devices", "layers of its stages", "longest stage", "memory", "may use"),
-                [self._stages(self.found[0], place) for place in range(len(self.parts))],
+                [self._stages(self.mixed[0], place) for place in range(len(self.parts))],
             ),
             beside,
         ]
@@ -56,9 +56,9 @@ class OverParts:
             "parts": [
                 {"name": part.cluster.name, "devices": part.cluster.ranks, "limit": part.limit} for part in self.parts
             ],
-            "strategies": [asdict(one) for one in self.found],
+            "strategies": [asdict(one) for one in self.mixed],
             "alone": [None if one is None else asdict(one) for one in self.alone],
-            "fits_with_times_the_memory": None if self.found else self.times,
+            "fits_with_times_the_memory": None if self.mixed else self.times,
         }
 
     def _row(self, number: str, one: Mixed) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class OverParts:
             if one is None:
                 rows.append((self._name(at), "nothing fits", "", ""))
                 continue
-            than = f"{one.step / self.found[0].step:.2f} times" if self.found else ""
+            than = f"{one.step / self.mixed[0].step:.2f} times" if self.mixed else ""
             rows.append((self._name(at), one.mesh, f"{one.step:.2f} s", than))
         return rows
 

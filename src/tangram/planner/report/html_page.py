@@ -19,7 +19,7 @@ from string import Template
 
 from tangram.errors import UserError
 
-__all__ = ["need_plotly", "page", "part", "script_json", "write_whole"]
+__all__ = ["need_plotly", "page", "part", "script_json", "write_atomically"]
 
 
 def need_plotly() -> None:
@@ -66,7 +66,7 @@ def _script_text(text: str) -> str:
     return text.replace("</script", "<\\/script")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file under a temporary name and rename it, so that nobody ever reads half of it.
 
     A path may hold bytes that are no text; they are written as escapes, which JSON reads back.

@@ -76,7 +76,7 @@ def _figure(one: Picture) -> str:
     height = f' style="height:{56 + max(one.rows, 2) * (24 if one.rows > 4 else 36)}px"' if one.across else ""
     return (
         f'<figure class="card chart{" wide" if one.wide else ""}"><figcaption><h3>{escape(one.title)}'
-        f' <span class="soft">{escape(one.unit)}</span></h3><p class="soft">{escape(one.said)}</p>{legend}'
+        f' <span class="soft">{escape(one.unit)}</span></h3><p class="soft">{escape(one.alt_text)}</p>{legend}'
         f'</figcaption><div class="plot" id="plot-{one.key}" role="img"{height} '
-        f'aria-label="{escape(f"{one.title}. {one.said}")}"></div></figure>'
+        f'aria-label="{escape(f"{one.title}. {one.alt_text}")}"></div></figure>'
     )

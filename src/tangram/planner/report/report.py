@@ -37,7 +37,7 @@ from tangram.planner.report.answer_tables import (
 )
 from tangram.planner.report.charts import Picture
 from tangram.planner.report.figures import three
-from tangram.planner.report.html_page import page, part, write_whole
+from tangram.planner.report.html_page import page, part, write_atomically
 from tangram.planner.report.html_parts import figures, section, table
 from tangram.planner.search.explain import Explained
 from tangram.planner.search.pareto import Fronts
@@ -107,12 +107,12 @@ class Shown:
 
 def write_report(path: Path, shown: Shown) -> None:
     """Write the page. Raises UserError where it cannot be written, or plotly is not there."""
-    write_whole(path, as_html(shown))
+    write_atomically(path, as_html(shown))
 
 
 def write_step(path: Path, shown: Shown) -> None:
     """Write a page with the timeline alone. Raises UserError likewise."""
-    write_whole(path, step_as_html(shown))
+    write_atomically(path, step_as_html(shown))
 
 
 def step_as_html(shown: Shown) -> str:
@@ -138,7 +138,7 @@ def as_html(shown: Shown) -> str:
         section("What could be traded", figures(trade), _fronts(shown)) if trade else "",
         section("If it were otherwise", figures(instead), _otherwise(answer)) if answer.otherwise else "",
         _assumed(answer),
-        _asked(shown),
+        _question_table(shown),
         _foot(),
     ]
     return _page(shown, body, [*why, *memory, step, *trade, *instead])
@@ -318,10 +318,10 @@ def _assumed(answer: Answer) -> str:
     return section("Not in the catalogue, and assumed", f'<div class="card"><ul class="plain">{rows}</ul></div>')
 
 
-def _asked(shown: Shown) -> str:
+def _question_table(shown: Shown) -> str:
     ask, aim, answer = shown.ask, shown.answer.aim, shown.answer
     rows = [
-        ("model", f"{answer.outline.said}, {answer.outline.numbers:,} parameters, {answer.outline.layers} layers"),
+        ("model", f"{answer.outline.description}, {answer.outline.numbers:,} parameters, {answer.outline.layers} layers"),
         ("cluster", f"{shown.cluster.name}, {shown.cluster.ranks:,} x {shown.cluster.device.name}"),
         ("links", ", ".join(f"{one.name}: {one.rate / 1e9:g} GB/s among {one.ranks:,}" for one in shown.cluster.links)),
         ("devices", f"{f'{ask.fewest:,} to ' if ask.fewest else ''}{ask.devices or shown.cluster.ranks:,}"),

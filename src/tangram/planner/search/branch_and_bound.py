@@ -26,12 +26,12 @@ from tangram.errors import UserError
 from tangram.models.outline import Outline
 from tangram.planner.cost.step_time import COVERED, Scales, multiplied, seconds
 from tangram.planner.legality.enumerate import Request, expanded, meshes, of_mesh, remade
-from tangram.planner.search.evaluate import Wanted
+from tangram.planner.search.evaluate import CutRequest
 from tangram.planner.search.uneven_stages import CACHED, all_cuts, best_cuts, hopeless
 from tangram.planner.space.grid import Grid, joined
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Found", "bounds_of", "exhaustive", "least_of", "quickest", "search"]
+__all__ = ["BestConfigurations", "bounds_of", "exhaustive", "least_of", "quickest", "search"]
 
 Floats = NDArray[np.float64]
 FIRST, BLOCK = 32, 2048
@@ -39,7 +39,7 @@ FIRST, BLOCK = 32, 2048
 
 
 @dataclass(frozen=True)
-class Found:
+class BestConfigurations:
     """The best configurations, the fastest first."""
 
     grid: Grid
@@ -59,7 +59,7 @@ class Found:
 def search(
     outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None,
     within: float = np.inf,
-) -> Found:  # fmt: skip
+) -> BestConfigurations:  # fmt: skip
     """The `most` fastest configurations that need at most `limit` bytes; fewer where fewer fit.
 
     `within`: seconds that a step may take.
@@ -87,7 +87,7 @@ def search(
             found = found.take(least_of(outline, found, setting, scales) <= last * (1 + 1e-12))
         return expanded(outline, request, found)
 
-    wanted = Wanted(outline, setting, limit, scales, request.able)
+    wanted = CutRequest(outline, setting, limit, scales, request.able)
     return _take(wanted, most, len(every), branches(), laid_out, within)
 
 
@@ -113,14 +113,14 @@ def bounds_of(outline: Outline, every: Grid, sizes: Sequence[int], setting: Sett
 
 def exhaustive(
     outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None
-) -> Found:
+) -> BestConfigurations:
     """The same by trying everything."""
     every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
-    wanted = Wanted(outline, setting, limit, scales, request.able)
+    wanted = CutRequest(outline, setting, limit, scales, request.able)
     return _take(wanted, most, 0, every, lambda rows, last: rows, whole=True)
 
 
-def quickest(wanted: Wanted, g: Grid) -> Grid:
+def quickest(wanted: CutRequest, g: Grid) -> Grid:
     """Of some configurations the best, a grid of one; of none where none fits."""
     g, step, need = wanted.evaluated(wanted.least_again(g))
     cuts = best_cuts(wanted, g, step, need)
@@ -129,9 +129,9 @@ def quickest(wanted: Wanted, g: Grid) -> Grid:
 
 
 def _take(
-    wanted: Wanted, most: int, looked: int, branches: Iterator[tuple[float, Grid]],
+    wanted: CutRequest, most: int, looked: int, branches: Iterator[tuple[float, Grid]],
     laid_out: Callable[[Grid, float], Grid], within: float = np.inf, *, whole: bool = False,
-) -> Found:  # fmt: skip
+) -> BestConfigurations:  # fmt: skip
     """`laid_out`: of a branch all configurations that may be as quick as some seconds; `whole`: all cuts of all
     configurations are evaluated."""
     best: list[Grid] = []
@@ -176,10 +176,10 @@ def _take(
         )
     if not best:
         empty = smallest[1].take(slice(0, 0))
-        return Found(empty, np.zeros(0), np.zeros(0), looked, -1, smallest[1], smallest[0])
+        return BestConfigurations(empty, np.zeros(0), np.zeros(0), looked, -1, smallest[1], smallest[0])
     step, need, g = np.concatenate(steps), np.concatenate(needs), joined(best)
     order = np.lexsort((need, step))[:most]
-    return Found(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])
+    return BestConfigurations(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])
 
 
 def _least(g: Grid, need: Floats) -> tuple[float, Grid]:
@@ -187,7 +187,7 @@ def _least(g: Grid, need: Floats) -> tuple[float, Grid]:
     return float(need[at]), g.take(slice(at, at + 1))
 
 
-def _smallest(wanted: Wanted, grids: Iterator[Grid]) -> tuple[float, Grid] | None:
+def _smallest(wanted: CutRequest, grids: Iterator[Grid]) -> tuple[float, Grid] | None:
     """Of the first that has any."""
     for g in grids:
         if len(g):

@@ -65,7 +65,7 @@ def by_size(outline: Outline, cluster: Cluster, ask: Ask, known: Choice | None =
 
     Raises UserError for mistakes.
     """
-    _told(cluster, ask)
+    _refuse_mistakes(cluster, ask)
     given = {} if known is None else {known.devices: Sized(known.devices, known)}
     return [given.get(size) or _sized(outline, cluster, ask, size) for size in reversed(sizes(cluster, ask))]
 
@@ -87,7 +87,7 @@ def best(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim, *, what_if: boo
     """
     if not (aim.objective.sizes or ask.fewest):
         return replace(plan(outline, cluster, ask, what_if=what_if), aim=aim)
-    _told(cluster, ask)
+    _refuse_mistakes(cluster, ask)
     choices, looked, largest = _over_sizes(outline, cluster, ask, aim)
     if not choices:
         whole = plan(outline, cluster, ask.on(largest), what_if=what_if)
@@ -97,7 +97,7 @@ def best(outline: Outline, cluster: Cluster, ask: Ask, aim: Aim, *, what_if: boo
     return replace(there, ask=ask, aim=aim, choices=choices, looked=looked)
 
 
-def _told(cluster: Cluster, ask: Ask) -> None:
+def _refuse_mistakes(cluster: Cluster, ask: Ask) -> None:
     """Mistakes are told, and not taken for what does not fit."""
     for told in (requested, setting_of, limit_of):
         told(cluster, ask.on(ask.devices))

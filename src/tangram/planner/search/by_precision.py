@@ -18,7 +18,7 @@ from tangram.planner.cost.calibration import Learned
 from tangram.planner.legality.constraints import legal
 from tangram.planner.legality.enumerate import Request
 from tangram.planner.search.branch_and_bound import quickest, search
-from tangram.planner.search.evaluate import Wanted
+from tangram.planner.search.evaluate import CutRequest
 from tangram.planner.search.strategy import Ask, Choice, described, safe, setting_of
 from tangram.planner.space.grid import Grid, grid
 
@@ -70,7 +70,7 @@ def reached(
         if not len(rows):
             continue
         scales = learned.scales(setting.device.name, setting)
-        wanted = Wanted(outline, setting, safe(limit), scales, request.able)
+        wanted = CutRequest(outline, setting, safe(limit), scales, request.able)
         _, step, _ = wanted.evaluated(wanted.least_again(rows))
         least = min(least, float(step.min(initial=math.inf)))
     return least * (1 + 1e-9)  # as sums of floats in another order may be
@@ -87,7 +87,7 @@ def among(
         rows, setting = _rows(outline, request, one, known), setting_of(cluster, one)
         if not len(rows):
             continue
-        wanted = Wanted(outline, setting, safe(limit), learned.scales(setting.device.name, setting), request.able)
+        wanted = CutRequest(outline, setting, safe(limit), learned.scales(setting.device.name, setting), request.able)
         best = quickest(wanted, replace(rows, ahead=np.zeros(len(rows)), behind=np.zeros(len(rows))))
         found += described(outline, best, setting, one, limit, learned)
     return by_step(found)[:1]

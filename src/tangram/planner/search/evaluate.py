@@ -23,13 +23,13 @@ from tangram.planner.space.layers_per_stage import ends
 from tangram.planner.space.recompute import Ladder, fitted, is_free
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Wanted", "some_blocks"]
+__all__ = ["CutRequest", "some_blocks"]
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CutRequest:
     """What cuts are chosen for."""
 
     outline: Outline
@@ -58,7 +58,7 @@ class Wanted:
         most = ladder.last(self.outline, g)
         for at in range(1, int(most.max(initial=0)) + 1):
             open_ = np.flatnonzero(is_free(g) & (need > self.limit) & (at <= most))
-            rows = ladder.taken(self.outline, g.take(open_), np.full(len(open_), at))
+            rows = ladder.with_shares(self.outline, g.take(open_), np.full(len(open_), at))
             need[open_] = self.needs(rows)
             g = replace(g, recompute=g.recompute.copy(), recomputed=g.recomputed.copy())
             g.recompute[open_], g.recomputed[open_] = rows.recompute, rows.recomputed
@@ -79,7 +79,7 @@ class Wanted:
             count = np.isfinite(needs).sum(axis=1)
             some = count > 0
             where, at = open_[some], (np.flatnonzero(some), count[some] - 1)
-            taken = ladder.taken(self.outline, rows.take(some), numbers[at])
+            taken = ladder.with_shares(self.outline, rows.take(some), numbers[at])
             step[where], need[where] = steps[at], needs[at]
             g.recompute[where], g.recomputed[where] = taken.recompute, taken.recomputed
             open_, width = open_[count == width], 2 * width
@@ -93,7 +93,7 @@ class Wanted:
         numbers = ladder.at(self.outline, rows)[:, None] + 1 + np.arange(width)
         last = ladder.last(self.outline, rows)[:, None]
         tiled = rows.take(np.repeat(np.arange(len(rows)), width))
-        tiled = ladder.taken(self.outline, tiled, np.minimum(numbers, last).ravel())
+        tiled = ladder.with_shares(self.outline, tiled, np.minimum(numbers, last).ravel())
         steps = scaled(seconds(self.outline, tiled, self.setting), self.scales).reshape(numbers.shape)
         quicker = steps < np.concatenate([step[:, None], steps[:, :-1]], axis=1)
         quicker = np.logical_and.accumulate((numbers <= last) & quicker, axis=1).ravel()
@@ -135,7 +135,7 @@ class Wanted:
     def _share(self, g: Grid, at: Callable[[Ladder], Array]) -> Grid:
         if (ladder := self.able.ladder) is None:
             return g
-        rows, free = ladder.taken(self.outline, g, at(ladder)), is_free(g)
+        rows, free = ladder.with_shares(self.outline, g, at(ladder)), is_free(g)
         return replace(
             g,
             recompute=np.where(free, rows.recompute, g.recompute),

@@ -19,7 +19,7 @@ from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.recompute import NOTHING, again_of
 from tangram.planner.space.schedule_formulas import SCHEDULES, code
 
-__all__ = ["Explained", "Given", "explain"]
+__all__ = ["Explained", "StrategyRequest", "explain"]
 
 AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "heads": "ulysses", "tp": "tensor"}
 """What axes of a mesh are for, by their names."""
@@ -28,7 +28,7 @@ EXPERT_AXES = ("ep", "etp")
 
 
 @dataclass(frozen=True)
-class Given:
+class StrategyRequest:
     """A strategy as a person gives it."""
 
     mesh: str
@@ -61,7 +61,7 @@ class Explained:
     best: Answer
 
 
-def explain(outline: Outline, cluster: Cluster, ask: Ask, given: Given) -> Explained:
+def explain(outline: Outline, cluster: Cluster, ask: Ask, given: StrategyRequest) -> Explained:
     """Of a strategy. Raises UserError where it cannot be read."""
     g = laid_out(cluster, ask, given)
     refused = reasons(outline, g)
@@ -91,7 +91,7 @@ def ordered(mesh: str, axes: list[str]) -> bool:
     )
 
 
-def laid_out(cluster: Cluster, ask: Ask, given: Given) -> Grid:
+def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
     """As a grid of one."""
     if ask.others:
         raise UserError("explain looks at one strategy: give one --precision with it")

@@ -263,13 +263,13 @@ def _bounds(outline: Outline, parts: Sequence[Part], prices: Sequence[_Prices], 
     ]
     stages = [_stages(part, g) for part in parts]
     rate = np.asarray(sum(count / all_ for count, all_ in zip(stages, least, strict=True)))
-    longest = np.maximum(1 / rate, _whole(stages, [np.minimum.reduce(each.blocks) for each in prices], outline.layers))
+    longest = np.maximum(1 / rate, _filling_seconds(stages, [np.minimum.reduce(each.blocks) for each in prices], outline.layers))
     through = (g.micros - 1) * longest + np.minimum.reduce(least)
     beside = np.minimum.reduce([each.beside for each in prices])  # some stage has as many blocks as the mean or more
     return through + _hops(prices) * (2 * g.pipeline - 3 + g.micros) + beside
 
 
-def _whole(stages: Sequence[Floats], each: Sequence[Floats], blocks: int) -> Floats:
+def _filling_seconds(stages: Sequence[Floats], each: Sequence[Floats], blocks: int) -> Floats:
     """Seconds in which so many stages of each part do not have all layers yet, if one takes them `each`; less than
     seconds in which they do by a millionth at most."""
     low: Floats = np.zeros_like(each[0])

@@ -27,7 +27,7 @@ from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.optimisers_and_offload import kept_words
 from tangram.planner.space.setting import Precision
 
-__all__ = ["Answer", "asked_of", "count_of", "devices_of", "plan", "requested"]
+__all__ = ["Answer", "ask_of", "count_of", "devices_of", "plan", "requested"]
 
 UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 1024**3}
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4", "fp32")
@@ -56,7 +56,7 @@ def devices_of(text: str) -> tuple[int, int]:
     return fewest, most
 
 
-def asked_of(tokens: str, sequence: int, precision: str, framework: str, devices: str, memory: float, most: int) -> Ask:
+def ask_of(tokens: str, sequence: int, precision: str, framework: str, devices: str, memory: float, most: int) -> Ask:
     """As typed: "4M" tokens (of 1,024 x 1,024), "bf16,fp8", "8-64" devices, memory in GB. Raises UserError."""
     count = count_of(tokens, UNITS)
     types: dict[str, Precision] = {one: one for one in PRECISIONS}

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from tangram.models.outline import Outline
 from tangram.planner.cost.memory import at_rank, takes_of
 from tangram.planner.cost.step_time import Seconds, loads, scaled, seconds
-from tangram.planner.search.evaluate import Wanted, some_blocks
+from tangram.planner.search.evaluate import CutRequest, some_blocks
 from tangram.planner.space.grid import Grid, joined
 from tangram.planner.space.schedule_formulas import folded
 
@@ -61,7 +61,7 @@ class Best:
             getattr(self.grid, name)[own] = getattr(found, name)[order]
 
 
-def all_cuts(wanted: Wanted, g: Grid, step: Array, need: Array) -> Best:
+def all_cuts(wanted: CutRequest, g: Grid, step: Array, need: Array) -> Best:
     """By trying every cut; `step`, `need`: of the even ones, seconds infinite where they do not fit."""
     best = _even(g, step, need)
     at = np.flatnonzero(g.pipeline > 1)
@@ -72,7 +72,7 @@ def all_cuts(wanted: Wanted, g: Grid, step: Array, need: Array) -> Best:
     return best
 
 
-def best_cuts(wanted: Wanted, g: Grid, step: Array, need: Array, last: float = np.inf) -> Best:
+def best_cuts(wanted: CutRequest, g: Grid, step: Array, need: Array, last: float = np.inf) -> Best:
     """The same, without what cannot be the best, or is not quicker than `last`."""
     best = _even(g, step, need)
     at = np.flatnonzero(g.pipeline > 1) if wanted.most else np.zeros(0, dtype=np.int64)
@@ -96,13 +96,13 @@ def best_cuts(wanted: Wanted, g: Grid, step: Array, need: Array, last: float = n
     return best
 
 
-def hopeless(wanted: Wanted, g: Grid) -> Array:
+def hopeless(wanted: CutRequest, g: Grid) -> Array:
     """Where nothing fits, however layers are cut and however many of them are recomputed: by one rank."""
     found = [_full(wanted, g.take(slice(start, start + CACHED))) for start in range(0, len(g), CACHED)]
     return np.concatenate(found) if found else np.zeros(0, dtype=bool)
 
 
-def _full(wanted: Wanted, g: Grid) -> Array:
+def _full(wanted: CutRequest, g: Grid) -> Array:
     rows, alone = wanted.all_again(g), g.pipeline == 1
     found = _over(wanted, rows, alone, np.zeros(len(g)), least=True)
     found[~alone] = _never(wanted, rows.take(~alone), least=True)
@@ -124,7 +124,7 @@ def _dropped(of: Array, drop: Array, *arrays: Array) -> list[Array]:
     return [array[keep] for array in arrays]
 
 
-def _never(wanted: Wanted, g: Grid, *, least: bool = False) -> Array:
+def _never(wanted: CutRequest, g: Grid, *, least: bool = False) -> Array:
     """Where no cut with more layers of nothing fits: by layers of the last kind that a rank has in all of them.
     `least`: nor with fewer layers recomputed.
 
@@ -144,7 +144,7 @@ def _never(wanted: Wanted, g: Grid, *, least: bool = False) -> Array:
 
 
 def _over(
-    wanted: Wanted, g: Grid, some: Array, place: Array, blocks: Array | None = None, *, least: bool = False
+    wanted: CutRequest, g: Grid, some: Array, place: Array, blocks: Array | None = None, *, least: bool = False
 ) -> Array:
     """Where a rank needs too much, looked at for some; `blocks`: if it had so many of the last kind."""
     found, few = np.zeros(len(g), dtype=bool), g.take(some)
@@ -193,7 +193,7 @@ BLOCKS = ("products", "attention", "streams", "launch", "tensor", "expert", "con
 """Parts of a step that layers take."""
 
 
-def _further(wanted: Wanted, at: Array, found: Grid, fits: Array, slow: Array, hopes: Array) -> tuple[Array, Array]:
+def _further(wanted: CutRequest, at: Array, found: Grid, fits: Array, slow: Array, hopes: Array) -> tuple[Array, Array]:
     """Of which cuts one is tried with a block fewer in the first virtual stage, and of which in the last one."""
     turns, some = folded(found.schedule), some_blocks(wanted.outline, found)
     first, last = ~fits, ~fits
@@ -214,7 +214,7 @@ def _further(wanted: Wanted, at: Array, found: Grid, fits: Array, slow: Array, h
     return hopes & (first | again | (fits & slow & turns)), hopes & (last | again | (fits & slow))
 
 
-def _children(wanted: Wanted, at: Array, found: Grid, first: Array, last: Array) -> tuple[Array, Grid]:
+def _children(wanted: CutRequest, at: Array, found: Grid, first: Array, last: Array) -> tuple[Array, Grid]:
     """Cuts with one block fewer, each once, as far as any with as many fewer can have layers in all virtual stages."""
     places = np.concatenate([at[first], at[last]])
     g = joined((found.take(first), found.take(last)))

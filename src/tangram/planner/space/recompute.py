@@ -114,7 +114,7 @@ class Ladder:
 
     steps: tuple[float, ...] | None = None
     """None: each number of a virtual stage's layers, from none to all."""
-    whole: bool = True
+    with_all: bool = True
     """Of None: with all."""
 
     @classmethod
@@ -132,13 +132,13 @@ class Ladder:
         """Of each configuration the number of the greatest."""
         if self.steps is not None:
             return np.full(len(g), len(self.steps) - 1)
-        return _blocks(outline, g) - (0 if self.whole else 1)
+        return _blocks(outline, g) - (0 if self.with_all else 1)
 
     def share(self, outline: Outline, g: Grid, at: Array) -> Array:
         """The shares of these numbers."""
         return at / _blocks(outline, g) if self.steps is None else np.array(self.steps)[at]
 
-    def taken(self, outline: Outline, g: Grid, at: Array) -> Grid:
+    def with_shares(self, outline: Outline, g: Grid, at: Array) -> Grid:
         """Configurations with the shares of these numbers."""
         share = self.share(outline, g, at)
         recompute = np.where(share > 0, int(Group.BLOCK), int(Group.NONE))
@@ -154,7 +154,7 @@ class Ladder:
     @property
     def coarse(self) -> Ladder:
         """With quarters in the place of each number of layers."""
-        return Ladder((0.0, *QUARTERS, *([1.0] if self.whole else []))) if self.steps is None else self
+        return Ladder((0.0, *QUARTERS, *([1.0] if self.with_all else []))) if self.steps is None else self
 
     def all_of(self, outline: Outline, g: Grid, free: Array) -> Grid:
         """Some of the configurations with each of their shares, the others as they are."""
@@ -162,7 +162,7 @@ class Ladder:
         rows: list[Grid] = []
         for at in range(int(most.max(initial=-1)) + 1):
             few = some.take(most >= at)
-            rows.append(self.taken(outline, few, np.full(len(few), at)))
+            rows.append(self.with_shares(outline, few, np.full(len(few), at)))
         return joined([g.take(~free), *rows])
 
 
@@ -197,7 +197,7 @@ def fitted(
     if len(tight):
         some = g.take(tight)
         share[tight], need[tight] = _least(outline, some, ladder, limit, needs, need[tight])
-        rows = ladder.taken(outline, some, share[tight])
+        rows = ladder.with_shares(outline, some, share[tight])
         g = replace(g, recompute=g.recompute.copy(), recomputed=g.recomputed.copy())
         g.recompute[tight], g.recomputed[tight] = rows.recompute, rows.recomputed
     return g, need
@@ -210,7 +210,7 @@ def _least(
     the last, and bytes; between a share that fits and one that does not the next is where a straight line says, after
     some turns in every second half way."""
     low, high = np.zeros(len(g), dtype=np.int64), ladder.last(outline, g)
-    below, need = none.copy(), needs(ladder.taken(outline, g, high))
+    below, need = none.copy(), needs(ladder.with_shares(outline, g, high))
     for turn in range(2 * math.ceil(math.log2(MOST_BLOCKS))):
         open_ = np.flatnonzero((high - low > 1) & (need <= limit))
         if not len(open_):
@@ -219,7 +219,7 @@ def _least(
         part = (below[open_] - limit) / np.maximum(below[open_] - need[open_], 1e-30)
         guess = np.ceil(bottom + part * (top - bottom)) if turn < STRAIGHT or turn % 2 == 0 else (bottom + top) // 2
         at = np.clip(np.nan_to_num(guess, posinf=0.0), bottom + 1, top - 1).astype(np.int64)
-        found = needs(ladder.taken(outline, g.take(open_), at))
+        found = needs(ladder.with_shares(outline, g.take(open_), at))
         fits = found <= limit
         high[open_[fits]], need[open_[fits]] = at[fits], found[fits]
         low[open_[~fits]], below[open_[~fits]] = at[~fits], found[~fits]

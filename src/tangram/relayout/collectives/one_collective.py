@@ -115,7 +115,7 @@ def move(
     """
     k = dist.get_world_size(group)
     source, target = RankPlacement(*source), RankPlacement(*target)
-    shape = _whole_shape(x, source, k)
+    shape = _joined_shape(x, source, k)
     _refuse(shape, source, k)
     _refuse(shape, target, k)
     if source == target or k == 1:
@@ -171,7 +171,7 @@ def _moved_uneven(
 ) -> Tensor:
     """`_moved` where what ranks have of a cut dim are no even chunks."""
     k, me = dist.get_world_size(group), dist.get_rank(group)
-    whole = _whole_shape(x, source, k)
+    whole = _joined_shape(x, source, k)
     have, want = _indices(source, whole, k), _indices(target, whole, k)
     if what == ALL_GATHER:
         every = gathered(uneven.padded(x, source.dim, max(map(len, have))), group)
@@ -341,7 +341,7 @@ def _wire(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- refusals
 
 
-def _whole_shape(x: Tensor, source: RankPlacement, k: int) -> tuple[int, ...]:
+def _joined_shape(x: Tensor, source: RankPlacement, k: int) -> tuple[int, ...]:
     """The shape of what the ranks have together."""
     shape = list(x.shape)
     if source.kind == "cut" and 0 <= source.dim < x.dim():

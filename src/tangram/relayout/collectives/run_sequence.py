@@ -169,7 +169,7 @@ def _after(places: Sequence[_Place | None], cut: Sequence[_Place | None]) -> lis
     return found
 
 
-def _held(local: _Local, places: Sequence[_Place | None]) -> tuple[int, ...]:
+def _part_shape(local: _Local, places: Sequence[_Place | None]) -> tuple[int, ...]:
     shape = list(local.shape)
     for place in places:
         if place is not None:
@@ -180,8 +180,8 @@ def _held(local: _Local, places: Sequence[_Place | None]) -> tuple[int, ...]:
 def pack(step: CollectiveStep, at: int, x: Tensor) -> Tensor:
     """What member `at` of the group gives to the collective: its tensor, its parts for all, or a flat row of them."""
     local = _local(step)
-    if tuple(x.shape) != _held(local, local.source):
-        raise RelayoutError(f"{step} takes a tensor of shape {_held(local, local.source)}, and not {tuple(x.shape)}")
+    if tuple(x.shape) != _part_shape(local, local.source):
+        raise RelayoutError(f"{step} takes a tensor of shape {_part_shape(local, local.source)}, and not {tuple(x.shape)}")
     if step.collective in (ALL_GATHER, ALL_REDUCE, ZERO):
         return x
     if step.collective == SLICE:
@@ -190,7 +190,7 @@ def pack(step: CollectiveStep, at: int, x: Tensor) -> Tensor:
         return parts(x, _after(local.target, ()))
     if local.apart:
         return parts(x, _after(local.target, local.source)).reshape(-1)
-    wanted = [_taken(x, where) for where in _sends(step, at) if where is not None]
+    wanted = [_picked(x, where) for where in _sends(step, at) if where is not None]
     return torch.cat(wanted) if wanted else x.new_empty(0)
 
 
@@ -200,14 +200,14 @@ def unpack(step: CollectiveStep, member: int, got: Tensor) -> Tensor:
     if step.collective in (ALL_REDUCE, REDUCE_SCATTER, SLICE):
         return got
     if step.collective == ALL_GATHER:
-        return whole(got, _after(local.source, ()))
+        return join_parts(got, _after(local.source, ()))
     if step.collective == ZERO:
         return _zeroed(local, member, got)
-    shape = _held(local, local.target)
+    shape = _part_shape(local, local.target)
     if local.apart:
         k = math.prod(local.ks)
-        cut = _held(local, (*local.source, *local.target))
-        return whole(got.reshape(k, *cut), _after(local.source, local.target))
+        cut = _part_shape(local, (*local.source, *local.target))
+        return join_parts(got.reshape(k, *cut), _after(local.source, local.target))
     out = got.new_empty(shape)
     places = [where for where in _receives(step, member) if where is not None]
     lengths = [math.prod(len(some) for some in where) for where in places]
@@ -223,7 +223,7 @@ def sizes(step: CollectiveStep, at: int) -> tuple[list[int], list[int]]:
     """Of an exchange: the elements that member `at` sends to each member, and those that it receives."""
     local = _local(step)
     if local.apart:
-        n = math.prod(_held(local, (*local.source, *local.target)))
+        n = math.prod(_part_shape(local, (*local.source, *local.target)))
         return [n] * math.prod(local.ks), [n] * math.prod(local.ks)
     counts = [
         [0 if where is None else math.prod(len(some) for some in where) for where in side]
@@ -241,7 +241,7 @@ def _zeroed(local: _Local, at: int, x: Tensor) -> Tensor:
         return x
     row = x.new_zeros(math.prod(place.k for place in places), *x.shape)
     row[_number([digit for digit, place in zip(digits, local.source, strict=True) if place], places)] = x
-    return whole(row, places)
+    return join_parts(row, places)
 
 
 # ---------------------------------------------------------------- parts as views of digits
@@ -257,7 +257,7 @@ def parts(x: Tensor, places: Sequence[_Place]) -> Tensor:
     return stacked.reshape(math.prod(place.k for place in places), *shape)
 
 
-def whole(stack: Tensor, places: Sequence[_Place]) -> Tensor:
+def join_parts(stack: Tensor, places: Sequence[_Place]) -> Tensor:
     """The inverse of `parts`; contiguous."""
     shape = list(stack.shape[1:])
     for place in places:
@@ -336,7 +336,7 @@ def _from(local: _Local, to: int, by: Sequence[int]) -> int | None:
 
 
 @lru_cache(1 << 12)
-def _taken_from(step: CollectiveStep, to: int) -> dict[int, tuple[_Where, _Where]]:
+def _received_from(step: CollectiveStep, to: int) -> dict[int, tuple[_Where, _Where]]:
     """By member: the elements that member `to` has from it, numbered in the giver's tensor and in the taker's."""
     local = _local(step)
     target = [_along(n, d, local.target, _digits(local.ks, to)) for d, n in enumerate(local.shape)]
@@ -357,16 +357,16 @@ def _taken_from(step: CollectiveStep, to: int) -> dict[int, tuple[_Where, _Where
 
 
 def _sends(step: CollectiveStep, at: int) -> list[_Where | None]:
-    every = [_taken_from(step, to).get(at) for to in range(math.prod(_local(step).ks))]
+    every = [_received_from(step, to).get(at) for to in range(math.prod(_local(step).ks))]
     return [None if found is None else found[0] for found in every]
 
 
 def _receives(step: CollectiveStep, at: int) -> list[_Where | None]:
-    own = _taken_from(step, at)
+    own = _received_from(step, at)
     return [own[giver][1] if giver in own else None for giver in range(math.prod(_local(step).ks))]
 
 
-def _taken(x: Tensor, where: _Where) -> Tensor:
+def _picked(x: Tensor, where: _Where) -> Tensor:
     return _plain(x)[_grid(where, x)].reshape(-1).view(x.dtype)
 
 

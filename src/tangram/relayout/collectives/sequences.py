@@ -106,7 +106,7 @@ def received(steps: Sequence[CollectiveStep]) -> float:
     return sum(step.received for step in steps)
 
 
-class _Found(NamedTuple):
+class _Reached(NamedTuple):
     collective: str
     changed: tuple[int, ...]
     target: State
@@ -180,7 +180,7 @@ class _Search:
         """A* from the source; a layout whose bound is no better than what was found is not looked at."""
         start, goal = self.of.source, self.of.target
         best: dict[State, float] = {start: 0.0}
-        came: dict[State, tuple[State, _Found]] = {}
+        came: dict[State, tuple[State, _Reached]] = {}
         queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
         count, done, expanded = itertools.count(1), set[State](), 0
         while queue:
@@ -205,7 +205,7 @@ class _Search:
                     heapq.heappush(queue, (bound, next(count), after))
         return tuple(self._path(came, goal))
 
-    def _path(self, came: Mapping[State, tuple[State, _Found]], goal: State) -> list[CollectiveStep]:
+    def _path(self, came: Mapping[State, tuple[State, _Reached]], goal: State) -> list[CollectiveStep]:
         found: list[CollectiveStep] = []
         state = goal
         while state != self.of.source:
@@ -214,7 +214,7 @@ class _Search:
             state = before
         return found[::-1]
 
-    def _step(self, before: State, edge: _Found) -> CollectiveStep:
+    def _step(self, before: State, edge: _Reached) -> CollectiveStep:
         names = tuple(self.of.names[i] for i in edge.changed)
         digits = tuple(self.of.digits[i] for i in edge.changed)
         layout = layout_of(self.of, edge.target)
@@ -241,7 +241,7 @@ class _Search:
 
     # ------------------------------------------------------------ edges
 
-    def _edges(self, state: State, done: Collection[State]) -> Iterator[_Found]:
+    def _edges(self, state: State, done: Collection[State]) -> Iterator[_Reached]:
         waits = [i for i, spot in enumerate(state) if spot == WAITING and self.options[i]]
         rest = [i for i, spot in enumerate(state) if spot != WAITING]
         for some, after in self._together(state, waits):
@@ -252,7 +252,7 @@ class _Search:
             if after not in done and self._fits(after):
                 yield self._exchanged(state, after, some)
         for some in _subsets(tuple(i for i in rest if self.of.target[i] == WAITING)):
-            yield _Found(ZERO, some, self._put(state, some, [WAITING] * len(some)), 0.0, self.local)
+            yield _Reached(ZERO, some, self._put(state, some, [WAITING] * len(some)), 0.0, self.local)
 
     def _together(self, state: State, some: Sequence[int]) -> Iterator[tuple[tuple[int, ...], State]]:
         """Which may go where in one step, and the state then: to the target, to be whole, to places of their own."""
@@ -288,24 +288,24 @@ class _Search:
             known = self.fit[state] = fits(self.of, state)
         return known
 
-    def _reduced(self, before: State, after: State, some: Sequence[int]) -> _Found:
+    def _reduced(self, before: State, after: State, some: Sequence[int]) -> _Reached:
         k = math.prod(self.ks[i] for i in some)
         whole = after[some[0]] is None
         nbytes = self._elements(before) * self.itemsize * (k - 1) / k * (2 if whole else 1)
         seconds = self._ring(some, nbytes)
-        return _Found(ALL_REDUCE if whole else REDUCE_SCATTER, tuple(some), after, nbytes, seconds)
+        return _Reached(ALL_REDUCE if whole else REDUCE_SCATTER, tuple(some), after, nbytes, seconds)
 
-    def _exchanged(self, before: State, after: State, some: tuple[int, ...]) -> _Found:
+    def _exchanged(self, before: State, after: State, some: tuple[int, ...]) -> _Reached:
         lacks = self._elements(after) - self._common(before, after)
         if lacks <= 1e-9:
-            return _Found(SLICE, some, after, 0.0, self.local)
+            return _Reached(SLICE, some, after, 0.0, self.local)
         old = {before[i] for i in some if before[i] is not None}
         new = {after[i] for i in some if after[i] is not None}
         what = ALL_GATHER if not new else PERMUTE if old == new else ALL_TO_ALL
         nbytes = lacks * self.itemsize
         ring = what == ALL_GATHER
         seconds = self._ring(some, nbytes) if ring else self._apart(before, after, some, nbytes)
-        return _Found(what, some, after, nbytes, seconds)
+        return _Reached(what, some, after, nbytes, seconds)
 
     def _ring(self, some: Sequence[int], nbytes: float) -> float:
         """All of it passes the slowest link."""

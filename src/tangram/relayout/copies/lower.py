@@ -31,7 +31,7 @@ Grid = np.ndarray[Any, np.dtype[np.int64]]
 class _Axis:
     """One dim of a buffer: what is held there, and the tensor's index as `const + sum(stride * factor)`."""
 
-    held: IntSet
+    indices: IntSet
     const: int
     slots: tuple[int, ...]
     strides: tuple[int, ...]
@@ -76,7 +76,7 @@ def view(part: CellPart, region: Region, family: TensorFamily) -> View:
         raise RelayoutError(f"{family.name}: the members hold different regions; give each its own piece")
     axes = [_axis(d, s, slots) for d, s, slots in zip(part.dims, region.boxes[0], part.slots, strict=True)]
     if len(region.boxes) == 1:
-        shape = tuple(intervals.size(a.held) for a in axes[n:])
+        shape = tuple(intervals.size(a.indices) for a in axes[n:])
         return View(family, tuple(axes[:n]), tuple(axes[n:]), shape)
     inner = Region.of([box[n:] for box in region.boxes])
     flat = _flattened(axes[n:], family.member_shape, inner.runs(family.member_shape))
@@ -147,7 +147,7 @@ _Affine = tuple[tuple[Range, ...], int, tuple[int, ...]]
 def _affine(axis: _Axis, ranges: tuple[Range, ...]) -> tuple[_Affine, ...]:
     first = axis.const + sum(st * lo for st, (lo, _) in zip(axis.strides, ranges, strict=True))
     last = axis.const + sum(st * (hi - 1) for st, (_, hi) in zip(axis.strides, ranges, strict=True))
-    run, before = _run_at(axis.held, first)
+    run, before = _run_at(axis.indices, first)
     if last < run[1]:
         return ((ranges, before + first - run[0], axis.strides),)
     found = _regular(axis, ranges)
@@ -175,7 +175,7 @@ def _run_at(held: IntSet, x: int) -> tuple[Range, int]:
 
 def _regular(axis: _Axis, ranges: tuple[Range, ...]) -> tuple[int, tuple[int, ...]] | None:
     """`(base, steps)` when the buffer index is affine in the factors though the block spans several runs, else None."""
-    starts, before = (np.asarray(t, np.int64) for t in _table(axis.held))
+    starts, before = (np.asarray(t, np.int64) for t in _table(axis.indices))
 
     def place(x: Grid) -> tuple[Grid, Grid]:
         run = np.searchsorted(starts, x, "right") - 1

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tangram.layout import Coords, Layout, Mesh, Region, intervals, nearest_holder, region
 from tangram.layout.intervals import IntSet
-from tangram.layout.locate import dim_owners, flat_owners, held, validate
+from tangram.layout.locate import dim_owners, flat_owners, indices_of_rank, validate
 from tangram.layout.region import Box, box_intersect, box_subtract
 from tangram.relayout.mapping.cells import CellPart, DimIndex
 from tangram.relayout.mapping.errors import RelayoutError
@@ -98,7 +98,7 @@ class Sharding:
             key = (tensor, i, tuple([at[a] for a in dim.axes]))
             s = self._memo.sets.get(key)
             if s is None:
-                s = self._memo.sets[key] = held(dim, self.mesh, at)
+                s = self._memo.sets[key] = indices_of_rank(dim, self.mesh, at)
             sets.append(s)
         return Region((tuple(sets),)) if all(sets) else Region()
 

@@ -27,14 +27,14 @@ def tried(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
 def agreed(peers: Peers, fault: Exception | None, word: Any = None) -> list[Any]:
     """The words of all ranks, where none has a fault; else the first one's, raised on all. Collective."""
     with noticed():
-        found = peers.all_words([None if fault is None else _said(fault), word])
+        found = peers.all_words([None if fault is None else _fault_words(fault), word])
     for rank, (said, _) in enumerate(found):
         if said is not None:
             raise _error(rank, *said) from fault
     return [words for _, words in found]
 
 
-def _said(fault: Exception) -> list[str]:
+def _fault_words(fault: Exception) -> list[str]:
     if isinstance(fault, CoverageError):
         return [str(fault), fault.tensor, str(fault.region)]
     return [str(fault) if isinstance(fault, UserError) else f"{type(fault).__name__}: {fault}"]

@@ -121,7 +121,7 @@ class _Job:
         _refuse_larger("source", self._holders, n)
         _refuse_larger("target", target, n)
         self._sources, self._targets = Side(bound.source, have, False, {}), Side(bound.target, out, True, {})
-        copies = plan(bound, self._holders, _wanted(target, me), check_tied=check_tied)
+        copies = plan(bound, self._holders, _target_pieces(target, me), check_tied=check_tied)
         segments: dict[int, list[tuple[BoxRequest, Segment]]] = {}
         for copy in copies.copies:
             place = me if copy.source is None else self._rank(copy.source)
@@ -188,7 +188,7 @@ class _Job:
             data = bytearray()
             for r in decoded(cast("list[int]", numbers.tolist()), self._cells):
                 if r not in known:
-                    segment = self._found(r, rank)
+                    segment = self._segment(r, rank)
                     if r.digest:
                         known[r] = digest(segment, self._memory)
                     else:
@@ -201,7 +201,7 @@ class _Job:
         refuse_shared(self._bound, self._sources, self._targets)
         return answers
 
-    def _found(self, r: BoxRequest, rank: int) -> Segment:
+    def _segment(self, r: BoxRequest, rank: int) -> Segment:
         cell, me = self._cells[r.cell], self._peers.index
         part = cell.source if r.part == 0 else cell.tied[r.part - 1]
         wire = Wire.of(self._bound, cell)
@@ -237,7 +237,7 @@ def _refuse_larger(side: str, of: object, ranks: int) -> None:
         raise RelayoutError(f"the {side} is laid over {of.mesh.size} ranks, but the group has {ranks}")
 
 
-def _wanted(target: Sharding | Iterable[Piece], me: int) -> list[Piece]:
+def _target_pieces(target: Sharding | Iterable[Piece], me: int) -> list[Piece]:
     if isinstance(target, Sharding):
         return target.pieces(me) if me < target.mesh.size else []
     wanted = list(target)

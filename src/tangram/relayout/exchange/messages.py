@@ -126,15 +126,15 @@ class Segment:
     wire: Wire
     side: Side
     part: CellPart
-    lies: Sequence[tuple[Piece, Box]]
+    pieces: Sequence[tuple[Piece, Box]]
     size: int
-    _whole: Lowered
+    _all: Lowered
 
     @staticmethod
     def of(cell: Cell, box: Box, wire: Wire, side: Side, part: CellPart, lies: Sequence[tuple[Piece, Box]]) -> Segment:
         """With all buffers that it touches looked at: raises RelayoutError."""
         made = Segment(cell, box, wire, side, part, lies, box_size(box), [])
-        made._whole.extend(made._lowered(box))
+        made._all.extend(made._lowered(box))
         return made
 
     @property
@@ -144,7 +144,7 @@ class Segment:
 
     def _lowered(self, box: Box) -> Iterator[tuple[Tensor, tuple[int, ...], StridedBlock]]:
         into = packed(box)
-        for piece, inside in self.lies:
+        for piece, inside in self.pieces:
             common = box_intersect(inside, box)
             if common is None:
                 continue
@@ -159,7 +159,7 @@ class Segment:
         for box in [self.box] if whole else cut(self.box, first, stop):
             n = box_size(box)
             part = data[at : at + n].view(tuple(map(intervals.size, box)))
-            for buffer, extents, block in self._whole if whole else self._lowered(box):
+            for buffer, extents, block in self._all if whole else self._lowered(box):
                 yield buffer, strided(part, extents, block)
             at += n
 
@@ -176,15 +176,15 @@ def cut(box: Box, first: int, stop: int) -> list[Box]:
     if a > b:  # inside one row
         return _rows(box, b, b + 1, first - b * row, stop - b * row)
     ahead = _rows(box, a - 1, a, first - (a - 1) * row, row) if first < a * row else []
-    middle = [(_taken(box[0], a, b), *box[1:])] if a < b else []
+    middle = [(_between(box[0], a, b), *box[1:])] if a < b else []
     return ahead + middle + (_rows(box, b, b + 1, 0, stop - b * row) if stop > b * row else [])
 
 
 def _rows(box: Box, a: int, b: int, first: int, stop: int) -> list[Box]:
-    return [(_taken(box[0], a, b), *rest) for rest in cut(box[1:], first, stop)]
+    return [(_between(box[0], a, b), *rest) for rest in cut(box[1:], first, stop)]
 
 
-def _taken(s: IntSet, a: int, b: int) -> IntSet:
+def _between(s: IntSet, a: int, b: int) -> IntSet:
     """The elements of a set from place `a` to `b`."""
     out: list[tuple[int, int]] = []
     before = 0

@@ -132,7 +132,7 @@ class ExchangeRoute:
         """Copy what is here, and move the rest. What goes wrong here is raised when all rounds are over."""
         with ExitStack() as stack:
             if self._lanes is not None:
-                stack.enter_context(self._lanes.held())
+                stack.enter_context(self._lanes.in_use())
             for k in range(self._way.rounds):
                 if self._lanes is not None:
                     with self._later():

@@ -126,7 +126,7 @@ class Lanes:
             raise fault
 
     @contextmanager
-    def held(self) -> Generator[None]:
+    def in_use(self) -> Generator[None]:
         """While this rank moves its bytes: who leaves before the end says so."""
         try:
             yield

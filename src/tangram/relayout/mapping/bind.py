@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from tangram.layout import LayoutError
 from tangram.layout.notation import Mapping as MappingText
-from tangram.layout.sizes import name_voids, solve, whole
+from tangram.layout.sizes import name_voids, solve, integer
 from tangram.layout.syntax import Dim, Statement, TensorPattern
 from tangram.relayout.mapping.cells import Cell, CellPart, Monomial, match, monomials
 from tangram.relayout.mapping.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype
@@ -77,7 +77,7 @@ def bind(
     Raises RelayoutError or LayoutError, naming the statement and what is wrong with it.
     """
     text = MappingText.parse(mapping) if isinstance(mapping, str) else mapping
-    known = {name: whole(name, n) for name, n in {**(sizes or {}), **more}.items()}
+    known = {name: integer(name, n) for name, n in {**(sizes or {}), **more}.items()}
     tables = NameTable.of(source), None if target is None else NameTable.of(target)
     text = MappingText(tuple(fill_wilds(text.statements, *tables, known)))
     binder = _Binder(*tables, known, codecs, {}, {}, {}, [], [], {}, {})

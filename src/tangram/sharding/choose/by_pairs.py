@@ -41,7 +41,7 @@ class Paired:
 def entries(some: Options) -> int:
     """Of all tables of what pairs of choices cost."""
     return sum(
-        len(some.used[v]) * len(some.moves[step.number])
+        len(some.used[v]) * len(some.communication[step.number])
         for step in some.folded.steps
         for v in (*step.inputs, *step.outputs)
         if v is not None
@@ -55,7 +55,7 @@ def alike(some: Options, choice: Choice, axes: Sequence[int]) -> Kept:
         wanted = [own[chosen][i] for i in axes]
         return np.array([n for n, one in enumerate(own) if [one[i] for i in axes] == wanted])
 
-    kinds = (("lies", some.lies), ("used", some.used), ("move", some.moves))
+    kinds = (("lies", some.states), ("used", some.used), ("move", some.communication))
     return {(kind, n): places(own, choice[kind, n]) for kind, table in kinds for n, own in table.items()}
 
 
@@ -104,9 +104,9 @@ def restricted(some: Options, kept: Kept) -> Options:
     """The options that are left."""
     return replace(
         some,
-        lies={v: [own[i] for i in kept["lies", v]] for v, own in some.lies.items()},
+        lies={v: [own[i] for i in kept["lies", v]] for v, own in some.states.items()},
         used={v: [own[i] for i in kept["used", v]] for v, own in some.used.items()},
-        moves={n: [own[i] for i in kept["move", n]] for n, own in some.moves.items()},
+        moves={n: [own[i] for i in kept["move", n]] for n, own in some.communication.items()},
     )
 
 

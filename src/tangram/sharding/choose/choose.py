@@ -107,7 +107,7 @@ def choose(
     left = float("inf") if seconds is None else seconds - (time.monotonic() - start)
     starts = [own for plan in known if (own := some.choice(plan)) is not None]
     if len(some.axes) > 2:  # too many ways together for the first look to find a good one
-        starts.append(_whole(some))
+        starts.append(_all_replicated(some))
     if len(some.axes) > 2 and entries(some) > LARGEST:
         stop = time.monotonic() + left
         pairs = by_pairs(some, cluster, training or Training(), memory_limit, starts, stop, LARGEST)
@@ -168,15 +168,15 @@ def _unfit(mesh: Mesh, limit: float | None, smallest: float) -> str:
     )
 
 
-def _whole(some: Options) -> dict[Name, int]:
+def _all_replicated(some: Options) -> dict[Name, int]:
     """Every tensor whole on every rank, as far as it can be."""
 
     def place(own: Sequence[Sequence[object]]) -> int:
         return max(range(len(own)), key=lambda i: sum(one == SAME for one in own[i]))
 
-    found: dict[Name, int] = {("lies", v): place(own) for v, own in some.lies.items()}
+    found: dict[Name, int] = {("lies", v): place(own) for v, own in some.states.items()}
     found.update({("used", v): place(own) for v, own in some.used.items()})
-    found.update({("move", n): 0 for n in some.moves})
+    found.update({("move", n): 0 for n in some.communication})
     return found
 
 

@@ -64,7 +64,7 @@ def costs(options: Options, cluster: Cluster, training: Training) -> Both:
 def _states(options: Options, training: Training, found: Both) -> None:
     """Variables of tensors, and what is kept of parameters."""
     folded, ks = options.folded, options.ks
-    for v, own in options.lies.items():
+    for v, own in options.states.items():
         value = folded.value(v)
         each = 0.0
         if value.kind == "parameter":
@@ -92,7 +92,7 @@ def _work(options: Options, cluster: Cluster, found: Both) -> None:
 
 def _each_work(options: Options, cluster: Cluster) -> Iterator[tuple[FoldedStep, Array]]:
     for step in options.folded.steps:
-        own = options.moves[step.number]
+        own = options.communication[step.number]
         alone = 0.0
         if any(v in options.folded.differentiable for v in step.outputs):  # masks and positions are no work
             what = effort(options.folded, step)
@@ -109,15 +109,15 @@ def _moved(options: Options, steps: StepTimes, found: Both) -> None:
     """What it takes to bring tensors from how they are kept or made to how they are used and needed."""
     folded = options.folded
     far, customs = far_from_borders(folded), Customs.of(folded)
-    for v, own in options.lies.items():
+    for v, own in options.states.items():
         value = folded.value(v)
         kind = "kept" if value.kind == "parameter" else "plain"
         differentiable = v in folded.differentiable
         table = steps.seconds(own, options.used[v], value.nbytes, kind, differentiable=differentiable)
         found.seconds.pair(("lies", v), ("used", v), table * folded.times[v])
     for step in folded.steps:
-        name, moves = ("move", step.number), options.moves[step.number]
-        for v, given in _given(step, moves):
+        name, moves = ("move", step.number), options.communication[step.number]
+        for v, given in _output_states(step, moves):
             table = _with_far(_table(options, steps, v, given, options.used[v]), far.get(v, 1))
             table = customs.staying(step, given, options.used[v], table)
             found.seconds.pair(name, ("used", v), table * step.times)
@@ -141,7 +141,7 @@ def _with_far(table: Array, far: float) -> Array:
     return table * (1 + _FAR * far)
 
 
-def _given(step: FoldedStep, comms: Sequence[CommOptions]) -> list[tuple[int, list[States]]]:
+def _output_states(step: FoldedStep, comms: Sequence[CommOptions]) -> list[tuple[int, list[States]]]:
     return [(v, [tuple(m.outputs[i] for m in some) for some in comms]) for i, v in enumerate(step.outputs)]
 
 
@@ -177,7 +177,7 @@ def _saved(options: Options, found: Both) -> None:
 
     for step in folded.steps:
         own = saved(folded, step)
-        for v, needed, place in _needed(step, options.moves[step.number]):
+        for v, needed, place in _needed(step, options.communication[step.number]):
             if place in own.inputs and v not in apart:
                 once(v)
                 again = _others(options.used[v], needed)

@@ -95,7 +95,7 @@ class _Tried:
     """What follows from marks, beside what was chosen."""
 
     chosen: Derived
-    wanted: Price
+    target: Price
     room: float
     price: Callable[[Derived], Price]
     slack: float = SLACK
@@ -130,8 +130,8 @@ class _Tried:
         price, received, most = self.price(plan), total(plan), total(self.chosen)
         if price.nbytes > self.room * (1 + SLACK):
             return f"what follows takes {amount(price.nbytes)} of a rank, where it was to take {amount(self.room)}"
-        if price.seconds > self.wanted.seconds * (1 + self.slack):
-            return f"what follows takes {price.seconds:.4g} s, and {self.wanted.seconds:.4g} s were chosen"
+        if price.seconds > self.target.seconds * (1 + self.slack):
+            return f"what follows takes {price.seconds:.4g} s, and {self.target.seconds:.4g} s were chosen"
         if received > most * (1 + self.slack):
             return f"a rank receives {amount(received)} by what follows, and {amount(most)} by the choice"
         return None

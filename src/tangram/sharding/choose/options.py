@@ -40,9 +40,9 @@ class Options:
     mesh: Mesh
     axes: tuple[str, ...]
     """Those of more than one rank, in the order of the mesh."""
-    lies: Mapping[int, Sequence[States]]
+    states: Mapping[int, Sequence[States]]
     used: Mapping[int, Sequence[States]]
-    moves: Mapping[int, Sequence[CommOptions]]
+    communication: Mapping[int, Sequence[CommOptions]]
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Options:
         """The choice that a plan is; None where it is none of these."""
         own = of_derived(plan)
         found: dict[Name, int] = {}
-        for kind, mine, theirs in (("lies", self.lies, own.lies), ("used", self.used, own.used)):
+        for kind, mine, theirs in (("lies", self.states, own.states), ("used", self.used, own.used)):
             for v, states in mine.items():
                 wanted = theirs[v][0]
                 if v not in self.folded.differentiable:
@@ -62,12 +62,12 @@ class Options:
                 if place is None:
                     return None
                 found[kind, v] = place
-        for n, some in self.moves.items():
-            wanted_moves = tuple(map(_same_effect, own.moves[n][0]))
+        for n, some in self.communication.items():
+            wanted_moves = tuple(map(_same_effect, own.communication[n][0]))
             place = next((i for i, one in enumerate(some) if tuple(map(_same_effect, one)) == wanted_moves), None)
             alike = [tuple(move.label for move in one) for one in some]
-            if place is None and tuple(move.label for move in own.moves[n][0]) in alike:
-                place = alike.index(tuple(move.label for move in own.moves[n][0]))
+            if place is None and tuple(move.label for move in own.communication[n][0]) in alike:
+                place = alike.index(tuple(move.label for move in own.communication[n][0]))
             if place is None and len(some) > 1:
                 return None
             found["move", n] = place or 0
@@ -75,9 +75,9 @@ class Options:
 
     def derived(self, choice: Mapping[Name, int], marks: Sequence[Mark]) -> Derived:
         """What a choice means."""
-        lies = {v: own[choice["lies", v]] for v, own in self.lies.items()}
+        lies = {v: own[choice["lies", v]] for v, own in self.states.items()}
         used = {v: own[choice["used", v]] for v, own in self.used.items()}
-        moves = {n: own[choice["move", n]] for n, own in self.moves.items()}
+        moves = {n: own[choice["move", n]] for n, own in self.communication.items()}
         overs = (
             Over(
                 axis,
@@ -116,7 +116,7 @@ def options(folded: Folded, mesh: Mesh, marks: Sequence[Mark]) -> Options:
         )
     ks = tuple(mesh.axes[axis][0] for axis in axes)
     quiet = still(folded, fixed)
-    moves = {step.number: _moves(step, problems, ks, quiet, folded) for step in folded.steps}
+    moves = {step.number: _communication(step, problems, ks, quiet, folded) for step in folded.steps}
     ends = _ends(folded, moves, problems)
     used: dict[int, list[States]] = {}
     lies: dict[int, list[States]] = {}
@@ -147,7 +147,7 @@ def of_derived(found: Derived) -> Options:
     lies = {v: [tuple(by[a].lying[v] if a in by else SAME for a in axes)] for v in some}
     used = {v: [tuple(by[a].used[v] if a in by else SAME for a in axes)] for v in _values(folded)}
     moves = {
-        step.number: [tuple(by[a].moves[step.number] if a in by else _nothing(step) for a in axes)]
+        step.number: [tuple(by[a].communication[step.number] if a in by else _nothing(step) for a in axes)]
         for step in folded.steps
     }
     return Options(folded, found.mesh, axes, lies, used, moves)
@@ -186,7 +186,7 @@ def still(folded: Folded, fixed: Mapping[int, object]) -> set[int]:
     return found
 
 
-def _moves(
+def _communication(
     step: FoldedStep, problems: Sequence[AxisProblem], ks: Sequence[int], quiet: set[int], folded: Folded
 ) -> list[CommOptions]:
     gradient = any(v in folded.differentiable for v in step.outputs)

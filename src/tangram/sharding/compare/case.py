@@ -41,7 +41,7 @@ class CompareCase:
     settings: Mapping[str, str | int] = field(default_factory=dict[str, str | int])
     direction: Direction = "forward"
     """Whether the wrong value is a result or a gradient."""
-    found: Verdict = "wrong"
+    expected: Verdict = "wrong"
     """With torch FOUND_WITH; `right` for something reported upstream that did not show there any more."""
     ranks: int = 2
     issue: str = ""

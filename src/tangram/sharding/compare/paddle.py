@@ -56,7 +56,7 @@ class PaddleDifference:
 
     paddle: str
     aten: str
-    given: str
+    inputs: str
     """The layouts of the inputs, in aten's order."""
     theirs: str
     """What Paddle needs of the inputs, and what it predicts."""
@@ -69,7 +69,7 @@ class PaddleDifference:
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
         sides = f": Paddle {self.theirs}, ours {self.ours}" if self.theirs else ""
-        return f"{self.paddle} ({self.aten}) of {self.given}{sides}; {self.verdict}{why}."
+        return f"{self.paddle} ({self.aten}) of {self.inputs}{sides}; {self.verdict}{why}."
 
 
 def compare(names: Sequence[str] = ()) -> tuple[list[PaddleReport], list[PaddleDifference]]:

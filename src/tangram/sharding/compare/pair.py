@@ -79,7 +79,7 @@ def run(
         scripts = _write(chosen, Path(temporary) if save is None else save)
         for ranks in sorted({case.ranks for case in chosen}):
             left = [case for case in chosen if case.ranks == ranks]
-            left.sort(key=lambda case: case.found == "hangs")
+            left.sort(key=lambda case: case.expected == "hangs")
             while left:
                 left = _set_of_processes(left, scripts, ranks, Path(temporary), tell, fixed)
     return [outcomes[case.name] for case in chosen]

@@ -67,7 +67,7 @@ def _head(case: CompareCase) -> str:
         inputs=", ".join(map(short, case.inputs)),
         compared="the result" if case.direction == "forward" else "a gradient",
         torch=FOUND_WITH,
-        found=case.found,
+        found=case.expected,
         issue=f" Reported as {case.issue}." if case.issue else "",
         ranks=case.ranks,
     )

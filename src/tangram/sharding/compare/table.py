@@ -65,7 +65,7 @@ def _empty(operator: str) -> CompareCase:
         inputs=(Shard(0),),
         body=bodies.extreme_of_an_empty_shard,
         settings={"operator": operator},
-        found="hangs",
+        expected="hangs",
         limit=20,
     )
 
@@ -88,7 +88,7 @@ CASES: tuple[CompareCase, ...] = (
         operator="F.conv1d(x, weight, padding=1, groups=4)",
         inputs=(Shard(1), Shard(0)),
         body=bodies.depthwise_convolution,
-        found="raises",
+        expected="raises",
         issue="pytorch/pytorch#186129",
     ),
     CompareCase(
@@ -157,7 +157,7 @@ CASES: tuple[CompareCase, ...] = (
         body=bodies.select_gradient,
         settings={"rows": 4},
         direction="backward",
-        found="raises",
+        expected="raises",
     ),
     CompareCase(
         name="pinv-tolerance",
@@ -210,7 +210,7 @@ CASES: tuple[CompareCase, ...] = (
         operator="x.view(16, 6)",
         inputs=(Shard(1),),
         body=bodies.view,
-        found="right",
+        expected="right",
         issue="pytorch/pytorch#179502",
     ),
     CompareCase(
@@ -219,7 +219,7 @@ CASES: tuple[CompareCase, ...] = (
         operator="F.linear(x, weight)",
         inputs=(Shard(1), Replicate()),
         body=bodies.linear_of_a_cut_sequence,
-        found="right",
+        expected="right",
         issue="pytorch/pytorch#172102",
     ),
     CompareCase(
@@ -228,7 +228,7 @@ CASES: tuple[CompareCase, ...] = (
         operator="x.mean()",
         inputs=(Shard(0),),
         body=bodies.mean,
-        found="right",
+        expected="right",
         issue="pytorch/pytorch#162692",
     ),
     CompareCase(
@@ -237,7 +237,7 @@ CASES: tuple[CompareCase, ...] = (
         operator="x.masked_fill_(mask, 1.0)",
         inputs=(Shard(0), Shard(0)),
         body=bodies.masked_fill,
-        found="right",
+        expected="right",
         issue="pytorch/pytorch#152249",
     ),
     CompareCase(
@@ -246,7 +246,7 @@ CASES: tuple[CompareCase, ...] = (
         operator="x.select(0, 1)",
         inputs=(Shard(0),),
         body=bodies.select_the_cut_dim,
-        found="right",
+        expected="right",
         issue="pytorch/pytorch#147724",
     ),
 )

@@ -21,10 +21,10 @@ __all__ = ["OWN", "UnfitModuleError"]
 def _detached(operator: Any) -> Callable[..., Any]:
     """The operator itself, where no gradient passes: its maximum may then stay pending."""
 
-    def found(x: Tensor, *others: Any) -> Tensor:
+    def without_gradient(x: Tensor, *others: Any) -> Tensor:
         return operator(x.detach(), *others)
 
-    return found
+    return without_gradient
 
 
 def _all_dims(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:

@@ -31,7 +31,7 @@ class Customs:
     nodes: dict[int, bool]
     made: frozenset[int] = frozenset()
     """Of these values, what operators make."""
-    said: str = ""
+    why: str = ""
     """Why marks may not fit."""
 
     @staticmethod
@@ -48,12 +48,12 @@ class Customs:
         made = frozenset(v for v in values if folded.value(v).kind == "made")
         return Customs(values, nodes, made, "" if worst is None else _SAID.format(worst.line, worst.name))
 
-    def moves(self, step: FoldedStep, some: Sequence[Comm]) -> list[Comm]:
+    def allowed(self, step: FoldedStep, some: Sequence[Comm]) -> list[Comm]:
         """What a step may do of what its rule allows."""
         if step.number not in self.nodes:
             return [*some]
         each = self.nodes[step.number]
-        return [move for move in some if all(_whole(state, each) for state in (*move.inputs, *move.outputs))]
+        return [move for move in some if all(_may_stay(state, each) for state in (*move.inputs, *move.outputs))]
 
     def states(self, v: int, some: tuple[State, ...]) -> tuple[State, ...]:
         """What a tensor may be brought to, once for all that take it; SAME where that would be nothing."""
@@ -61,7 +61,7 @@ class Customs:
             return some
         if not self.values[v] and v in self.made and any(state.kind == "cut" for state in some) and len(some) == 1:
             return some  # by a mark: no move fits it
-        return tuple(state for state in some if _whole(state, self.values[v])) or (SAME,)
+        return tuple(state for state in some if _may_stay(state, self.values[v])) or (SAME,)
 
     def staying(
         self, step: FoldedStep, sources: Sequence[Any], targets: Sequence[Any], table: np.ndarray
@@ -72,5 +72,5 @@ class Customs:
         return np.where([[a == b for b in targets] for a in sources], table, np.inf)
 
 
-def _whole(state: State | None, each: bool) -> bool:
+def _may_stay(state: State | None, each: bool) -> bool:
     return state is None or state == SAME or (each and state.kind == "cut")

@@ -70,7 +70,7 @@ class Over:
     """Of each class that no operator makes, how it lies."""
     used: Mapping[int, State]
     """Of each class, what it is brought to for all that take it."""
-    moves: Mapping[int, Comm]
+    communication: Mapping[int, Comm]
     """By the number of the node."""
     gap: float = 0.0
     """By how much it may cost more than the cheapest, as a part of that: not 0 for models too wide to be exact."""
@@ -85,7 +85,7 @@ class Derived:
     marks: tuple[Mark, ...]
     axes: tuple[Over, ...] = field(default=())
     """In the order in which they were derived."""
-    whole: frozenset[int] = frozenset()
+    replicated: frozenset[int] = frozenset()
     """Classes that are whole wherever the model's code sees them, unless a mark cuts them."""
 
 
@@ -154,7 +154,7 @@ class AxisProblem:
         self.regions = regions_of(folded) if within.routed else Regions(folded)
         self.outers: dict[int, list[int]] = {}
         self.states = self._all_states()
-        self.moves = {step.number: self._moves(step) for step in folded.steps}
+        self.moves = {step.number: self._communication(step) for step in folded.steps}
         self.used = {v: self.customs.states(v, self._used_states(v)) for v in self._values()}
         made = {v for step in folded.steps for v in step.outputs}
         self.lying = {v: self._lying_states(v) for v in self.used if v not in made}
@@ -206,8 +206,8 @@ class AxisProblem:
     def _route(self, found: Mapping[int, dict[State, None]]) -> None:
         """Give the tensors of regions the states that only they have, for each way in which their tokens can be cut."""
         for number, region in self.regions.regions.items():
-            ks = [self.k, *(over.k for over in self.done if kinds_of(over.moves[number]))]
-            cuts = (state for state in found[region.taken] if state.kind == "cut" and not state.parts)
+            ks = [self.k, *(over.k for over in self.done if kinds_of(over.communication[number]))]
+            cuts = (state for state in found[region.source] if state.kind == "cut" and not state.parts)
             outers = [state.outer for state in cuts if state.dim == 0]
             self.outers[number] = [outer for outer in outers if even(region, outer, ks)]
         for v in self.regions.roles:
@@ -236,7 +236,7 @@ class AxisProblem:
                     grown.append(v)
         return grown
 
-    def _moves(self, step: FoldedStep) -> list[Comm]:
+    def _communication(self, step: FoldedStep) -> list[Comm]:
         some = [self.states[v] if v is not None else () for v in step.inputs]
         some += [self.states[v] for v in step.outputs]
         count = len(step.bound.inputs) + len(step.bound.outputs)
@@ -246,15 +246,15 @@ class AxisProblem:
         allowed = [label for label in found_labels if fits(step, label, self.k, self._before(step))]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
         found = comms(step.call, step.bound, allowed, self.k, differentiable)
-        found += [*row_comms(step.call, step.bound, some, self.k), *self.regions.moves(step, self.outers, self.k)]
-        before = [over.moves[step.number] for over in self.done]
+        found += [*row_comms(step.call, step.bound, some, self.k), *self.regions.communication(step, self.outers, self.k)]
+        before = [over.communication[step.number] for over in self.done]
         found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
         found = [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]
-        return self.customs.moves(step, found)
+        return self.customs.allowed(step, found)
 
     def _before(self, step: FoldedStep) -> list[Before]:
         """What an operator does over the axes before."""
-        return [(over.k, over.moves[step.number]) for over in self.done]
+        return [(over.k, over.communication[step.number]) for over in self.done]
 
     def _shapes(self, step: FoldedStep) -> list[Sequence[int] | None]:
         return [None if v is None else self.folded.value(v).shape for v in (*step.inputs, *step.outputs)]
@@ -297,7 +297,7 @@ class AxisProblem:
             return ""
         within = WithinOperators(customs=False)
         other = AxisProblem(self.folded, self.axis, self.k, self.done, self.fixed, self.rates, within=within)
-        return self.customs.said if np.isfinite(bounded(other.costs()).bound) else ""
+        return self.customs.why if np.isfinite(bounded(other.costs()).bound) else ""
 
     def costs(self) -> SolverCosts:
         """What is to be made small: `("used", v)`, `("lies", v)` choose of states, `("move", n)` of moves."""
@@ -347,9 +347,9 @@ class AxisProblem:
         """What an operator does on a rank by each move, forward and backward, in bytes that are received."""
         if not any(v in self.folded.differentiable for v in step.outputs):
             return [0.0] * len(some)  # masks and positions: not worth a collective
-        before = math.prod(over.moves[step.number].share for over in self.done)
+        before = math.prod(over.communication[step.number].share for over in self.done)
         worth = 3 * effort(self.folded, step).worth(self.rates)
-        ways = math.prod(over.k for over in self.done if over.moves[step.number].label is not None)
+        ways = math.prod(over.k for over in self.done if over.communication[step.number].label is not None)
         passes = (passed(step, move.label, self.axis, self.k) for move in some)
         inside = [2 * one.nbytes / ways if one is not None else 0.0 for one in passes]
         return [(worth * (move.share * before) + own) * step.times for move, own in zip(some, inside, strict=True)]

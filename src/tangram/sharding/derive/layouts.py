@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 
 from tangram.layout import Layout
 from tangram.layout.intervals import size
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.layout.maps import MAPS
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.derive.collectives_between import Label
@@ -99,12 +99,12 @@ def input_states(found: Derived, v: int) -> dict[str, State]:
 
 def made(found: Derived, step: FoldedStep, output: int) -> dict[str, State]:
     """By axis, how an operator gives one of its results."""
-    return {over.axis: over.moves[step.number].outputs[output] for over in found.axes}
+    return {over.axis: over.communication[step.number].outputs[output] for over in found.axes}
 
 
 def needed(found: Derived, step: FoldedStep, place: int) -> dict[str, State]:
     """By axis, how an operator needs one of its tensors."""
-    states = {over.axis: over.moves[step.number].inputs[place] for over in found.axes}
+    states = {over.axis: over.communication[step.number].inputs[place] for over in found.axes}
     return {axis: state for axis, state in states.items() if state is not None}
 
 
@@ -135,7 +135,7 @@ def unlike(found: Derived) -> Iterator[int]:
     """One rank of each kind: those that have parts of the same sizes are alike."""
     kinds: dict[str, list[int]] = {}
     for over in found.axes:
-        moves = [state for move in over.moves.values() for state in (*move.inputs, *move.outputs) if state is not None]
+        moves = [state for move in over.communication.values() for state in (*move.inputs, *move.outputs) if state is not None]
         every = {state.parts for state in (*moves, *over.used.values(), *over.lying.values()) if state.parts}
         sizes = (tuple(size(parts[i]) for parts in every) for i in range(over.k))
         first = {own: i for i, own in reversed([*enumerate(sizes)])} if every else {(): 0}
@@ -146,7 +146,7 @@ def unlike(found: Derived) -> Iterator[int]:
 
 def called(found: Derived, step: FoldedStep) -> OpCall:
     """The call of a step as one rank makes it where nothing but the code says how many: numbers of its own rows."""
-    own = [over.k for over in found.axes if any(isinstance(s, Routed) for s in over.moves[step.number].outputs)]
+    own = [over.k for over in found.axes if any(isinstance(s, Routed) for s in over.communication[step.number].outputs)]
     if not own or not step.call.name.startswith("arange"):
         return step.call
     return replace(step.call, arguments={**step.call.arguments, "end": step.call.arguments["end"] // math.prod(own)})
@@ -156,12 +156,12 @@ def part(found: Derived, step: FoldedStep, rank: int) -> RankPart:
     """Where a rank stands in an operator: what it holds of each factor that is cut."""
     cuts: dict[str, list[tuple[str, Label]]] = {}
     for over in found.axes:
-        label = over.moves[step.number].label
+        label = over.communication[step.number].label
         if label is not None:
             cuts.setdefault(label.factor, []).append((over.axis, label))
     at = found.mesh.coords(rank)
     sets = {
-        f: held(sharded_dim(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at)
+        f: indices_of_rank(sharded_dim(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at)
         for f, own in cuts.items()
     }
     return RankPart(found.mesh, rank, sets, {f: tuple(cut_of(a, n) for a, n in own) for f, own in cuts.items()})
@@ -219,7 +219,7 @@ def _inside(found: Derived, step: FoldedStep) -> Iterator[Moved]:
     """What parts tell each other within an operator."""
     ways = 1
     for over in found.axes:
-        move = over.moves[step.number]
+        move = over.communication[step.number]
         one = passed(step, move.label, over.axis, over.k)
         if one is not None and one.nbytes:
             v, state = step.inputs[one.place], move.inputs[one.place]

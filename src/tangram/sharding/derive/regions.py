@@ -68,7 +68,7 @@ class SortedRegion:
     rows: int
     groups: int
     """How many there are; 0 where nothing counts them."""
-    taken: int
+    source: int
     """The class that is sorted: groups of rows, as the tokens lie."""
 
     def state(self, kind: str, outer: int) -> Routed:
@@ -103,7 +103,7 @@ class Regions:
     free: dict[int, str] = field(default_factory=dict[int, str])
     """By the number of a node: the factor of its groups, which can be cut over an axis beside."""
 
-    def moves(self, step: FoldedStep, outers: Mapping[int, Sequence[int]], k: int) -> list[Comm]:
+    def communication(self, step: FoldedStep, outers: Mapping[int, Sequence[int]], k: int) -> list[Comm]:
         """Those of an operator; `outers`: by region, the blocks in which tokens can be cut."""
         region = self.of.get(step.number)
         if region is None:
@@ -181,7 +181,7 @@ def _operator(
     elif name == "histc" and what == [ROWS] and given["min"] == 0 and given["max"] == given["bins"] - 1:
         maker = makers.get(step.inputs[0] or -1)
         if maker is not None and _role(found, maker.inputs[0]) == IDS and of.groups in (0, given["bins"]):
-            found.regions[region] = SortedRegion(of.number, of.rows, given["bins"], of.taken)
+            found.regions[region] = SortedRegion(of.number, of.rows, given["bins"], of.source)
             _give(found, step, Role(region, COUNTS))
             _keep(found, step, region, _plainly([OWN], OWN_ENDS))
     elif name == "cumsum" and what == [COUNTS]:
@@ -230,11 +230,11 @@ def _indexed(found: Regions, step: FoldedStep, roles: Sequence[Role | None], of:
     if roles[0] is None and role is not None and what in (ORDER, TOKENS) and x.shape[0] * role.per_token == of.rows:
         _give(found, step, Role(of.number, ROWS))
 
-        def taken(region: SortedRegion, outer: int, k: int) -> list[Comm]:
+        def sorted_rows(region: SortedRegion, outer: int, k: int) -> list[Comm]:
             even = x.shape[0] % (outer * k) == 0
             return [Comm(None, (cut(0, outer), region.state(OWN, outer)), (region.state(OWN, outer),), 1 / k)] * even
 
-        _keep(found, step, of.number, taken)
+        _keep(found, step, of.number, sorted_rows)
     elif roles[0] is not None and roles[0].what == ROWS and what == BACK:
 
         def put_back(region: SortedRegion, outer: int, k: int) -> list[Comm]:

@@ -36,7 +36,7 @@ class DraftCase:
     """A call and what was found in it."""
 
     call: OpCall
-    found: Sequence[DimsTogether]
+    together: Sequence[DimsTogether]
     outputs: Sequence[tuple[int, ...]]
     """The shapes of its results."""
 
@@ -62,7 +62,7 @@ class _Factors:
     """Which keys are one factor, and which factors are whole."""
 
     above: dict[Key, Key] = field(default_factory=dict[Key, Key])
-    whole: set[Key] = field(default_factory=set[Key])
+    uncut: set[Key] = field(default_factory=set[Key])
 
     def root(self, key: Key) -> Key:
         while key in self.above:
@@ -77,7 +77,7 @@ class _Factors:
         if len(letters) == len(roots):
             self.above |= dict.fromkeys(roots[1:], roots[0])
         else:
-            self.whole.update(roots)
+            self.uncut.update(roots)
 
 
 def draft(name: str, cases: Sequence[DraftCase], note: str = "") -> Draft | None:
@@ -138,7 +138,7 @@ def _made(
         contexts.append(one if slot is not None else Context(one.call, rest=rest))
     factors = _Factors()
     for case, keys in zip(cases, keyed, strict=True):
-        for found in case.found:
+        for found in case.together:
             factors.join([keys[spot] for spot in found.dims])
     return _Writer(name, cases, contexts, forms, slot, keyed, factors, note).line()
 
@@ -171,7 +171,7 @@ class _Writer:
     """Whether a dim of one element is not broadcast to others."""
 
     def line(self) -> Draft | None:
-        self._mark_whole()
+        self._mark_uncut()
         count = len(self.cases[0].outputs)
         outputs: list[OperandForm] = []
         for o in range(count):
@@ -180,19 +180,19 @@ class _Writer:
                 return None
             outputs.append(form)
         text = self._text(outputs)
-        score = sum(len(f.dims) for case in self.by_root for root, f in case.items() if not self._is_whole(root))
+        score = sum(len(f.dims) for case in self.by_root for root, f in case.items() if not self._is_uncut(root))
         forms = [*self.forms, *outputs]
         letters = any(form.before + form.after or form.own for form in forms)
         mixed = 0 if not letters else 2 if any(form.rest or form.slot for form in forms) else 1
         return None if text is None else Draft(text, score, mixed)
 
-    def _is_whole(self, root: Root) -> bool:
+    def _is_uncut(self, root: Root) -> bool:
         """The others are whole together, and so are the dims of a slot."""
         if root[0] == "letter":
-            return root in self.factors.whole
-        return any(self.factors.root(w)[0] == root[0] for w in self.factors.whole)
+            return root in self.factors.uncut
+        return any(self.factors.root(w)[0] == root[0] for w in self.factors.uncut)
 
-    def _mark_whole(self) -> None:
+    def _mark_uncut(self) -> None:
         """What is not found in a call that has it; what becomes of it must agree."""
         after: dict[tuple[Root, int], str] = {}
         for case, keys in zip(self.cases, self.keyed, strict=True):
@@ -207,7 +207,7 @@ class _Writer:
                 else:
                     groups.setdefault(self.factors.root(key), set()).add((i, d))
                     sizes.setdefault(self.factors.root(key), set()).add(tensor.shape[d])
-            found = {frozenset(f.dims): f for f in case.found}
+            found = {frozenset(f.dims): f for f in case.together}
             here: dict[Root, DimsTogether] = {}
             for root, spots in groups.items():
                 one = found.get(frozenset(spots))
@@ -216,13 +216,13 @@ class _Writer:
                 elif len(sizes[root]) == 1 and root in ones:
                     self.equal = True  # what has one element of it is not broadcast
                 elif len(sizes[root]) == 1:
-                    self.factors.whole.add(root)
+                    self.factors.uncut.add(root)
             self.by_root.append(here)
             for root, one in here.items():
                 for o, (op, _) in enumerate(one.outputs):
                     kind = (root if root[0] == "letter" else (root[0], -1, -1)), o
                     if after.setdefault(kind, op) != op or (root[0] == "rest" and op != "cut"):
-                        self.factors.whole.add(root)
+                        self.factors.uncut.add(root)
 
     def _output(self, o: int) -> OperandForm | None:
         """The first form in which every dim is what was found."""
@@ -240,7 +240,7 @@ class _Writer:
             keys = form.keys(at, -2 - o, None)
             if keys is None or len(keys) != len(case.outputs[o]):
                 return None
-            seen = {f.outputs[o][1]: r for r, f in here.items() if f.outputs[o][0] == "cut" and not self._is_whole(r)}
+            seen = {f.outputs[o][1]: r for r, f in here.items() if f.outputs[o][0] == "cut" and not self._is_uncut(r)}
             for d, key in enumerate(keys):
                 root = seen.get(d)
                 if key[0] == "kept" and case.outputs[o][d] != 1:
@@ -249,7 +249,7 @@ class _Writer:
                     if root is not None and (root[0] != "letter" or letters.get(key[2], root) not in (root, None)):
                         return None
                     letters[key[2]] = root or letters.get(key[2])
-                elif root != key and (root is not None or (key in here and not self._is_whole(key))):
+                elif root != key and (root is not None or (key in here and not self._is_uncut(key))):
                     return None
         return letters
 
@@ -260,14 +260,14 @@ class _Writer:
         after = self._after(len(outputs))
 
         def letter(root: Root | None) -> str:
-            if root is None or self._is_whole(root) or root not in after:
+            if root is None or self._is_uncut(root) or root not in after:
                 return "_"
             if root not in names:
                 names[root] = next(free)
             return names[root]
 
         def of(form: OperandForm, roots: Mapping[int, Root | None]) -> str:
-            rest_whole, slot_whole = (self._is_whole((kind, -1, 0)) for kind in ("rest", "slot"))
+            rest_whole, slot_whole = (self._is_uncut((kind, -1, 0)) for kind in ("rest", "slot"))
             others = "..." + "^" * rest_whole
             lead = [letter(roots.get(i)) for i in range(form.before)]
             tail = [letter(roots.get(form.before + i)) for i in range(form.after)]
@@ -292,7 +292,7 @@ class _Writer:
             pending = [
                 f"{ops[o]}:{self._slot_text() if root[0] == 'slot' else letter(root)}"
                 for root, ops in after.items()
-                if ops[o] != "cut" and not self._is_whole(root)
+                if ops[o] != "cut" and not self._is_uncut(root)
             ]
             right.append(" ".join([of(form, roots), *dict.fromkeys(pending)]).strip())
         if (
@@ -312,18 +312,18 @@ class _Writer:
         for here in self.by_root:
             for root, one in here.items():
                 key = root if root[0] == "letter" else (root[0], -1, 0)
-                if not self._is_whole(root):
+                if not self._is_uncut(root):
                     found[key] = ["max" if op == "same" else op for op, _ in one.outputs[:count]]
         return found
 
     def _notes(self, after: Mapping[Root, list[str]], letter: Callable[[Root], str]) -> str:
-        once = sorted({i for here in self.by_root for r, f in here.items() if not self._is_whole(r) for i in f.once})
+        once = sorted({i for here in self.by_root for r, f in here.items() if not self._is_uncut(r) for i in f.once})
         notes = [f"once({' '.join(map(str, once))})"] if once else []
         scaled = dict.fromkeys(
             r if r[0] == "letter" else (r[0], -1, 0)
             for here in self.by_root
             for r, f in here.items()
-            if f.scale and not self._is_whole(r)
+            if f.scale and not self._is_uncut(r)
         )
         notes += [f"scale({self._slot_text() if root[0] == 'slot' else letter(root)})" for root in scaled]
         notes = [*([self.note] if self.note else []), *notes, *(["equal"] if self.equal else [])]

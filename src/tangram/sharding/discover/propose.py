@@ -92,7 +92,7 @@ def propose(calls: Sequence[OpCall]) -> Proposal:
     settled = _settled(rules, [case.call for case in cases])
     if isinstance(settled, str):
         return Proposal(name, why=f"{'; '.join(map(str, rules))}: refuted: {settled}", remarks=left)
-    return Proposal(name, tuple(map(str, settled.rules)), settled.cases, "", (*left, *settled.taken))
+    return Proposal(name, tuple(map(str, settled.rules)), settled.cases, "", (*left, *settled.removed))
 
 
 def with_other_dims(calls: Sequence[OpCall]) -> list[OpCall]:
@@ -210,7 +210,7 @@ def _proposal(one: Any) -> DimsTogether:
 def _settled(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | str:
     def act() -> Any:
         found = settle(rules, calls)
-        return found if isinstance(found, str) else [[str(r) for r in found.rules], found.cases, list(found.taken)]
+        return found if isinstance(found, str) else [[str(r) for r in found.rules], found.cases, list(found.removed)]
 
     one = workers.forked(act, LIMIT)
     if one is None:

@@ -32,7 +32,7 @@ class ProvedDraft:
 
     rules: tuple[Rule, ...]
     cases: int
-    taken: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
 def settle(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | str:
@@ -91,7 +91,7 @@ def without_factor(rule: Rule, factor: str) -> Rule:
         return (piece.rest and factor[0] == ".") or factor in {leaf.name for leaf in what.leaves}
 
     def of(operand: Operand) -> Operand:
-        pieces = tuple(replace(p, whole=p.whole or is_it(p)) for p in operand.pieces)
+        pieces = tuple(replace(p, whole=p.uncut or is_it(p)) for p in operand.pieces)
         return Operand(pieces, tuple(one for one in operand.pending if not _same(one[1], factor)))
 
     kept = tuple(
@@ -128,7 +128,7 @@ def _indices(rule: Rule, calls: Sequence[OpCall]) -> Iterator[Rule]:
     for i in sorted(numbers):
         for o in sorted(floats - {i}):
             for k, piece in enumerate(rule.inputs[o].pieces):
-                if not (piece.whole or (isinstance(piece.what, Dim) and piece.what.name == VOID)) or piece.rest:
+                if not (piece.uncut or (isinstance(piece.what, Dim) and piece.what.name == VOID)) or piece.rest:
                     continue
                 for freed in _freed(rule, o, k, i, free):
                     name = str(freed.inputs[o].pieces[k].what)

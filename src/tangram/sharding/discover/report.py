@@ -173,7 +173,7 @@ def way(operator: OpOverload) -> OperatorCoverage:
 def cuts_nothing(line: RuleLine) -> bool:
     """Whether a line cuts nothing."""
     pieces = [piece for operand in line.rule.inputs for piece in operand.pieces]
-    return all(piece.whole or str(piece) == "_" for piece in pieces)
+    return all(piece.uncut or str(piece) == "_" for piece in pieces)
 
 
 def is_decomposed(operator: OpOverload) -> bool:

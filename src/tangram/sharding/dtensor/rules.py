@@ -216,7 +216,7 @@ def _refusal(rules: RuleTable, operator: OpOverload) -> str:
         return "each tensor of its lists is by itself, as in torch's own rule"
     if any(line.rule.note("random") is not None for line in lines):
         return "random numbers are torch's generators' matter"
-    if lines and all(p.whole for line in lines for op in line.rule.inputs for p in op.pieces):
+    if lines and all(p.uncut for line in lines for op in line.rule.inputs for p in op.pieces):
         return "its tensors can only be whole"
     if name.partition(".")[0].endswith("_like"):
         return "it reads no element"

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # pyr
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.layout.syntax import Cut
 from tangram.models.called import caller, line_of
 from tangram.models.graph import Ref
@@ -106,7 +106,7 @@ class Eager:
 
     def mark(self, x: Tensor, written: WrittenMark) -> Tensor:
         """`x` lies so from now on. Raises UserError where it cannot, ConflictError for another mark of it."""
-        states = self._wanted(x, written)
+        states = self._marked_states(x, written)
         if isinstance(x, nn.Parameter):
             lies = self._placed(x).states
             if any(lies[axis] != state for axis, state in states.items()):
@@ -121,14 +121,14 @@ class Eager:
             before = placed.by.get(axis)
             if before is not None and before[0] != state:
                 raise ConflictError(f"{before[1]} and {written} contradict each other over {axis}", axis)
-        return self._said(placed, states, written)
+        return self._note_mark(placed, states, written)
 
     def relayout(self, x: Tensor, written: WrittenMark) -> Tensor:
         """The same elements, lying so. Raises UserError where they cannot."""
-        states = self._wanted(x, written)
-        return self._said(self._placed(x).copied(), states, written)
+        states = self._marked_states(x, written)
+        return self._note_mark(self._placed(x).copied(), states, written)
 
-    def _said(self, placed: ShardedTensor, states: States, written: WrittenMark) -> ShardedTensor:
+    def _note_mark(self, placed: ShardedTensor, states: States, written: WrittenMark) -> ShardedTensor:
         placed.mark_as(states, {axis: (state, written) for axis, state in states.items()})
         self.seen.append(MetMark(str(written), placed.notation))
         return placed
@@ -137,7 +137,7 @@ class Eager:
         """How a tensor lies; one without a layout is whole on every rank."""
         return self._placed(x).notation
 
-    def _wanted(self, x: Tensor, written: WrittenMark) -> dict[str, State]:
+    def _marked_states(self, x: Tensor, written: WrittenMark) -> dict[str, State]:
         shape = tuple(x.shape)
         try:
             states = states_of(written.layout, shape, self.mesh) or dict.fromkeys(self.mesh.axes, SAME)
@@ -180,9 +180,9 @@ class Eager:
         """A forward has ended: what it gives is whole where no mark says otherwise, and then a plain tensor."""
         self._kept = None
         leaves, form = tree_flatten(output)
-        return tree_unflatten([self._given(x) for x in leaves], form)
+        return tree_unflatten([self._plain_input(x) for x in leaves], form)
 
-    def _given(self, x: Any) -> Any:
+    def _plain_input(self, x: Any) -> Any:
         if not isinstance(x, ShardedTensor):
             return x
         free = {axis: SAME for axis in self.sizes if axis not in x.by}
@@ -193,7 +193,7 @@ class Eager:
         found.mark_as(free, {})
         return found
 
-    def whole(self, x: Tensor) -> Tensor:
+    def full_tensor(self, x: Tensor) -> Tensor:
         """A plain tensor of all that `x` is: of one number, or of what every rank has whole already."""
         if not isinstance(x, ShardedTensor):
             return x
@@ -203,7 +203,7 @@ class Eager:
 
     def number_of(self, x: Tensor) -> Any:
         """The number that a tensor of one element is."""
-        return self.whole(x).item()
+        return self.full_tensor(x).item()
 
     def brought(self, part: Tensor, source: States, target: States, trained: bool) -> Tensor:
         """This rank's part where it lies as `target`, given it where it lies as `source`."""
@@ -255,13 +255,13 @@ class Eager:
 
     def _on_wholes(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
-        some, named = tree_unflatten([self.whole(x) if isinstance(x, Tensor) else x for x in leaves], form)
+        some, named = tree_unflatten([self.full_tensor(x) if isinstance(x, Tensor) else x for x in leaves], form)
         return func(*some, **named)
 
     def _backward(self, x: Tensor, gradient: Tensor | None = None, *rest: Any, **kwargs: Any) -> None:
         if gradient is not None or math.prod(x.shape) != 1:
             raise UserError("backward begins at one number: take a mean or a sum of it")
-        self.whole(x).backward(None, *rest, **kwargs)
+        self.full_tensor(x).backward(None, *rest, **kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves: list[Any] = tree_leaves((args, kwargs))
@@ -368,7 +368,7 @@ class Eager:
             if move.label is not None:
                 cuts.setdefault(move.label.factor, []).append((axis, cut(0, move.label.inner)))
         at = self.mesh.coords(self._rank)
-        sets = {f: held(sharded_dim(bound.sizes[f], own), self.mesh, at) for f, own in cuts.items()}
+        sets = {f: indices_of_rank(sharded_dim(bound.sizes[f], own), self.mesh, at) for f, own in cuts.items()}
         return RankPart(
             self.mesh, self._rank, sets, {f: tuple(Cut(axis) for axis, _ in own) for f, own in cuts.items()}
         )

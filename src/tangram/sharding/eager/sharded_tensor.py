@@ -57,7 +57,7 @@ class ShardedTensor(Tensor):
     _states: dict[str, State]
     _parts: dict[Key, Tensor]
     """What this rank has of it, by how it lies."""
-    _lies: dict[str, State]
+    _actual: dict[str, State]
     """How it lies in truth: what is said to be whole is gathered when it is read, with the gradient that its reader
     has."""
     _family: list[weakref.ref[ShardedTensor]]
@@ -88,7 +88,7 @@ class ShardedTensor(Tensor):
         )
         found: ShardedTensor = wrapped
         found._session, found.standing, found.by, found._stale = session, standing, {}, ""
-        found._states = found._lies = {a: s if part.requires_grad or s != SEVERAL else SAME for a, s in states.items()}
+        found._states = found._actual = {a: s if part.requires_grad or s != SEVERAL else SAME for a, s in states.items()}
         found._parts = {_key(found._states): part}
         found._family = base._family if base is not None else []
         found._family.append(weakref.ref(found))
@@ -143,25 +143,25 @@ class ShardedTensor(Tensor):
     def mark_as(self, states: States, by: Mapping[str, tuple[State, object]]) -> None:
         """It lies so from now on, by these marks. What is to be whole is moved when it is read, for its reader."""
         self._states = {**self._states, **states}
-        own, key = _key(self._lies), _key(self._states)
-        later = any(state == SAME != self._lies[axis] for axis, state in self._states.items())
+        own, key = _key(self._actual), _key(self._states)
+        later = any(state == SAME != self._actual[axis] for axis, state in self._states.items())
         if not (self.trained and (later or not torch.is_grad_enabled())):
             self._parts = {key: self.as_(self._states)}
-            self._lies = self._states
+            self._actual = self._states
         else:
             self._parts = {k: x for k, x in self._parts.items() if k in (own, key)}
         self.by.update(by)
 
     def copied(self) -> ShardedTensor:
         """The same elements, to be said to lie otherwise."""
-        found = ShardedTensor.of(self._session, self, self._parts[_key(self._lies)], self._lies, base=self)
+        found = ShardedTensor.of(self._session, self, self._parts[_key(self._actual)], self._actual, base=self)
         found._states, found._parts, found._stale = dict(self._states), {**self._parts}, self._stale
         found.by = dict(self.by)
         return found
 
     def price(self, axis: str, target: State) -> float:
         """Bytes that a rank receives to have it so over an axis, there and back; infinite where there is no way."""
-        k, trained, now, truly = self._session.sizes[axis], self.trained, self._states[axis], self._lies[axis]
+        k, trained, now, truly = self._session.sizes[axis], self.trained, self._states[axis], self._actual[axis]
         if target == now or (not trained and target == SEVERAL and now == SAME):
             return 0.0
         if self.standing and "cut" in (target.kind, now.kind):
@@ -198,16 +198,16 @@ class ShardedTensor(Tensor):
         key = _key(target)
         if key in self._parts:
             return self._parts[key]
-        source = self._lies if _as_marked(self._states, target) else self._states
+        source = self._actual if _as_marked(self._states, target) else self._states
         whole = self._parts[_key(source)] if _key(source) in self._parts else self.as_(source)
         part = self._session.brought(whole, source, target, self.trained)
         if self.trained and not torch.is_grad_enabled():
             return part  # what has no gradient is not kept for those who want one
         self._parts[key] = part
-        if _is_added_up(self._lies, target):  # and stays so
+        if _is_added_up(self._actual, target):  # and stays so
             if _is_added_up(self._states, target):
                 self._states = dict(target)
-            self._lies, self._parts = dict(target), {key: part}
+            self._actual, self._parts = dict(target), {key: part}
         return part
 
     def _plain(self, target: States) -> States:
@@ -224,24 +224,24 @@ class ShardedTensor(Tensor):
     def for_writing(self, target: States) -> Tensor:
         """This rank's part where it lies as `target`, which it does from now on; to be written in place."""
         part, target = self.as_(target), self._plain(target)
-        if _key(target) != _key(self._lies):
+        if _key(target) != _key(self._actual):
             part = part.clone()  # what a move gives may be a view
-            self._states = self._lies = dict(target)
+            self._states = self._actual = dict(target)
             self._parts = {_key(target): part}
         return part
 
     def wrote(self, part: Tensor, line: str) -> None:
         """Its part has been written in place; others that share its memory on one process may not on this rank."""
-        self._lies = self._states
+        self._actual = self._states
         self._parts = {_key(self._states): part}
         for one in (ref() for ref in self._family):
             if one is None or one is self:
                 continue
-            own = one._parts.get(_key(one._lies))
+            own = one._parts.get(_key(one._actual))
             if own is None or _memory(own) != _memory(part):
                 one._stale = line
             else:
-                one._parts = {_key(one._lies): own}
+                one._parts = {_key(one._actual): own}
 
     def derived_elsewhere(self) -> bool:
         """Whether autograd was told of it behind the session's back, as by an `autograd.Function`."""

@@ -67,7 +67,7 @@ def _product(call: OpCall, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
     """The operator, on tensors that its kernel takes."""
     rows, columns = a.shape[-2], b.shape[-1]
     dense = columns * b.element_size() % ALIGNED == 0  # the result's gradient goes into a kernel as well
-    if not (dense and _taken(a) and _taken(b)):
+    if not (dense and _kernel_accepts(a) and _kernel_accepts(b)):
         a, b = _filled(a), _filled(b)
     found = call.with_tensors([a, b, ends, call.arguments["bias"]]).operator(
         a, b, ends, call.arguments["bias"], call.arguments["out_dtype"]
@@ -75,7 +75,7 @@ def _product(call: OpCall, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
     return found[..., :rows, :columns]
 
 
-def _taken(tensor: Tensor) -> bool:
+def _kernel_accepts(tensor: Tensor) -> bool:
     """Whether a kernel takes a tensor as it lies: one of its last dims dense, the other in steps of whole lines."""
     size = tensor.element_size()
     return 0 not in tensor.shape and any(

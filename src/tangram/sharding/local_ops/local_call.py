@@ -49,15 +49,15 @@ def as_it_is(bound: BoundOp, part: RankPart) -> bool:
     """Whether a part of a call is the operator itself on the part's tensors, but for sizes among its arguments."""
     for name, args in bound.rule.notes:
         named = [a for a in args if not a.isdigit()]
-        touched = any(f in part.held for a in named for f in (a, f"{a}0")) or (not named and bool(part.held))
+        touched = any(f in part.indices for a in named for f in (a, f"{a}0")) or (not named and bool(part.indices))
         if name in local_variants.RUNNERS and touched:
             return False
         if name == "offset" and _local_inputs(part, args[1]) is not None:
             return False
-        if name == "once" and any(bound.after(f, 0) == "sum" for f in part.held):
+        if name == "once" and any(bound.after(f, 0) == "sum" for f in part.indices):
             return False
-    empty = any(not held for held in part.held.values())
-    return not (empty or bound.windows or any(f in part.held for f in bound.scans)) and _share(bound, part) == 1
+    empty = any(not held for held in part.indices.values())
+    return not (empty or bound.windows or any(f in part.indices for f in bound.scans)) and _share(bound, part) == 1
 
 
 def run_all(
@@ -71,7 +71,7 @@ def run_all(
     """The operator on the tensors of ranks that are all here, with what they need of each other. As `run`, for each."""
     given = halo.exchanged(bound, parts, local) if bound.windows else local
     results = [run(call, bound, part, own, in_place=in_place) for part, own in zip(parts, given, strict=True)]
-    if not any(f in parts[0].held for f in bound.scans):
+    if not any(f in parts[0].indices for f in bound.scans):
         return results
     if not in_place:
         return scan.joined(bound, parts, results)
@@ -88,7 +88,7 @@ def run(
 
     Raises what the operator raises.
     """
-    if not bound.linked or all(len(part.held.get(f, ())) < 2 for f in bound.linked):
+    if not bound.linked or all(len(part.indices.get(f, ())) < 2 for f in bound.linked):
         return _run(call, bound, part, local, in_place=in_place)
     results = each(bound, part, local, functools.partial(_run, call, bound))
     if not in_place:
@@ -112,7 +112,7 @@ def _run(
             tensors[i], mask = _own_indices(cast(Tensor, tensors[i]), held)
             masks.append(_spread(mask, bound.inputs[i] or (), bound.outputs[0]))
     nothing = _of_nothing(call, bound, part, masks)
-    own = local_variants.of(call.with_tensors(tensors, **arguments_of(call, bound, part)), bound, part.held)
+    own = local_variants.of(call.with_tensors(tensors, **arguments_of(call, bound, part)), bound, part.indices)
     results = _with_gradient(nothing, tensors) if nothing else own.run(in_place=in_place)
     if bound.windows and not nothing:
         results = halo.put_right(call, bound, part, results)
@@ -130,12 +130,12 @@ def _run(
 
 def _local_inputs(part: RankPart, name: str) -> IntSet | None:
     """What is held of a factor, or of the only one of a slot."""
-    return next((held for factor, held in part.held.items() if factor in (name, f"{name}0")), None)
+    return next((held for factor, held in part.indices.items() if factor in (name, f"{name}0")), None)
 
 
 def _of_nothing(call: OpCall, bound: BoundOp, part: RankPart, masks: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """What operators refuse to do with nothing: its results are empty, nothing to add, or less than anything."""
-    empty = [f for f, held in part.held.items() if not held]
+    empty = [f for f, held in part.indices.items() if not held]
     after = [{bound.after(f, i) for f in empty} for i in range(len(bound.outputs))]
     refuses = masks or bound.rule.note("filled") is not None or any(some & {"max", "min"} for some in after)
     once = [int(i) for i in bound.rule.note("once") or () if call.tensors[int(i)] is not None]
@@ -149,7 +149,7 @@ def _of_nothing(call: OpCall, bound: BoundOp, part: RankPart, masks: Sequence[Te
         None  # as gradients are that nobody asked for
         if whole is None
         else torch.full(
-            [_size(f, bound, part) if part.held.keys() & {*f} else n for f, n in zip(dims, whole.shape, strict=True)],
+            [_size(f, bound, part) if part.indices.keys() & {*f} else n for f, n in zip(dims, whole.shape, strict=True)],
             halo.least(whole.dtype) if "max" in some else halo.most(whole.dtype) if "min" in some else 0,
             dtype=whole.dtype,
         )
@@ -170,7 +170,7 @@ def _with_gradient(results: tuple[Any, ...], tensors: Sequence[Tensor | None]) -
 def _size(factors: Sequence[str], bound: BoundOp, part: RankPart) -> int:
     n = 1
     for f in factors:
-        n *= size(part.held[f]) if f in part.held else bound.sizes[f]
+        n *= size(part.indices[f]) if f in part.indices else bound.sizes[f]
     return n
 
 
@@ -183,7 +183,7 @@ def _once(tensor: Tensor | None, bound: BoundOp, i: int, part: RankPart) -> Tens
 
 def _adds(bound: BoundOp, i: int, part: RankPart) -> bool:
     """Whether it is this rank that adds an input to a pending sum."""
-    added = [f for f in part.held if not any(f in dim for dim in bound.inputs[i] or ()) and bound.after(f, 0) == "sum"]
+    added = [f for f in part.indices if not any(f in dim for dim in bound.inputs[i] or ()) and bound.after(f, 0) == "sum"]
     return all(part.first_along(f) for f in added)
 
 
@@ -224,7 +224,7 @@ def _share(bound: BoundOp, part: RankPart) -> float:
     share = 1.0
     for name, args in bound.rule.notes:
         if name == "scale":
-            for factor, held in part.held.items():
+            for factor, held in part.indices.items():
                 if any(factor == a or factor.rstrip("0123456789") == a for a in args):
                     share *= size(held) / bound.sizes[factor]
     return share
@@ -233,19 +233,19 @@ def _share(bound: BoundOp, part: RankPart) -> float:
 def arguments_of(call: OpCall, bound: BoundOp, part: RankPart) -> dict[str, Any]:
     """The arguments that are sizes, as this rank has them."""
     found = halo.arguments(call, bound, part) if bound.windows else dict[str, Any]()
-    for factor, held in part.held.items():
+    for factor, held in part.indices.items():
         if factor in call.arguments:
             found[factor] = size(held)
     for name, args in bound.rule.notes:
         if name == "offset" and not args[0].isdigit() and (held := _local_inputs(part, args[1])) is not None:
             found[args[0]] = _own_index(call.arguments[args[0]], held)
-        if name == "product" and any(f in part.held for f in args[1:]):
+        if name == "product" and any(f in part.indices for f in args[1:]):
             found[args[0]] = _size(args[1:], bound, part)
         if name == "size":
             own = [int(n) for n in args[1:]] or list(cast("Sequence[int]", call.arguments[args[0]]))
             shift = len(bound.outputs[0]) - len(own)
             for i, factors in enumerate(bound.outputs[0][shift:]):
-                if any(f in part.held for f in factors):
+                if any(f in part.indices for f in factors):
                     own[i] = _size(factors, bound, part)
             found[args[0]] = own
     return found
@@ -265,12 +265,12 @@ Run = Callable[[RankPart, Sequence[Tensor | None]], tuple[Any, ...]]
 
 def each(bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], run: Run) -> tuple[Any, ...]:
     """The results of a part; `local`: its tensors, of what windows read all that it needs."""
-    factor = next((f for f, held in part.held.items() if f in bound.linked and len(held) > 1), None)
+    factor = next((f for f, held in part.indices.items() if f in bound.linked and len(held) > 1), None)
     if factor is None:
         return run(part, local)
     found: list[tuple[Any, ...]] = []
-    for one in part.held[factor]:
-        own = replace(part, held={**part.held, factor: (one,)})
+    for one in part.indices[factor]:
+        own = replace(part, held={**part.indices, factor: (one,)})
         found.append(each(bound, own, _narrowed(bound, part, local, factor, (one,)), run))
     return tuple(
         _side_by_side(some, dims, factor, bound, part)
@@ -287,7 +287,7 @@ def _narrowed(
     for i, (tensor, dims) in enumerate(zip(local, bound.inputs, strict=True)):
         if tensor is None or dims is None or (factor,) not in dims:
             continue
-        at = rank(part.held[factor], one) if window is None else rank(needed(bound, part, factor), window.reads(one))
+        at = rank(part.indices[factor], one) if window is None else rank(needed(bound, part, factor), window.reads(one))
         start, stop = at[0] if at else (0, 0)
         found[i] = tensor.narrow(dims.index((factor,)), start, stop - start)
     return found
@@ -297,6 +297,6 @@ def _side_by_side(some: Sequence[Any], dims: Dims, factor: str, bound: BoundOp, 
     """One result of all stretches; in a dim that is a product the factor is put together by itself."""
     at = next(i for i, factors in enumerate(dims) if factor in factors)
     inside = dims[at].index(factor)
-    before = math.prod(size(part.held[f]) if f in part.held else bound.sizes[f] for f in dims[at][:inside])
+    before = math.prod(size(part.indices[f]) if f in part.indices else bound.sizes[f] for f in dims[at][:inside])
     opened = [one.unflatten(at, (before, one.shape[at] // max(1, before))) for one in some]
     return torch.cat(opened, at + 1).flatten(at, at + 1)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.intervals import IntSet
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 
 ROUNDS = 10
 _AT_ONCE = 1 << 18
@@ -310,7 +310,7 @@ def places(layout: Layout, mesh: Mesh, rank: int, device: torch.device | None = 
     """
     shape = [*layout.shape]
     if not layout.flat:
-        return numbered([held(dim, mesh, mesh.coords(rank)) for dim in layout.dims], shape, device)
+        return numbered([indices_of_rank(dim, mesh, mesh.coords(rank)) for dim in layout.dims], shape, device)
     boxes = [numbered([*box], shape, device).flatten() for box in region(layout, mesh, rank).boxes]
     return torch.cat(boxes).sort().values if boxes else torch.zeros(0, dtype=torch.int64, device=device)
 

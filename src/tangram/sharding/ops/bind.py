@@ -47,7 +47,7 @@ class BoundOp:
     """None: that tensor is absent."""
     outputs: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    whole: frozenset[str]
+    uncut: frozenset[str]
     """Factors that may not be cut."""
     pending: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Of a factor that an output lacks: for each output what is pending when it is cut, or nothing."""
@@ -69,7 +69,7 @@ class BoundOp:
     def cuttable(self) -> list[str]:
         """The factors that can be cut, in the order in which they come in the tensors."""
         found = dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims or () for f in dim)
-        return [f for f in found if f not in self.whole and self.sizes[f] > 1]
+        return [f for f in found if f not in self.uncut and self.sizes[f] > 1]
 
     def after(self, factor: str, output: int) -> str:
         """What becomes of an output when a factor is cut: `cut`, or what is pending then."""
@@ -82,11 +82,11 @@ class BoundOp:
 class _Sizes:
     """Sizes of factors as they are found; those that disagree."""
 
-    found: dict[str, int] = field(default_factory=dict[str, int])
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
     unlike: set[str] = field(default_factory=set[str])
 
     def see(self, factor: str, size: int) -> None:
-        if self.found.setdefault(factor, size) != size:
+        if self.sizes.setdefault(factor, size) != size:
             self.unlike.add(factor)
 
 
@@ -146,7 +146,7 @@ def _of_plain(
                 for (factors, _, _, _), n in zip(dims, shape, strict=True):
                     if factors and (n != 1 or factors[0] not in largest):
                         largest[factors[0]] = n
-    found, unlike = sizes.found, sizes.unlike
+    found, unlike = sizes.sizes, sizes.unlike
     inputs: list[Dims | None] = []
     for dims, shape in zip(pattern.inputs, shapes, strict=True):
         if dims is None or shape is None:
@@ -175,13 +175,13 @@ def _bound(
     alone: Collection[str],
 ) -> BoundOp:
     """What can be cut, with the sizes that were found."""
-    outputs, found = pattern.outputs, sizes.found
+    outputs, found = pattern.outputs, sizes.sizes
     if not found.keys() >= pattern.made:
         lost = sorted(f for f in pattern.made - found.keys() if f[0] not in "{.")
         if lost:
             raise MisfitError(f"the rule of {call.name} has {lost[0]} in a result and in no tensor given: {call}")
         outputs = tuple(tuple(tuple(f for f in factors if f in found) for factors in dims) for dims in outputs)
-    whole = pattern.whole | sizes.unlike if sizes.unlike else pattern.whole
+    whole = pattern.uncut | sizes.unlike if sizes.unlike else pattern.uncut
     pending = pattern.pending
     if outputs is not pattern.outputs or pending.keys() != found.keys():
         pending = {f: pending[f] for f in found}
@@ -193,7 +193,7 @@ def _bound(
 
 def _alone(call: OpCall, pattern: _Pattern, windows: Mapping[str, SlidingWindow]) -> set[str]:
     """Factors whose parts need each other, and cannot have it."""
-    found = {f for f, window in windows.items() if not window.n or window.whole}
+    found = {f for f, window in windows.items() if not window.n or window.uncut}
     if any(t is not None and t.is_complex() for t in call.tensors):  # how often a logarithm turns depends on the order
         found |= {f for f, op in pattern.scans.items() if op == "logsumexp"}
     return found
@@ -209,7 +209,7 @@ class _Pattern:
     """The factors of the outputs."""
     counted: tuple[str, ...]
     """Arguments that factors are called as."""
-    whole: frozenset[str]
+    uncut: frozenset[str]
     unsaid: frozenset[str]
     """Factors that are whole because no output says anything of them."""
     pending: Mapping[str, tuple[str, ...]]
@@ -252,7 +252,7 @@ def _new_pattern(rule: Rule, call: OpCall) -> _Pattern:
         for spot in dims or ():
             for f in spot.factors:
                 every[f] = None
-                if spot.whole:
+                if spot.uncut:
                     whole.add(f)
     made = tuple([tuple([spot.factors for spot in dims]) for dims in outputs])
     counted = () if _named(rule).isdisjoint(call.arguments) else tuple([a for a in call.arguments if a in _named(rule)])
@@ -298,13 +298,13 @@ def _seen(spot: DimPosition, n: int, largest: Mapping[str, int], sizes: _Sizes) 
     for factor in spot.factors:  # as other tensors have it by itself
         if factor in largest:
             sizes.see(factor, largest[factor])
-    unknown = [f for f in spot.factors if f not in sizes.found]
-    known = math.prod(sizes.found[f] for f in spot.factors if f in sizes.found)
+    unknown = [f for f in spot.factors if f not in sizes.sizes]
+    known = math.prod(sizes.sizes[f] for f in spot.factors if f in sizes.sizes)
     if len(unknown) > 1 or not known or n % known:
         return ()
     for factor in unknown:
         sizes.see(factor, n // known)
-    if math.prod(sizes.found[f] for f in spot.factors) != n:
+    if math.prod(sizes.sizes[f] for f in spot.factors) != n:
         sizes.unlike.update(spot.factors)
     return spot.factors
 

@@ -34,7 +34,7 @@ class DimPosition(NamedTuple):
     """What one dim is made of."""
 
     factors: tuple[str, ...]
-    whole: bool = False
+    uncut: bool = False
     dim: Dim | None = None
     beyond: bool = False
 
@@ -98,7 +98,7 @@ class Spots:
         rest = self.rest if ndim is None else self._count_rest(operand, ndim)
         for piece in operand.pieces:
             if piece.rest:
-                found += _rests(rest, piece.whole, piece.beyond)
+                found += _rests(rest, piece.uncut, piece.beyond)
             else:
                 found.append(_spot(piece))
         if ndim is None or len(found) == ndim:
@@ -114,7 +114,7 @@ class Spots:
         others = iter([DimPosition((f".{i}",)) for i in range(self._others)])
         placed: dict[int, DimPosition] = {}
         for slot in operand.slots:
-            whole = next(p.whole for p in operand.pieces if p.what == slot)
+            whole = next(p.uncut for p in operand.pieces if p.what == slot)
             for factor, at in zip(self.factors_of(slot.argument), self._at[slot.argument], strict=True):
                 if not slot.keep:
                     placed[at] = DimPosition((factor,), whole)
@@ -129,7 +129,7 @@ class Spots:
         if not operand.slots and not rests:
             return [_spot(piece) for piece in named]
         body: list[DimPosition] = []
-        whole = any(piece.rest and piece.whole for piece in operand.pieces)
+        whole = any(piece.rest and piece.uncut for piece in operand.pieces)
         for at in range(self._ndim):
             if at in placed:
                 body.append(placed[at])
@@ -164,7 +164,7 @@ def _read_spot(piece: Piece) -> DimPosition:
     if len(dim.terms) > 1:
         raise RuleError(f"a rule multiplies factors and adds none: {dim}")
     names = tuple(leaf.name for leaf in dim.leaves if leaf.name and leaf.name != VOID)
-    return DimPosition(names, piece.whole, dim if dim.terms else None, piece.beyond)
+    return DimPosition(names, piece.uncut, dim if dim.terms else None, piece.beyond)
 
 
 def operands(patterns: Sequence[Operand], count: int) -> list[Operand]:
@@ -198,7 +198,7 @@ def beyond(
     for i, dims in enumerate(inputs):
         own: list[DimPosition] = []
         for d, spot in enumerate(dims or ()):
-            for f in names.intersection(spot.factors if spot.whole else ()):
+            for f in names.intersection(spot.factors if spot.uncut else ()):
                 extents[f][i] = d
                 spot = spot._replace(factors=())
             own.append(spot)

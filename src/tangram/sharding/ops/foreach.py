@@ -28,7 +28,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """Of lists' operators that are called otherwise than their elements': by a number, the larger of two is a clamp."""
 
 
-class _Given(NamedTuple):
+class _ElementArgument(NamedTuple):
     """Where an argument of an element comes from."""
 
     name: str
@@ -41,7 +41,7 @@ class ForeachBase(NamedTuple):
     """The operator that each element gets, and its arguments."""
 
     operator: OpOverload
-    given: tuple[_Given, ...]
+    arguments: tuple[_ElementArgument, ...]
 
 
 def is_list(operator: OpOverload) -> bool:
@@ -61,24 +61,24 @@ def base_of(operator: OpOverload) -> ForeachBase | None:
         found: Any = getattr(torch.ops.aten, name + inplace, None)
         for overload in found.overloads() if found is not None else ():
             one = cast(OpOverload, getattr(found, overload))
-            given = _given(schema_of(operator).arguments, schema_of(one).arguments)
+            given = _element_arguments(schema_of(operator).arguments, schema_of(one).arguments)
             if given is not None and [str(r.type) for r in schema_of(one).returns] == ["Tensor"]:
                 return ForeachBase(one, given)
     return None
 
 
-def _given(lists: Sequence[Any], own: Sequence[Any]) -> tuple[_Given, ...] | None:
+def _element_arguments(lists: Sequence[Any], own: Sequence[Any]) -> tuple[_ElementArgument, ...] | None:
     """The arguments of an element in the lists' order, those between them by default; None where they do not fit."""
     if any(a.is_out for a in lists) != any(a.is_out for a in own):
         return None
-    pairs: list[_Given] = []
+    pairs: list[_ElementArgument] = []
     rest = iter(own)
     for argument in lists:
         kinds = _kinds(argument)
         for other in rest:
             how = kinds.get(_plain(other))
             if how is not None and argument.is_out == other.is_out:
-                pairs.append(_Given(other.name, argument.name, how))
+                pairs.append(_ElementArgument(other.name, argument.name, how))
                 break
             if not other.has_default_value():
                 return None
@@ -108,17 +108,17 @@ def calls(call: OpCall) -> tuple[OpCall, ...] | None:
     base = base_of(call.operator)
     if base is None:
         return None
-    lengths = {one.source: len(call.arguments[one.source]) for one in base.given if one.how == "each"}
+    lengths = {one.source: len(call.arguments[one.source]) for one in base.arguments if one.how == "each"}
     if len({*lengths.values()}) > 1:
         raise UserError(f"{call.name} is given lists of different lengths: {lengths}")
     defaults = {a.name: a.default_value if a.has_default_value() else None for a in schema_of(base.operator).arguments}
     return tuple(
-        OpCall(base.operator, {**defaults, **{one.name: _entry(call, one, i) for one in base.given}})
+        OpCall(base.operator, {**defaults, **{one.name: _entry(call, one, i) for one in base.arguments}})
         for i in range(next(iter(lengths.values())))
     )
 
 
-def _entry(call: OpCall, one: _Given, i: int) -> Any:
+def _entry(call: OpCall, one: _ElementArgument, i: int) -> Any:
     value = call.arguments[one.source]
     if one.how == "number":
         return 1 if cast(Tensor, value).is_meta else value[i].item()
@@ -135,7 +135,7 @@ def places(call: OpCall) -> tuple[tuple[int, ...], ...]:
     if found is None or base is None:
         raise UserError(f"{call.name} is no operator over lists, or its elements have none")
     at = {place: k for k, place in enumerate(call.places)}
-    source = {one.name: one for one in base.given}
+    source = {one.name: one for one in base.arguments}
     rows: list[tuple[int, ...]] = []
     for i, one in enumerate(found):
         made = [source[name] for name, _ in one.places]

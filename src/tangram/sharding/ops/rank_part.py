@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.intervals import IntSet, elements
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.layout.syntax import Cut, Dim
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of
@@ -51,7 +51,7 @@ class RankPart:
 
     mesh: Mesh
     rank: int
-    held: Mapping[str, IntSet]
+    indices: Mapping[str, IntSet]
     cuts: Mapping[str, Tree]
     """Of what is read by windows, those of the input."""
 
@@ -75,7 +75,7 @@ def piece(tensor: Tensor, dims: Dims, part: RankPart, bound: BoundOp) -> Tensor:
     cuts = {f: tree for f, tree in part.cuts.items() if isinstance(tree, tuple)}
     assert len(cuts) == len(part.cuts)
     for dim, factors in enumerate(dims):
-        cut = [f for f in factors if f in part.held]
+        cut = [f for f in factors if f in part.indices]
         if cut:
             n = tensor.shape[dim]
             found = region(layout_of((factors,), (n,), bound, cuts), part.mesh, part.rank)
@@ -94,9 +94,9 @@ def peers(parts: Sequence[RankPart], factor: str) -> list[list[int]]:
         axes = axes_of(part.cuts[factor])
         key = tuple((axis, at) for axis, at in part.mesh.coords(part.rank).items() if axis not in axes)
         groups.setdefault(key, []).append(i)
-    return [sorted(some, key=lambda i: parts[i].held[factor]) for some in groups.values()]
+    return [sorted(some, key=lambda i: parts[i].indices[factor]) for some in groups.values()]
 
 
 def stands(part: RankPart, factor: str, n: int) -> IntSet:
     """What a rank holds of a dim of `n` elements that is cut as a factor is."""
-    return held(dim_of(part.cuts[factor], n), part.mesh, part.mesh.coords(part.rank))
+    return indices_of_rank(dim_of(part.cuts[factor], n), part.mesh, part.mesh.coords(part.rank))

@@ -106,7 +106,7 @@ def _read_dim(
     if twice or any(map(_has_map, dim.cuts)):
         for axis in dim.axes:
             mesh.axis(axis)
-        locate.held(dim, mesh, dict.fromkeys(dim.axes, 0))  # raises where a map does not fit what it cuts
+        locate.indices_of_rank(dim, mesh, dict.fromkeys(dim.axes, 0))  # raises where a map does not fit what it cuts
     for f, tree in _parts(tree_of(dim, mesh, ones), dim, factors, bound, mesh):
         if f:
             held.trees[f] = tree

@@ -44,7 +44,7 @@ class SlidingWindow:
     """Elements of padding behind; of `spread`, less what the result is longer by."""
     spread: bool = False
     ceil: bool = False
-    whole: bool = False
+    uncut: bool = False
     """What reads what is not said by these numbers."""
 
     @property

@@ -23,7 +23,7 @@ from tangram.sharding.local_ops.local_call import RankPart, layout_of, part_of, 
 from tangram.sharding.ops.bind import Dims
 from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.rule_table import RuleTable
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, run_whole
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, run_reference
 from tangram.sharding.proof.prove import ProofTrial, table_with, trials
 from tangram.sharding.proof.samples import samples
 
@@ -96,7 +96,7 @@ def script(trial: ProofTrial, imports: Sequence[str] = ()) -> str:
     where, what = trial.failure.where, trial.failure.what
     place = int(where.rpartition(" ")[2]) if where[-1].isdigit() else 0
     gradient, bound = where.startswith("gradient"), trial.bound
-    expected = run_whole(trial.call)
+    expected = run_reference(trial.call)
     cotangents = expected.cotangents if gradient else None
     parts = [part_of(bound, trial.cuts, trial.mesh, rank) for rank in range(trial.mesh.size)]
     lines = [
@@ -182,7 +182,7 @@ def _groups(
     for some in groups.values():
         places: dict[int, list[int]] = {}
         for dim, factors in enumerate(dims):
-            if any(f in some[0].held for f in factors):
+            if any(f in some[0].indices for f in factors):
                 box = region(layout_of((factors,), (want.shape[dim],), bound, trial.cuts), trial.mesh, some[0].rank)
                 places[dim] = elements(box.boxes[0][0]) if box else []
         ranks = [part.rank for part in some]
@@ -221,14 +221,14 @@ def _of_rank(trial: ProofTrial, part: RankPart, gradient: int | None, cotangents
             results = run(call, bound, part, local)
     except EXPECTED_ERRORS:
         return _run(call.with_tensors(local), None, None)
-    if last.call is None or all(not size(held) for held in part.held.values()):  # of nothing, it is not run
+    if last.call is None or all(not size(held) for held in part.indices.values()):  # of nothing, it is not run
         own = local if gradient is not None else [*results]
         shown = own[gradient or 0] if gradient is not None else None
         return f"[{_text(torch.zeros_like(shown))}]" if shown is not None else f"[{', '.join(map(_text, own))}]"
     more = ""
     share = 1.0
     for name, args in bound.rule.notes if last.results else ():
-        for f, held in part.held.items() if name == "scale" else ():
+        for f, held in part.indices.items() if name == "scale" else ():
             if f in args or f.rstrip("0123456789") in args:
                 share *= size(held) / bound.sizes[f]
     if share != 1:

@@ -157,7 +157,7 @@ class _Ranks:
         if is_routed(source) or is_routed(target):
             parts = self.routes.brought(value.parts, source, target)
             return of_parts(self.graph.values[v].shape, parts, layout, self.world)
-        return value if value.lies == layout else cut(together(value), layout, self.world)
+        return value if value.own_layout == layout else cut(together(value), layout, self.world)
 
     def _used(self, v: int) -> Mapping[str, State]:
         return used(self.found, self.found.folded.classes[v])

@@ -47,18 +47,18 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class WholeRun:
+class ReferenceRun:
     """What an operator gives in one process."""
 
     results: tuple[Any, ...]
     cotangents: tuple[Tensor | None, ...]
     gradients: tuple[Tensor | None, ...]
     """Of the inputs, by place; None where there is none."""
-    wanted: frozenset[int]
+    differentiated: frozenset[int]
     """The places whose gradients are taken."""
 
 
-def run_whole(call: OpCall, seed: int = 0) -> WholeRun:
+def run_reference(call: OpCall, seed: int = 0) -> ReferenceRun:
     """Run a call whole, and backward with random cotangents where it has gradients.
 
     Raises what the operator raises; torch refuses some derivatives, so fewer inputs are tried then.
@@ -66,19 +66,19 @@ def run_whole(call: OpCall, seed: int = 0) -> WholeRun:
     places = [i for i, t in enumerate(call.tensors) if t is not None and (t.is_floating_point() or t.is_complex())]
     for wanted in (places, places[:-1], places[:1]):  # a mask, say, comes last
         try:
-            return _whole(call, seed, frozenset(wanted))
+            return _reference(call, seed, frozenset(wanted))
         except (NotImplementedError, RuntimeError):
             continue
-    return _whole(call, seed, frozenset())
+    return _reference(call, seed, frozenset())
 
 
-def _whole(call: OpCall, seed: int, target: frozenset[int]) -> WholeRun:
+def _reference(call: OpCall, seed: int, target: frozenset[int]) -> ReferenceRun:
     leaves = _leaves(call.tensors, target)
     results = call.with_tensors(leaves).run()
     torch.manual_seed(seed)
     cotangents = tuple(torch.randn_like(r) if isinstance(r, Tensor) and r.requires_grad else None for r in results)
     gradients = _gradients(leaves, results, cotangents)
-    return WholeRun(tuple(_plain(r) for r in results), cotangents, gradients, target)
+    return ReferenceRun(tuple(_plain(r) for r in results), cotangents, gradients, target)
 
 
 def _plain(result: Any) -> Any:
@@ -105,7 +105,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: WholeRun) -> Failure | None:
+def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: ReferenceRun) -> Failure | None:
     """Compare a cut call with the whole one. None: they agree."""
     shown = ", ".join(f"{factor}/{'/'.join(map(str, some))}" for factor, some in cuts.items())
     shown = f"{shown} over {mesh}"
@@ -122,7 +122,7 @@ def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: WholeR
     leaves: list[list[Tensor | None]] = []
     for part in parts:
         cut = [t if t is None or d is None else piece(t, d, part, bound) for t, d in pairs]
-        leaves.append(_leaves(cut, expected.wanted))
+        leaves.append(_leaves(cut, expected.differentiated))
     linked = not bound.linked.isdisjoint(cuts)
     given = halo.exchanged(bound, parts, leaves) if linked else leaves
     found: list[tuple[Any, ...]] = []
@@ -158,7 +158,7 @@ class _Tried:
     mesh: Mesh
     parts: Sequence[RankPart]
 
-    def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: WholeRun) -> tuple[str, str] | None:
+    def gradients(self, found: Sequence[Sequence[Tensor | None]], expected: ReferenceRun) -> tuple[str, str] | None:
         """Where the ranks' gradients together are not those of the whole call, and how."""
         for i, (want, dims) in enumerate(zip(expected.gradients, self.bound.inputs, strict=True)):
             if want is None or dims is None:
@@ -217,7 +217,7 @@ def _pending(bound: BoundOp, cuts: Cuts, output: int) -> dict[str, str]:
 
 
 def _local_gradients(
-    local: Sequence[Tensor | None], results: Sequence[Any], expected: WholeRun, bound: BoundOp, part: RankPart
+    local: Sequence[Tensor | None], results: Sequence[Any], expected: ReferenceRun, bound: BoundOp, part: RankPart
 ) -> tuple[Tensor | None, ...]:
     return _gradients(local, results, _cotangents(results, expected, bound, part))
 
@@ -225,7 +225,7 @@ def _local_gradients(
 def _joint_gradients(
     leaves: Sequence[Sequence[Tensor | None]],
     results: Sequence[Sequence[Any]],
-    expected: WholeRun,
+    expected: ReferenceRun,
     bound: BoundOp,
     parts: Sequence[RankPart],
 ) -> list[tuple[Tensor | None, ...]]:
@@ -237,7 +237,7 @@ def _joint_gradients(
     return [found[i : i + n] for i in range(0, len(found), n)]
 
 
-def _cotangents(results: Sequence[Any], expected: WholeRun, bound: BoundOp, part: RankPart) -> list[Tensor | None]:
+def _cotangents(results: Sequence[Any], expected: ReferenceRun, bound: BoundOp, part: RankPart) -> list[Tensor | None]:
     return [
         None if c is None or not (isinstance(r, Tensor) and r.requires_grad) else piece(c, dims, part, bound)
         for c, dims, r in zip(expected.cotangents, bound.outputs, results, strict=True)

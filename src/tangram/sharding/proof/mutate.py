@@ -78,11 +78,11 @@ def mutations(rule: Rule) -> Iterator[tuple[str, Rule]]:
 
 def _freed(rule: Rule) -> Iterator[tuple[str, Rule]]:
     """What is whole, by its sign, everywhere at once: it may be cut then."""
-    marked = {str(p.what): p for o in (*rule.inputs, *rule.outputs) for p in o.pieces if p.whole and not p.rest}
+    marked = {str(p.what): p for o in (*rule.inputs, *rule.outputs) for p in o.pieces if p.uncut and not p.rest}
     for text in marked:
 
         def free(operand: Operand, text: str = text, output: bool = False) -> Operand:
-            pieces = tuple(replace(p, whole=p.whole and str(p.what) != text) for p in operand.pieces)
+            pieces = tuple(replace(p, whole=p.uncut and str(p.what) != text) for p in operand.pieces)
             lost = output and not any(str(p.what) == text for p in pieces)  # then it waits as a sum
             return replace(operand, pieces=pieces, pending=(*operand.pending, *[("sum", text)] * lost))
 

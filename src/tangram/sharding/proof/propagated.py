@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh, region, validate
 from tangram.layout.intervals import IntSet, elements
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.sharding.local_ops.local_call import RankPart, run_all
 from tangram.sharding.ops.cut_trees import dim_of
 from tangram.sharding.ops.same_cut import made_of
@@ -76,7 +76,7 @@ def part_of(found: Propagation, rank: int) -> RankPart:
     """Where a rank stands: what it holds of each factor that the propagation cuts."""
     mesh, sizes = found.mesh, found.bound.sizes
     at = mesh.coords(rank)
-    sets = {f: held(dim_of(made_of(found.bound, f, tree), sizes[f]), mesh, at) for f, tree in found.trees.items()}
+    sets = {f: indices_of_rank(dim_of(made_of(found.bound, f, tree), sizes[f]), mesh, at) for f, tree in found.trees.items()}
     return RankPart(mesh, rank, sets, found.trees)
 
 
@@ -98,7 +98,7 @@ class _Source:
         own = self.mesh.coords(rank)
         whole = self.shares[tuple(own[a] for a in self.pending)] if self.pending else self.tensor
         found = region(self.layout, self.mesh, rank)
-        sets = found.boxes[0] if found else tuple(held(dim, self.mesh, own) for dim in self.layout.dims)
+        sets = found.boxes[0] if found else tuple(indices_of_rank(dim, self.mesh, own) for dim in self.layout.dims)
         return _at(whole, sets)
 
 
@@ -130,7 +130,7 @@ def _compared(found: dict[int, Any], want: Tensor, layout: Layout, mesh: Mesh) -
         groups.setdefault(own, []).append(rank)
     for ranks in groups.values():
         here = region(layout, mesh, ranks[0])
-        sets = here.boxes[0] if here else tuple(held(d, mesh, mesh.coords(ranks[0])) for d in layout.dims)
+        sets = here.boxes[0] if here else tuple(indices_of_rank(d, mesh, mesh.coords(ranks[0])) for d in layout.dims)
         expected = _at(want, sets)
         values = [found[rank] for rank in ranks]
         for rank, value in zip(ranks, values, strict=True):

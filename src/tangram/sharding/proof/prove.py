@@ -38,7 +38,7 @@ from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import is_decomposed
 from tangram.sharding.ops.rule_table import POINTWISE, RuleTable, builtin, read_lines
 from tangram.sharding.proof import lists, mapped, routes, shapes
-from tangram.sharding.proof.execute import Failure, ProofVerdict, WholeRun, check, differs, run_whole, ways
+from tangram.sharding.proof.execute import Failure, ProofVerdict, ReferenceRun, check, differs, run_reference, ways
 from tangram.sharding.proof.samples import samples
 from tangram.sharding.propagation.axis_choices import waiting
 
@@ -123,20 +123,20 @@ def trials(table: RuleTable, calls: Sequence[OpCall]) -> Iterator[ProofTrial]:
                 )
 
 
-def _compared(call: OpCall, bound: BoundOp, cuts: Cuts, expected: WholeRun) -> tuple[str, ...]:
+def _compared(call: OpCall, bound: BoundOp, cuts: Cuts, expected: ReferenceRun) -> tuple[str, ...]:
     """The arguments whose gradients `check` compares: none where a maximum or minimum is pending."""
     if any(bound.after(f, i) in ("max", "min") for f in cuts for i in range(len(bound.outputs))):
         return ()
     return tuple(name for (name, _), g in zip(call.places, expected.gradients, strict=True) if g is not None)
 
 
-def _refused(call: OpCall, expected: WholeRun) -> tuple[str, ...]:
+def _refused(call: OpCall, expected: ReferenceRun) -> tuple[str, ...]:
     """The arguments of numbers whose gradients are not even asked for."""
     pairs = enumerate(zip(call.places, call.tensors, strict=True))
     return tuple(
         name
         for i, ((name, _), t) in pairs
-        if t is not None and (t.is_floating_point() or t.is_complex()) and i not in expected.wanted
+        if t is not None and (t.is_floating_point() or t.is_complex()) and i not in expected.differentiated
     )
 
 
@@ -196,7 +196,7 @@ def _variants(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
 
 def _expected(call: OpCall) -> Any:
     try:
-        return run_whole(call)
+        return run_reference(call)
     except Exception:  # noqa: BLE001  of this type, say, the operator has no kernel
         return None
 
@@ -316,7 +316,7 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
 # unread(0)              whatever the values of an input, the result is the same: a pending sum is left as it is
 
 
-def check_pending(call: OpCall, bound: BoundOp, expected: WholeRun) -> Iterator[Failure | None]:
+def check_pending(call: OpCall, bound: BoundOp, expected: ReferenceRun) -> Iterator[Failure | None]:
     """Every set of inputs as a sum of two: the results must add up to the whole one."""
     yield from _check_unread(call, bound, expected)
     for places in waiting(bound, call):
@@ -343,7 +343,7 @@ def check_pending(call: OpCall, bound: BoundOp, expected: WholeRun) -> Iterator[
         yield failure
 
 
-def _check_unread(call: OpCall, bound: BoundOp, expected: WholeRun) -> Iterator[Failure | None]:
+def _check_unread(call: OpCall, bound: BoundOp, expected: ReferenceRun) -> Iterator[Failure | None]:
     """Inputs whose values do not count with other values: the results must be the same."""
     unread = [int(a) for a in bound.rule.note("unread") or ()]
     if not unread or bound.rule.note("undefined") is not None:

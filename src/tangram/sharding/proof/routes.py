@@ -27,7 +27,7 @@ from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import decomposition
 from tangram.sharding.ops.rule_table import RuleTable, builtin
-from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, ProofVerdict, WholeRun, differs, run_whole
+from tangram.sharding.proof.execute import EXPECTED_ERRORS, Failure, ProofVerdict, ReferenceRun, differs, run_reference
 from tangram.sharding.proof.samples import samples
 from tangram.sharding.proof.simulate import SimTensor, SimWorld, carried_out, cut, together
 
@@ -136,12 +136,12 @@ def _large(tensor: Tensor | None) -> Tensor | None:
     return tensor * LARGE if tensor is not None and tensor.is_floating_point() else tensor
 
 
-def _expected(call: OpCall) -> WholeRun | None:
+def _expected(call: OpCall) -> ReferenceRun | None:
     if call.name in BY_HAND:
         made, n = BY_HAND[call.name](call), len(call.tensors)
-        return WholeRun(made, (None,) * len(made), (None,) * n, frozenset())
+        return ReferenceRun(made, (None,) * len(made), (None,) * n, frozenset())
     try:
-        found = run_whole(call)
+        found = run_reference(call)
         return replace(found, gradients=(None,) * len(found.gradients)) if call.name in VALUES else found
     except EXPECTED_ERRORS:  # of this type, say, the operator has no kernel
         return None
@@ -181,14 +181,14 @@ def _layout(shape: Sequence[int], cuts: dict[int, tuple[str, ...]]) -> Layout:
 
 
 def check(
-    call: OpCall, layouts: Sequence[Layout | None], mesh: Mesh, expected: WholeRun, table: RuleTable | None = None
+    call: OpCall, layouts: Sequence[Layout | None], mesh: Mesh, expected: ReferenceRun, table: RuleTable | None = None
 ) -> Failure | None:
     """Compare a call that goes by its decomposition with the whole one. None: they agree."""
     shown = f"inputs {', '.join(map(str, layouts))} over {mesh}"
     world = SimWorld(mesh, table or builtin(), forced=True)
     tensors = zip(call.tensors, layouts, strict=True)
     leaves = [
-        None if t is None else t.detach().clone().requires_grad_(i in expected.wanted)
+        None if t is None else t.detach().clone().requires_grad_(i in expected.differentiated)
         for i, (t, _) in enumerate(tensors)
     ]
     given = [
@@ -206,7 +206,7 @@ def check(
     for i, (found, want) in enumerate(zip(results, expected.results, strict=True)):
         if isinstance(want, Tensor) and (wrong := _unlike(found, want)):
             return Failure(str(call), shown, f"output {i}", wrong)
-        if isinstance(found, Tensor) and found.requires_grad and expected.wanted and expected.cotangents[i] is None:
+        if isinstance(found, Tensor) and found.requires_grad and expected.differentiated and expected.cotangents[i] is None:
             return Failure(str(call), shown, f"output {i}", "has a gradient, which torch does not give")
     for i, (before, found, want) in enumerate(zip(call.tensors, given, _written(call), strict=True)):
         if want is None or before is None or torch.equal(before, want):
@@ -229,7 +229,7 @@ def _written(call: OpCall) -> Sequence[Tensor | None]:
 
 
 def _gradients(
-    leaves: Sequence[Tensor | None], results: Sequence[Tensor | None], expected: WholeRun
+    leaves: Sequence[Tensor | None], results: Sequence[Tensor | None], expected: ReferenceRun
 ) -> list[Tensor | None]:
     pairs = [
         (r, c)

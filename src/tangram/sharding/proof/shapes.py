@@ -84,7 +84,7 @@ def check(table: RuleTable, call: OpCall) -> tuple[int, str]:
     for cuts, mesh in ways(bound, (2, 3, 5)):
         for rank in range(mesh.size):
             part = part_of(bound, cuts, mesh, rank)
-            if any(not held for held in part.held.values()):
+            if any(not held for held in part.indices.values()):
                 continue  # of nothing it is not run
             pairs = zip(call.tensors, bound.inputs, strict=True)
             local = [None if t is None or d is None else t.new_empty(_shape(t, d, bound, part)) for t, d in pairs]
@@ -105,6 +105,6 @@ def _shape(tensor: Tensor, dims: Dims, bound: BoundOp, part: RankPart) -> list[i
     """Of a part."""
     found: list[int] = []
     for factors, n in zip(dims, tensor.shape, strict=True):
-        sizes = [sum(b - a for a, b in part.held[f]) if f in part.held else bound.sizes[f] for f in factors]
+        sizes = [sum(b - a for a, b in part.indices[f]) if f in part.indices else bound.sizes[f] for f in factors]
         found.append(math.prod(sizes) if factors else n)
     return found

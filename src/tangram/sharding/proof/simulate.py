@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.layout.intervals import elements
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.local_call import run_all
@@ -54,7 +54,7 @@ class SimWorld:
     """Whether operators go by their decompositions wherever there is one, also where it moves no less."""
     decomposed: int = 0
     """How many calls went by their decompositions."""
-    told: Callable[[Sequence[SimTensor | None], Propagation | None, Sequence[Any]], None] | None = None
+    on_operator: Callable[[Sequence[SimTensor | None], Propagation | None, Sequence[Any]], None] | None = None
     """Hears of each operator that ran: its tensors as it needed them, what it did, its results. Without an operator:
     the second tensor is the first one, moved or written."""
 
@@ -63,11 +63,11 @@ class SimTensor(Tensor):
     """A tensor as its parts on all ranks of a world."""
 
     parts: list[Tensor]
-    lies: Layout
+    own_layout: Layout
     world: SimWorld
 
     def __repr__(self, **_: Any) -> str:
-        return f"SimTensor({list(self.shape)}, {self.lies})"
+        return f"SimTensor({list(self.shape)}, {self.own_layout})"
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  (a plain attribute there)
@@ -116,7 +116,7 @@ def cut(tensor: Tensor, layout: Layout, world: SimWorld) -> SimTensor:
         own = world.mesh.coords(rank)
         part = tensor
         for dim, factor in enumerate(layout.dims):
-            there = held(factor, world.mesh, own)
+            there = indices_of_rank(factor, world.mesh, own)
             if there != ((0, tensor.shape[dim]),):
                 part = part.index_select(dim, torch.tensor(elements(there), dtype=torch.int64))
         lead = all(own[axis] == 0 for op, axis in layout.pending if op == "sum")
@@ -132,7 +132,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def together(tensor: SimTensor) -> Tensor:
     """The whole tensor from its parts, pending reductions done."""
-    mesh, layout, shape = tensor.world.mesh, tensor.lies, tuple(tensor.shape)
+    mesh, layout, shape = tensor.world.mesh, tensor.own_layout, tuple(tensor.shape)
     pending = {axis: op for op, axis in layout.pending}
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(mesh.size):
@@ -180,7 +180,7 @@ def carried_out(call: OpCall, world: SimWorld) -> Any:
         call = replace(call, operator=_WITH_GRADIENTS[call.operator])
     world.calls.append(call.name)
     given = [None if t is None else t if isinstance(t, SimTensor) else _everywhere(t, world) for t in call.tensors]
-    plain = _whole(call, given)
+    plain = _full_call(call, given)
     try:
         way = _way(plain, given, world)
     except UserError:  # what it writes cannot lie as the result would: then it is whole first
@@ -188,12 +188,12 @@ def carried_out(call: OpCall, world: SimWorld) -> Any:
             if t is not None and name in _written(call):
                 whole = _everywhere(together(t), world)
                 world.moved += t.nbytes * (world.mesh.size - 1)
-                t.parts, t.lies = whole.parts, whole.lies
+                t.parts, t.own_layout = whole.parts, whole.own_layout
         way = _way(plain, given, world)
     return _returned(call, _travelled(way, given, world))
 
 
-def _whole(call: OpCall, inputs: Sequence[Any]) -> OpCall:
+def _full_call(call: OpCall, inputs: Sequence[Any]) -> OpCall:
     """A call with the whole tensors that simulated ones are parts of."""
     return call.with_tensors([None if t is None else together(t).detach() for t in inputs])
 
@@ -204,17 +204,17 @@ def _travelled(way: StepRoute, inputs: Sequence[SimTensor | None], world: SimWor
     values: dict[ResultRef, Any] = {ResultRef(-1, i): t for i, t in enumerate(inputs)}
     for number, leg in enumerate(way.legs):
         own = [None if ref is None else values[ref] for ref in leg.sources]
-        if leg.found is None:
+        if leg.propagation is None:
             made = [_everywhere(t, world) for t in leg.call.run()]
         else:
-            call = leg.call if way.direct else _whole(leg.call, own)
-            ready = _moved(leg.found, own, world)
-            made = _on_ranks(call, leg.found, ready, world)
-            if world.told is not None:
+            call = leg.call if way.direct else _full_call(leg.call, own)
+            ready = _moved(leg.propagation, own, world)
+            made = _on_ranks(call, leg.propagation, ready, world)
+            if world.on_operator is not None:
                 for before, after in zip(own, ready, strict=True):
                     if after is not before:
-                        world.told([before], None, [after])
-                world.told(ready, leg.found, made)
+                        world.on_operator([before], None, [after])
+                world.on_operator(ready, leg.propagation, made)
             reduced = leg.reduced
             values.update((ref, t) for ref, t in zip(leg.sources, ready, strict=True) if ref and ref in reduced)
         if way.direct:
@@ -261,10 +261,10 @@ def _returned(call: OpCall, made: list[Any]) -> Any:
             if own.shape != result.shape:  # the wrapper has no memory: the operator changes its shape and nothing else
                 with cast(Any, torch)._C._DisableTorchDispatch():
                     call.run(in_place=True)
-            own.parts, own.lies = result.parts, result.lies
+            own.parts, own.own_layout = result.parts, result.own_layout
             made[i] = own
-            if own.world.told is not None:
-                own.world.told([result], None, [own])
+            if own.world.on_operator is not None:
+                own.world.on_operator([result], None, [own])
     if not returns:
         return None
     if len(returns) == 1:
@@ -278,7 +278,7 @@ def _everywhere(tensor: Tensor, world: SimWorld) -> SimTensor:
 
 
 def _way(call: OpCall, inputs: Sequence[SimTensor | None], world: SimWorld) -> StepRoute:
-    layouts = [None if t is None else t.lies for t in inputs]
+    layouts = [None if t is None else t.own_layout for t in inputs]
     if world.forced:
         way = decomposed(world.table, call, layouts, world.mesh, differentiable=world.differentiable)
         if way is not None:

@@ -297,7 +297,7 @@ class _Work:
 
     def _why(self, factor: str) -> str:
         bound = self.bound
-        if factor in bound.whole:
+        if factor in bound.uncut:
             return "the operator needs it whole"
         if bound.sizes[factor] < 2:
             return f"{bound.sizes[factor]} of it cannot be shared"

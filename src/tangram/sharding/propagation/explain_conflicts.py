@@ -128,7 +128,7 @@ def factor_table(found: Propagation) -> FactorTable:
     rows: list[ConflictRow] = []
     for i, tensor in enumerate(call.tensors):
         if tensor is not None:
-            held = read(i, tensor, found.given[i], bound, found.mesh, ())
+            held = read(i, tensor, found.input_layouts[i], bound, found.mesh, ())
             rows.append(ConflictRow(names[i], str(held.layout), _cells(held, factors), _others(held)))
     for i, layout in enumerate(found.outputs):
         own = {f for dim in bound.outputs[i] for f in dim}

@@ -34,7 +34,7 @@ def needed(bound: BoundOp, part: RankPart, factor: str) -> IntSet:
     Where the stretches' windows overlap, an element is there once.
     """
     window = bound.windows[factor]
-    return union(*(window.reads((one,)) for one in part.held[factor]))
+    return union(*(window.reads((one,)) for one in part.indices[factor]))
 
 
 def exchanged(
@@ -46,7 +46,7 @@ def exchanged(
     """
     found = list(inputs)
     for factor, window in bound.windows.items():
-        if factor not in parts[0].held:
+        if factor not in parts[0].indices:
             continue
         have = [stands(part, factor, window.n) for part in parts]
         before = list(found)
@@ -82,8 +82,8 @@ def _cut(bound: BoundOp, part: RankPart) -> list[tuple[str, SlidingWindow, int, 
     """The windows over cut dims, and from where to where this rank has the result."""
     found: list[tuple[str, SlidingWindow, int, int]] = []
     for factor, window in bound.windows.items():
-        if part.held.get(factor):
-            ((lo, hi),) = part.held[factor]  # `stretches` runs each by itself
+        if part.indices.get(factor):
+            ((lo, hi),) = part.indices[factor]  # `stretches` runs each by itself
             found.append((factor, window, lo, hi))
     return found
 
@@ -128,7 +128,7 @@ def arguments(call: OpCall, bound: BoundOp, part: RankPart) -> dict[str, Any]:
             start, stop = window.run_on(lo, hi)
             made[window.entry] = (stop - start) * window.stride
         return {args[0]: made}
-    for window in (window for factor, window in bound.windows.items() if factor in part.held):
+    for window in (window for factor, window in bound.windows.items() if factor in part.indices):
         if kind == "pad":
             pads = found.setdefault(args[0], [*call.arguments[args[0]]])
             at = 2 * (len(bound.inputs[window.place] or ()) - 1 - window.dim)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tangram.layout import Mesh
 from tangram.layout.intervals import IntSet, intersect, size, subtract, union
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of, only
@@ -45,7 +45,7 @@ class Read(NamedTuple):
     """How many elements of a dim a rank reads, on average."""
 
     needed: float
-    held: float
+    local: float
     """Of those, that it holds itself."""
     missing: Mapping[str, float]
     """By axis: of those that are left, between which of its ranks they pass."""
@@ -61,7 +61,7 @@ def read(window: SlidingWindow, m: int, tree: Tree, mesh: Mesh) -> Read:
     missing = dict.fromkeys(axes, 0)
     for at in itertools.product(*map(range, ranks)):
         there = dict(zip(axes, at, strict=True))
-        wanted = union(*(window.reads((one,)) for one in held(dim_of(made, m), mesh, there)))
+        wanted = union(*(window.reads((one,)) for one in indices_of_rank(dim_of(made, m), mesh, there)))
         needed += size(wanted)
         own = _stages(window.n, tree, mesh, there)
         held_ += size(intersect(wanted, own[-1]))
@@ -88,7 +88,7 @@ def totals_heard(n: int, tree: Tree, mesh: Mesh) -> Mapping[str, float]:
 def _stages(n: int, tree: Tree, mesh: Mesh, at: dict[str, int]) -> list[IntSet]:
     """What a rank holds before the first cut and after that of each axis."""
     axes = axes_of(tree)
-    return [held(dim_of(only(tree, axes[:i]), n), mesh, at) for i in range(len(axes) + 1)]
+    return [indices_of_rank(dim_of(only(tree, axes[:i]), n), mesh, at) for i in range(len(axes) + 1)]
 
 
 def price(
@@ -122,7 +122,7 @@ def halos(call: OpCall, bound: BoundOp, trees: Mapping[str, Tree], mesh: Mesh) -
             if factors == (factor,):
                 before = False
             elif other is not None:  # what is read of a corner is counted with the dim that comes first
-                nbytes *= other.held if before else other.needed
+                nbytes *= other.local if before else other.needed
             else:
                 nbytes *= n / _ways(factors, trees, mesh)
         found.setdefault(place, []).extend((axis, nbytes * n) for axis, n in one.missing.items())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tangram.layout import Layout, Mesh
 from tangram.layout.intervals import size
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.layout.syntax import Dim
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
@@ -51,7 +51,7 @@ def largest(dim: Dim, mesh: Mesh) -> int:
     for cut in (cut for node in dim.nodes for cut in node.cuts):
         if cut.map == "sizes" and not isinstance(cut.args, str):
             at[cut.axis] = cut.args.index(max(cut.args))
-    return size(held(dim, mesh, at))
+    return size(indices_of_rank(dim, mesh, at))
 
 
 def memory(outputs: Sequence[Layout], full: Sequence[Any] | None, mesh: Mesh) -> int | None:
@@ -131,7 +131,7 @@ def _windows(bound: BoundOp, shapes: Sequence[tuple[Sequence[int], Dims]], full:
     for f, window in bound.windows.items():
         extra *= window.extent * (window.n / bound.sizes[f] if window.spread and bound.sizes[f] else 1)
     result = full[0].shape if full and isinstance(full[0], Tensor) else None
-    for f in bound.whole.difference(bound.windows):
+    for f in bound.uncut.difference(bound.windows):
         if f not in bound.sizes:
             continue
         found = [shape[i] for shape, dims in shapes for i, dim in enumerate(dims) if dim == (f,)]

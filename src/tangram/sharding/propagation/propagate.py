@@ -85,7 +85,7 @@ class Propagation:
     call: OpCall
     bound: BoundOp
     mesh: Mesh
-    given: tuple[Layout | None, ...]
+    input_layouts: tuple[Layout | None, ...]
     choices: Mapping[str, AxisChoice]
     """For each axis; one that no input names is not listed, and does nothing."""
     trees: Mapping[str, Tree]
@@ -182,7 +182,7 @@ def options(found: Propagation) -> Mapping[str, Sequence[AxisChoice]]:
     """For each axis everything that it could have done, with its price or why it was refused."""
     mesh = found.mesh
     ones = _ones(mesh)
-    inputs = _read(found.call, found.given, found.bound, mesh, ones)
+    inputs = _read(found.call, found.input_layouts, found.bound, mesh, ones)
     return choose(found.call, found.bound, inputs, mesh, ones, differentiable=found.differentiable, every=True).options
 
 
@@ -315,7 +315,7 @@ def _outputs(
         dims: list[Dim] = []
         names: dict[str, int] = {}
         for at_dim, factors in enumerate(out):
-            if factors and not bound.whole.issuperset(factors):
+            if factors and not bound.uncut.issuperset(factors):
                 dim = _made(factors, None, bound, chosen.trees, shown, mesh)
             else:  # what nobody may cut can have another size in the result, as the dim of `cat`
                 n = _size(call, i, at_dim)

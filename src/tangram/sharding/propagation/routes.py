@@ -43,15 +43,15 @@ class Leg:
     call: OpCall
     sources: tuple[ResultRef | None, ...]
     """Where its tensors come from: the results of a leg, or (-1, i) for tensor i of the whole call."""
-    found: Propagation | None
+    propagation: Propagation | None
     """None: it takes no tensors (`arange`), so every rank makes the whole."""
 
     @property
     def reduced(self) -> dict[ResultRef, Layout]:
         """The tensors that are pending no more than they were: what is reduced once is used so from then on."""
-        if self.found is None:
+        if self.propagation is None:
             return {}
-        pairs = ((self.sources[one.place], one) for one in self.found.relayouts)
+        pairs = ((self.sources[one.place], one) for one in self.propagation.relayouts)
         return {ref: one.target for ref, one in pairs if ref is not None and _is_reduced(one)}
 
 
@@ -65,7 +65,7 @@ class StepRoute:
 
     call: OpCall
     mesh: Mesh
-    given: tuple[Layout | None, ...]
+    input_layouts: tuple[Layout | None, ...]
     legs: tuple[Leg, ...]
     results: tuple[ResultRef | None, ...]
     """Which leg's results are the operator's; None: absent."""
@@ -83,7 +83,7 @@ class StepRoute:
         """Bytes that a rank receives, on average, by kind of collective and axis."""
         found: dict[tuple[str, str], float] = {}
         for leg in self.legs:
-            for key, nbytes in leg.found.moved.items() if leg.found else ():
+            for key, nbytes in leg.propagation.moved.items() if leg.propagation else ():
                 found[key] = found.get(key, 0.0) + nbytes
         return found
 
@@ -117,7 +117,7 @@ class StepRoute:
     @cached_property
     def flops(self) -> int:
         """Operations of the rank that has most to do, of all steps."""
-        return sum(leg.found.flops for leg in self.legs if leg.found)
+        return sum(leg.propagation.flops for leg in self.legs if leg.propagation)
 
     @cached_property
     def memory(self) -> int | None:
@@ -127,8 +127,8 @@ class StepRoute:
         """
         total = 0
         for leg in self.legs:
-            if leg.found is not None and (self.direct or views.view_of(leg.call.operator) is None):
-                own = leg.found.memory
+            if leg.propagation is not None and (self.direct or views.view_of(leg.call.operator) is None):
+                own = leg.propagation.memory
                 if own is None:
                     return None
                 total += own
@@ -140,8 +140,8 @@ class StepRoute:
         lines = [f"{self.call} over {self.mesh}: {how}, {_bytes(self.nbytes)} a rank{other}"]
         width = max(len(leg.call.name) for leg in self.legs)
         for leg in self.legs:
-            made = "whole" if leg.found is None else ", ".join(map(str, leg.found.outputs))
-            lines.append(f"  {leg.call.name.ljust(width)}  -> {made}{_moves(leg)}")
+            made = "whole" if leg.propagation is None else ", ".join(map(str, leg.propagation.outputs))
+            lines.append(f"  {leg.call.name.ljust(width)}  -> {made}{_traffic(leg)}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -155,8 +155,8 @@ class StepRoute:
             "steps": [
                 {
                     "operator": leg.call.name,
-                    "results": [str(layout) for layout in leg.found.outputs] if leg.found else None,
-                    "bytes": leg.found.nbytes if leg.found else 0.0,
+                    "results": [str(layout) for layout in leg.propagation.outputs] if leg.propagation else None,
+                    "bytes": leg.propagation.nbytes if leg.propagation else 0.0,
                 }
                 for leg in self.legs
             ],
@@ -167,8 +167,8 @@ def _bytes(n: float) -> str:
     return f"{n:,.0f} B"
 
 
-def _moves(leg: Leg) -> str:
-    moved = leg.found.moved if leg.found else {}
+def _traffic(leg: Leg) -> str:
+    moved = leg.propagation.moved if leg.propagation else {}
     return "".join(f", {kind} over {axis} {_bytes(nbytes)}" for (kind, axis), nbytes in moved.items())
 
 
@@ -228,7 +228,7 @@ def _route(
 def _as_it_is(found: Propagation) -> StepRoute:
     sources = tuple(None if t is None else ResultRef(-1, i) for i, t in enumerate(found.call.tensors))
     results = tuple(ResultRef(0, i) for i in range(len(found.outputs)))
-    return StepRoute(found.call, found.mesh, found.given, (Leg(found.call, sources, found),), results, found.outputs)
+    return StepRoute(found.call, found.mesh, found.input_layouts, (Leg(found.call, sources, found),), results, found.outputs)
 
 
 def _decomposed(

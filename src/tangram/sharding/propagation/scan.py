@@ -68,13 +68,13 @@ def joined(bound: BoundOp, parts: Sequence[RankPart], results: Sequence[tuple[An
     """The results of ranks that are all here, each with what comes before it."""
     found = list(results)
     for factor, op in bound.scans.items():
-        if factor not in parts[0].held:
+        if factor not in parts[0].indices:
             continue
         dim = bound.outputs[0].index((factor,))
         for group in peers(parts, factor):
             before: Scanned | None = None
             done: dict[int, list[Scanned]] = {}
-            for (start, stop), at in sorted((one, i) for i in group for one in parts[i].held[factor]):
+            for (start, stop), at in sorted((one, i) for i in group for one in parts[i].indices[factor]):
                 begun = sum(one[0].shape[dim] for one in done.get(at, ()))
                 own = counted(tuple(one.narrow(dim, begun, stop - start) for one in found[at]), start)
                 done.setdefault(at, []).append(own if before is None else JOIN[op](before, own))

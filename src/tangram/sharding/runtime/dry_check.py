@@ -46,7 +46,7 @@ from tangram.sharding.runtime.called_again import refuse_called_again, refuse_pa
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import cut_classes, lower, places_of
 from tangram.sharding.runtime.operators import Operators
-from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws, draws_whole
+from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws, draws_full_tensor
 from tangram.sharding.runtime.writes import lost_views, refuse_lost_writes
 
 PASSING = frozenset(
@@ -69,8 +69,8 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
         try:
             return _rehearsed(found, model, inputs, dtype)
         except _OtherWayError as error:
-            whole = found.whole | cut_classes(found, error.run)
-            if whole == found.whole:
+            whole = found.replicated | cut_classes(found, error.run)
+            if whole == found.replicated:
                 raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
             try:
                 found = derive(found.folded.graph, found.marks, found.mesh, whole=whole)
@@ -108,7 +108,7 @@ def _rehearsed_by(
     rank: int, program: Program, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype
 ) -> _OtherWayError | None:
     """Run the code on the parts of one rank. Adds what it needs to the program; gives what would not fit."""
-    found = program.found
+    found = program.derived
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, dtype, fake)
     with fake:
@@ -185,7 +185,7 @@ def _at(node: Node, step: FoldedStep, v: int) -> list[int]:
 
 class _Rehearsal:
     def __init__(self, program: Program, rank: int) -> None:
-        self.program, self.found, self.rank = program, program.found, rank
+        self.program, self.found, self.rank = program, program.derived, rank
         self.graph = self.found.folded.graph
         self.operators = Operators(self.found, rank)
         self.record = _Record()
@@ -321,7 +321,7 @@ class _Rehearsal:
         """Whether some operator is another one on a part, or draws: what it draws is by the place in the whole."""
         for i in range(call.first, call.stop):
             step = self.operators.steps[i]
-            if draws(step) or draws_whole(step):
+            if draws(step) or draws_full_tensor(step):
                 return f"{step.call.name} draws random numbers"
             if not self.operators.as_it_is(i):
                 return f"{step.call.name} is another operator on a part"

@@ -65,7 +65,7 @@ class Now:
 
     def __post_init__(self) -> None:
         found: dict[str, list[int]] = {}
-        for i, run in enumerate(self.program.found.folded.graph.runs):
+        for i, run in enumerate(self.program.derived.folded.graph.runs):
             found.setdefault(run.module, []).append(i)
         self.runs = found
 

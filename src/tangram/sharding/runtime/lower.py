@@ -79,7 +79,7 @@ class _Lowering:
                 elif value.kind == "parameter":
                     self._parameter(v)
                 else:
-                    self._given(v)
+                    self._lower_input(v)
         actions: dict[int, dict[CallKey, OpAction]] = {}
         for c, action in self.actions.items():
             call = self.graph.calls[c]
@@ -122,7 +122,7 @@ class _Lowering:
             self.summed[name] = summed
         self._needs(v, target, ())
 
-    def _given(self, v: int) -> None:
+    def _lower_input(self, v: int) -> None:
         source, target = self._states(v)
         change = self._change(v, source, target)
         # Where it is worked with: code further out may ask how large what the model was given is.
@@ -162,7 +162,7 @@ class _Lowering:
 
     def _shown(self, v: int, source: States, target: States) -> bool:
         """Whether the model's code has to see a tensor whole, so that it is put together as soon as it is made."""
-        whole = self.found.folded.classes[v] in self.found.whole
+        whole = self.found.folded.classes[v] in self.found.replicated
         return whole and all(part_dim(state) is None or state == source.get(axis) for axis, state in target.items())
 
     def _written(self, v: int) -> bool:

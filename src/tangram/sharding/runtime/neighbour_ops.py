@@ -36,7 +36,7 @@ class Linked:
         """The tensors with what windows read of other ranks', one dim after the other. Collective."""
         found = list(local)
         for factor, window in bound.windows.items():
-            if factor in part.held:
+            if factor in part.indices:
                 (axis,) = axes_of(part.cuts[factor])
                 have = [stands(one, factor, window.n) for one in along(axis)]
                 want = [needed(bound, one, factor) for one in along(axis)]
@@ -47,13 +47,13 @@ class Linked:
     def with_totals(self, bound: BoundOp, part: RankPart, along: Along, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """The results with what is before each stretch. Collective."""
         for factor, op in bound.scans.items():
-            if factor in part.held:
+            if factor in part.indices:
                 (axis,) = axes_of(part.cuts[factor])
                 dim = bound.outputs[0].index((factor,))
 
-                def told(x: Tensor, axis: str = axis, dim: int = dim) -> Tensor:
+                def exchange(x: Tensor, axis: str = axis, dim: int = dim) -> Tensor:
                     return move(x, cut(dim), SEVERAL, self._groups[axis], differentiable=x.is_floating_point())
 
-                every = [one.held[factor] for one in along(axis)]
-                results = scan.with_others(op, results, dim, part.held[factor], every, told)
+                every = [one.indices[factor] for one in along(axis)]
+                results = scan.with_others(op, results, dim, part.indices[factor], every, exchange)
         return results

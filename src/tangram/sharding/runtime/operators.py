@@ -28,7 +28,7 @@ from tangram.sharding.ops.rank_part import RankPart
 from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.lower import makers, places_of, written_by
 from tangram.sharding.runtime.neighbour_ops import Linked
-from tangram.sharding.runtime.program import OpAction, draws, draws_whole
+from tangram.sharding.runtime.program import OpAction, draws, draws_full_tensor
 
 OTHERS_FAULT = re.compile(
     r"allocate|out of memory|CUDA|HIP|cuBLAS|CUBLAS|CUDNN|NCCL|gloo|[Cc]onnection|[Tt]imed out|ProcessGroup"
@@ -96,7 +96,7 @@ class Operators:
         wanted = {v for v in call.gives if v is not None}
         for i in reversed(range(call.first, call.stop)):
             node = self.graph.nodes[i]
-            acts = not node.implied and (written_by(node) or draws(self.steps[i]) or draws_whole(self.steps[i]))
+            acts = not node.implied and (written_by(node) or draws(self.steps[i]) or draws_full_tensor(self.steps[i]))
             if acts or not wanted.isdisjoint(v for v in node.results if v is not None):
                 found.append(i)
                 wanted.update([node.renews[0]] if node.renews else node.inputs)
@@ -134,13 +134,13 @@ class Operators:
             with torch.no_grad():  # as the function does itself, which torch.nn.init has
                 return self._ran(node, step, local, inputs)
         call, there = called(self._found, step), bool(written)
-        if draws_whole(step):  # by torch's generators, on every rank, as one process draws it within DrawMode
+        if draws_full_tensor(step):  # by torch's generators, on every rank, as one process draws it within DrawMode
             with DrawMode(numbers=self._numbers):
                 found = run(call, step.bound, self.part(step), local)
         elif draws(step):  # all ranks, whatever they have of it: they count the same calls
             with random_numbers.using(random_numbers.fresh(), self._numbers):
                 found = run(call, step.bound, self.part(step), local, in_place=there)
-        elif not step.bound.linked.isdisjoint(self.part(step).held):
+        elif not step.bound.linked.isdisjoint(self.part(step).indices):
             found = self._run_linked(call, step, local)
         else:
             found = run(call, step.bound, self.part(step), local, in_place=there)

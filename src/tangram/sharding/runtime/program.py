@@ -53,7 +53,7 @@ class OpAction:
 class Program:
     """All that happens in one forward, and by the duals of what moves in its backward."""
 
-    found: Derived
+    derived: Derived
     borders: dict[int, Border]
     """By the number of the run in the graph."""
     actions: dict[int, dict[CallKey, OpAction]]
@@ -68,7 +68,7 @@ class Program:
     def answers(self) -> Mapping[int, Mapping[CallKey, Any]]:
         """By the number of the run, what its code has read out of tensors in the capture, and has to read again."""
         found: dict[int, dict[CallKey, Any]] = {}
-        for one in self.found.folded.graph.answers:
+        for one in self.derived.folded.graph.answers:
             found.setdefault(one.run, {})[one.line, one.function, one.turn] = one.answer
         return found
 
@@ -79,7 +79,7 @@ class Program:
         Attention that was captured as products (its heads give other sizes than they take) may be both. So is it where
         masks are made of parts: whether there is one depends on the documents that a rank sees.
         """
-        calls, steps = self.found.folded.graph.calls, steps_of_nodes(self.found)
+        calls, steps = self.derived.folded.graph.calls, steps_of_nodes(self.derived)
         replaced = [calls[action.call] for own in self.actions.values() for action in own.values() if action.why]
         if any("scaled_dot_product" in steps[i].call.name for call in replaced for i in range(call.first, call.stop)):
             return True
@@ -87,16 +87,16 @@ class Program:
             return True
         for call in calls:
             own = [steps[i] for i in range(call.first, call.stop)] if "scaled_dot_product" in call.function else []
-            cut = any(over.moves[step.number].label is not None for step in own for over in self.found.axes)
+            cut = any(over.communication[step.number].label is not None for step in own for over in self.derived.axes)
             if cut and not any("scaled_dot_product" in step.call.name for step in own):
                 return True
         attends = any("scaled_dot_product" in call.function for call in calls)
-        masks = _of_no_weights(self.found.folded) if attends else []
-        if any(over.moves[step.number].label is not None for step in masks for over in self.found.axes):
+        masks = _of_no_weights(self.derived.folded) if attends else []
+        if any(over.communication[step.number].label is not None for step in masks for over in self.derived.axes):
             return True
-        for step in self.found.folded.steps:
+        for step in self.derived.folded.steps:
             query = step.bound.inputs[0] if "scaled_dot_product" in step.call.name else None
-            labels = [over.moves[step.number].label for over in self.found.axes]
+            labels = [over.communication[step.number].label for over in self.derived.axes]
             if query and any(label is not None and label.factor in query[-2] for label in labels):
                 return True
         return False
@@ -106,7 +106,7 @@ class Program:
 
         transformers repeats keys and values for heads of queries where there is one.
         """
-        calls = self.found.folded.graph.calls
+        calls = self.derived.folded.graph.calls
         files = {_file(call) for call in calls if "scaled_dot_product" in call.function}
         there = (calls[action.call] for own in self.actions.values() for action in own.values())
         return any("scaled_dot_product" not in call.function and _file(call) in files for call in there)
@@ -117,7 +117,7 @@ class Program:
 
         Of others, as of masks, code may need none.
         """
-        graph = self.found.folded.graph
+        graph = self.derived.folded.graph
         found: dict[int, frozenset[CallKey]] = {}
         for run, own in self.actions.items():
             some = {key: [v for v in graph.calls[action.call].gives if v is not None] for key, action in own.items()}
@@ -129,12 +129,12 @@ class Program:
     @cached_property
     def random(self) -> bool:
         """Whether a forward draws random numbers, of whatever kind."""
-        return any(_random(step) for step in self.found.folded.steps)
+        return any(_random(step) for step in self.derived.folded.steps)
 
     @cached_property
     def uncounted(self) -> str:
         """The first operator whose random numbers are not drawn by the element; "" where all are."""
-        there = (step for step in self.found.folded.steps if _random(step) and not draws(step))
+        there = (step for step in self.derived.folded.steps if _random(step) and not draws(step))
         return next((f"{step.call.name} in {step.node.source}" for step in there), "")
 
     @property
@@ -153,7 +153,7 @@ def draws(step: FoldedStep) -> bool:
     return step.bound.rule.note("counted") is not None or makes_random(step.call)
 
 
-def draws_whole(step: FoldedStep) -> bool:
+def draws_full_tensor(step: FoldedStep) -> bool:
     """Whether an operator draws on every rank for the whole tensor: what makes one of random numbers, and what is not
     known to draw by the element (`aten.rrelu_with_noise`, `aten.poisson`)."""
     return makes_random(step.call) or (_random(step) and not draws(step))

@@ -54,7 +54,7 @@ def lost_views(program: Program, as_it_is: Callable[[int], bool]) -> Iterator[tu
 
     `as_it_is`: whether a node runs on a part as it does on the whole, so that a view stays one.
     """
-    graph = program.found.folded.graph
+    graph = program.derived.folded.graph
     writes, call_of = Writes.of(graph), {i: c for c, one in enumerate(graph.calls) for i in range(one.first, one.stop)}
     actions = {action.call: action for own in program.actions.values() for action in own.values()}
     for i, node in enumerate(graph.nodes):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tangram.planner.report.html_page import page, part, write_whole
+from tangram.planner.report.html_page import page, part, write_atomically
 from tangram.planner.report.html_parts import section, table
 from tangram.tracing.format import Kind, Phase
 from tangram.tracing.reading import RankTrace
@@ -49,7 +49,7 @@ def write_page(path: Path, folder: Path) -> TraceReport:
     """Write the page of a run's trace; its report. Raises UserError for what is no trace, or no place."""
     found, traces = read_report(folder)
     css, drawn = part("tangram.tracing.show", "page.css"), part("tangram.tracing.show", "page.js")
-    write_whole(path, page(f"Trace {found.folder}", css, body(found), data(found, traces), drawn, plotly=False))
+    write_atomically(path, page(f"Trace {found.folder}", css, body(found), data(found, traces), drawn, plotly=False))
     return found
 
 

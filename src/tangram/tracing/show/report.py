@@ -19,7 +19,7 @@ from tangram.tracing.finding import Finding
 from tangram.tracing.format import End
 from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
 from tangram.tracing.slow import coords_of, own_times
-from tangram.tracing.stacks import ranks_said
+from tangram.tracing.stacks import rank_words
 from tangram.tracing.watch import outside_of
 
 MOST_ROWS = 64
@@ -111,7 +111,7 @@ def _state(traces: Sequence[RankTrace], alive: bool) -> str:
     if alive:
         return f"runs, in {where}"
     failed = [trace.rank for trace in traces if trace.live.end is End.FAILED]
-    return f"ended in {where}" + (f" with an error on {ranks_said(failed)}" if failed else ", without a word")
+    return f"ended in {where}" + (f" with an error on {rank_words(failed)}" if failed else ", without a word")
 
 
 def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, 
     if other := _other_plan(folder, traces[0]):
         notes.append(other)
     if absent := missing([*traces]):
-        notes.append(f"{ranks_said(absent)} of {traces[0].world} have no trace here: findings are of the others")
+        notes.append(f"{rank_words(absent)} of {traces[0].world} have no trace here: findings are of the others")
     if shown < len(traces):
         notes.append(f"{shown} of {len(traces)} ranks are shown, those with findings first")
     clocks = {trace.host: trace.begun_wall - trace.begun for trace in traces}

@@ -90,7 +90,7 @@ class TokenWriter:
     def __init__(self, folder: Path, dtype: npt.DTypeLike) -> None:
         self.folder, self._dtype = folder, np.dtype(dtype)
         (folder / MANIFEST).unlink(missing_ok=True)
-        self.parts = self._whole(read_journal(folder))
+        self.parts = self._complete(read_journal(folder))
         self._cut_off()
 
     @property
@@ -140,7 +140,7 @@ class TokenWriter:
         unfinished.replace(self.folder / MANIFEST)
         _sync_folder(self.folder)
 
-    def _whole(self, parts: list[StorePart]) -> list[StorePart]:
+    def _complete(self, parts: list[StorePart]) -> list[StorePart]:
         """The parts from the first on whose files hold what the journal says."""
         whole: list[StorePart] = []
         with ExitStack() as stack:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, intervals, region
-from tangram.layout.locate import held
+from tangram.layout.locate import indices_of_rank
 from tangram.layout.maps import MAPS
 from tangram.layout.placements import to_placements
 from tangram.planner.legality.check_plan import bound_layout
@@ -136,7 +136,7 @@ def over_model_axes(
     own = [(axis, state) for axis, state in cuts.model if state.dim == dim]
     if sum(1 for _, state in own if state.parts) and len(own) > 1:
         return ()  # chunks of chunks of unlike sizes, which no state says
-    return held(sharded_dim(shape[dim], own), mesh, dict(at)) if own else intervals.span(0, shape[dim])
+    return indices_of_rank(sharded_dim(shape[dim], own), mesh, dict(at)) if own else intervals.span(0, shape[dim])
 
 
 def _left(shape: tuple[int, ...], cuts: ParameterCuts, mesh: Mesh, ranks: Iterable[int]) -> int:

@@ -110,7 +110,7 @@ def parallel(
     text, template = proved_rules(rules, devices), without_memory(model)
     found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
-        found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).found
+        found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).derived
     return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text, over_all=True)
 
 
@@ -208,7 +208,7 @@ class DerivedModel:
     def placement_of(self, result: str | tuple[str, int]) -> ResultPlacement:
         """How what the last forward gave lies: by its name ("output0" of a tensor alone), or by module and leaf."""
         assert self._runtime.now is not None  # a forward has been
-        found = self._runtime.now.program.found
+        found = self._runtime.now.program.derived
         graph = found.folded.graph
         if isinstance(result, str):
             value = graph.outputs[result]
@@ -246,7 +246,7 @@ class DerivedModel:
             modes.agree_on_draws(self._groups, self._model)
             self._number(now.program, given)
         self._runtime.begin(now)
-        self._local.begin(now.program.found.folded.graph)
+        self._local.begin(now.program.derived.folded.graph)
         return given, now.program.cuts_queries
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
@@ -315,9 +315,9 @@ class DerivedModel:
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
             ) from None
         program = rehearsed(found, self._template, inputs, self._dtype)
-        refuse_cut_inputs(program.found)  # what was rehearsed, which may have more tensors whole than `found`
-        refuse_cut_buffers(program.found)
-        operators = Operators(program.found, self._rank, Linked(self._groups), self.numbers)
+        refuse_cut_inputs(program.derived)  # what was rehearsed, which may have more tensors whole than `found`
+        refuse_cut_buffers(program.derived)
+        operators = Operators(program.derived, self._rank, Linked(self._groups), self.numbers)
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings

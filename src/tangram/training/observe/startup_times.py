@@ -34,7 +34,7 @@ class Startup:
     now: Callable[[], float] = time.monotonic
     begun: float = field(default_factory=lambda: time.monotonic() - age())
     """When the command was given, by the clock `now`."""
-    told: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    moments: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     done: bool = False
 
     def __call__(self, event: object) -> None:
@@ -43,15 +43,15 @@ class Startup:
         if self.done:
             return
         if isinstance(event, Doing):
-            self.told.append((self.now(), event.text))
+            self.moments.append((self.now(), event.text))
         elif isinstance(event, StepDone | StepSkipped):
             self.done = True
             self.tell(self.table(self.now()))
 
     def table(self, end: float) -> TableEvent:
         """What was done for how many seconds, until `end`."""
-        begins = [(self.begun, BEFORE), *self.told]
-        ends = [at for at, _ in self.told] + [end]
+        begins = [(self.begun, BEFORE), *self.moments]
+        ends = [at for at, _ in self.moments] + [end]
         total = max(end - self.begun, 1e-9)
         rows = [(what, to - at) for (at, what), to in zip(begins, ends, strict=True)]
         return TableEvent(

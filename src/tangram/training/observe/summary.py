@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from tangram.planner.report.html_page import write_whole
+from tangram.planner.report.html_page import write_atomically
 from tangram.schema.plan import Plan
 from tangram.training.observe import throughput
 from tangram.training.observe.events import Record
@@ -79,7 +79,7 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Write the document; under its name there is the whole of it or what was there before."""
-        write_whole(path, json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        write_atomically(path, json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def summarise(*, plan: Plan, record: Record, stopped: str | None = None, **known: Any) -> Summary:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tangram.layout import intervals
 from tangram.models.outlined import FIELDS, int_field
-from tangram.planner.local.estimate import whole_copies
+from tangram.planner.local.estimate import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.tracing.format import OPS
 from tangram.tracing.groups import axes_of_ranks
@@ -66,7 +66,7 @@ def due_calls(model: ParallelModel, stop_requests: int = 2) -> PlannedCalls:
         return {}
     if any(part.routers is not None or part.capacity is not None for part in model.parts):
         return {}
-    data = _copies(model) if whole_copies(plan) else _shards(model)
+    data = _copies(model) if is_plain_ddp(plan) else _shards(model)
     ends = PlannedCall(
         (NORM_NUMBERS - 2 + stop_requests) * 8, torch.float64, what="loss, gradient norm, wishes to stop"
     )

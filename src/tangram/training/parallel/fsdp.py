@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from tangram.planner.local.estimate import whole_copies
+from tangram.planner.local.estimate import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.world import World
@@ -40,7 +40,7 @@ def shard(
     """
     if not _needed(plan, world):
         return None
-    if whole_copies(plan):
+    if is_plain_ddp(plan):
         once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
         return Replicas(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
     dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)

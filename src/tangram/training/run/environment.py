@@ -16,7 +16,7 @@ from tangram.errors import UserError
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 
-class SaidElsewhere(Exception):
+class ReportedElsewhere(Exception):
     """The job has ended for a reason that another rank tells; this one only leaves, with the exit code `code`."""
 
     def __init__(self, code: int, sentence: str = "another rank says why the job has ended") -> None:

@@ -36,7 +36,7 @@ IMPORTED = ["tangram.training.run.rank"]
 def make_ready() -> None:
     """Begin to import what ranks will need, in the process that they are forked from; returns at once."""
     if isinstance(context_of_ranks(), ForkServerContext):
-        with signals_held_back():
+        with signals_deferred():
             multiprocessing.forkserver.ensure_running()
 
 
@@ -102,7 +102,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 @contextlib.contextmanager
-def signals_held_back() -> Generator[None]:
+def signals_deferred() -> Generator[None]:
     """A process started here sees no SIGINT, for good, and no SIGTERM and no SIGHUP until it is ready for them.
 
     So Ctrl-C, which a terminal sends to all, is the parent's alone, and none ends a rank that is still starting.

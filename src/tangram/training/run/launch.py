@@ -42,7 +42,7 @@ from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note
 from tangram.training.run.end_words import UNKNOWN, death, first_line
-from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_held_back
+from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_deferred
 from tangram.training.run.signals import POLITE, Stop, on_signals
 from tangram.training.run.spare import fork_spare
 
@@ -250,7 +250,7 @@ def run_ranks(
                 arguments = (start, task, payload, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
-                    with signals_held_back():
+                    with signals_deferred():
                         process.start()
                         job.processes.append(process)
                 except (EOFError, ConnectionError) as error:

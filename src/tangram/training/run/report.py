@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tangram
 from tangram.planner.report import figures
-from tangram.planner.report.html_page import page, part, write_whole
+from tangram.planner.report.html_page import page, part, write_atomically
 from tangram.planner.report.html_parts import section
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
@@ -63,7 +63,7 @@ def write_report(
     charted = [chart.as_json() for chart in drawn]
     script = part("tangram.training.run", "report.js")
     name = f"{summary.model}: training run"
-    write_whole(path, page(name, "", "\n".join(text for text in body if text), charted, script))
+    write_atomically(path, page(name, "", "\n".join(text for text in body if text), charted, script))
 
 
 def _head(plan: Plan, record: Record, summary: Summary) -> str:

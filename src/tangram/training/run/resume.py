@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedConfig
 
 from tangram.checkpoint.inspect.verify import verify
-from tangram.checkpoint.store.commits import whole
+from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.models.source import read_source
 from tangram.schema.files import loads
@@ -195,7 +195,7 @@ def checkpoint_to_resume(
     told. Raises UserError for a change that is refused and not in `allow`, and where nothing is left to do: a run that
     was ended after its last step, before all was proved and exported, has that left.
     """
-    if not whole(out / CHECKPOINTS) and not (out / SUMMARY_FILE).exists():
+    if not committed(out / CHECKPOINTS) and not (out / SUMMARY_FILE).exists():
         tell(Note(f'"{out}" has no checkpoint yet: training starts with step 1'))
         return None
     found = newest_good(out, tell)
@@ -218,7 +218,7 @@ def checkpoint_to_resume(
 
 def newest_good(out: Path, tell: Callable[[object], None]) -> Path | None:
     """The checkpoint that was committed last, of those whose every byte is as it was written."""
-    for path, _ in reversed(whole(out / CHECKPOINTS)):
+    for path, _ in reversed(committed(out / CHECKPOINTS)):
         findings = verify(path).findings
         if not findings:
             return path

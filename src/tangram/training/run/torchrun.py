@@ -1,7 +1,7 @@
 """Be one rank of a job whose ranks torchrun, or a Slurm script that sets the same variables, has started.
 
 The ranks first meet in torchrun's key-value store. There one of them does for all what is to be done once (`on_one`),
-and there the first error is noted: the rank that met it tells it, the others leave in silence (`SaidElsewhere`). Only
+and there the first error is noted: the rank that met it tells it, the others leave in silence (`ReportedElsewhere`). Only
 then do they join in a process group (`run_as_rank`).
 
 torchrun restarts a job's processes in place and lets them meet in the same store again, in which the addresses of the
@@ -36,7 +36,7 @@ from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.watch import Hang, watched
 from tangram.training.observe.events import Note
 from tangram.training.run.end_words import first_line
-from tangram.training.run.environment import RankPlace, SaidElsewhere, place, speaks, started_by_torchrun
+from tangram.training.run.environment import RankPlace, ReportedElsewhere, place, speaks, started_by_torchrun
 from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, leave, threads_of_a_rank
 from tangram.training.run.signals import POLITE, Stop, on_signals
 
@@ -62,7 +62,7 @@ class Meeting:
     """How much has been done by one for all; every rank counts alike."""
 
     def wait(self, key: str) -> bytes:
-        """The value of a key that another rank will set. Raises SaidElsewhere when the job fails meanwhile."""
+        """The value of a key that another rank will set. Raises ReportedElsewhere when the job fails meanwhile."""
         for _ in _looks():
             if self.store.check([key]):
                 break
@@ -75,13 +75,13 @@ class Meeting:
         mine = f"{code} {self.place.index} {why}"
         return self.store.compare_set(_FAILED, "", mine).decode() == mine
 
-    def _elsewhere(self) -> SaidElsewhere:
+    def _elsewhere(self) -> ReportedElsewhere:
         code, _, why = self.store.get(_FAILED).decode().split(" ", 2)
-        return SaidElsewhere(int(code), why)
+        return ReportedElsewhere(int(code), why)
 
     def inform(self, error: BaseException) -> BaseException:
-        """What this rank is to raise: its error, or SaidElsewhere if it was not the first."""
-        if isinstance(error, SaidElsewhere):
+        """What this rank is to raise: its error, or ReportedElsewhere if it was not the first."""
+        if isinstance(error, ReportedElsewhere):
             return error
         code = 2 if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         try:
@@ -109,14 +109,14 @@ def together() -> contextlib.AbstractContextManager[Meeting | None]:
 def met() -> Generator[Meeting]:
     """Meet the other ranks that were started with this one, for as long as the job lasts.
 
-    An error that leaves this context is raised on the rank that met it first, and as SaidElsewhere on the others.
+    An error that leaves this context is raised on the rank that met it first, and as ReportedElsewhere on the others.
     """
     try:
         here = place()
     except UserError:
         if speaks():
             raise
-        raise SaidElsewhere(2) from None
+        raise ReportedElsewhere(2) from None
     store = _store(here)
     meeting = Meeting(here, dist.PrefixStore(f"tangram/{agree(store, here.index, here.world)}", store))
     try:
@@ -258,7 +258,7 @@ def run_as_rank(
                 result = task(Rank(here.index, world, chosen, emit, stop, trace=traced.trace), payload)
         except BaseException as error:
             _last_words()
-            if isinstance(error, UserError | SaidElsewhere) or not isinstance(error, Exception):
+            if isinstance(error, UserError | ReportedElsewhere) or not isinstance(error, Exception):
                 raise
             raise RankError(here.index, world, first_line(error), traceback.format_exc()) from error
         dist.destroy_process_group()

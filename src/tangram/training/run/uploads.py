@@ -157,13 +157,13 @@ def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object
     Raises UserError where the store cannot be reached, or has checkpoints and the run is to begin.
     """
     store = store_of(plan.checkpoint.store, quick=True)
-    found = remote.whole(store)
+    found = remote.committed_in(store)
     if found and not resume:
         raise UserError(
             f'"{store.address}" has checkpoints of a run, up to step {found[-1][1].step}: go on from them with '
             "--resume, or give another address as checkpoint.store"
         )
-    here = commits.whole(folder)
+    here = commits.committed(folder)
     newest = max((marker.serial for _, marker in here), default=0)
     for name, marker in reversed(found):
         if marker.serial <= newest:

@@ -36,7 +36,7 @@ from tangram.training.mesh.world import World
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.state.pace import Pace
 from tangram.training.state.restore import describe, load
-from tangram.training.state.state import Held, JobState, Progress, TensorPlaces, entries, held, local_of
+from tangram.training.state.state import InMemory, JobState, Progress, TensorPlaces, entries, local_of, memory_of
 
 __all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
 
@@ -76,7 +76,7 @@ class Checkpointer:
                 folder, self._peers, Settings(keep=self._keep, policy=policy, digests=not snapshots), spare
             )
         self._known: tuple[StateEntry, ...] = ()
-        self._held: Held = ()
+        self._held: InMemory = ()
         """The tensors that they are of."""
         self._kept: dict[str, Tensor] = {}
         self._fenced: AdamW | None = None
@@ -153,10 +153,10 @@ class Checkpointer:
 
     def _described(self, state: JobState) -> Described:
         """The state as the engine saves it; the same entries again while they lie in the same memory."""
-        here = held(state)
+        here = memory_of(state)
         if not self._known or here != self._held:
             found = self._with_buffers_apart(entries(state, self._places), state)
-            self._known, self._held = tuple(found), held(state)  # states may just have been made
+            self._known, self._held = tuple(found), memory_of(state)  # states may just have been made
         elif self._kept:
             self._keep_buffers(state)
         objects = {

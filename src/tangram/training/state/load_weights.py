@@ -77,7 +77,7 @@ class _Opened:
 
     folder: Path
     index: HuggingFaceIndex
-    whole: nn.Module
+    full_model: nn.Module
     """The model that the directory is of: without adapters, and with all stages."""
     parts: list[list[Part]]
     """How each tensor of it is made."""
@@ -147,7 +147,7 @@ def _planned(
     opened: _Opened, targets: Mapping[str, StateEntry]
 ) -> tuple[CopyPlan, dict[tuple[str, str], Tensor], dict[str, list[Piece]]]:
     """What to copy, the memory that it goes to, and the pieces that each tensor is made of."""
-    folder, index, whole = opened.folder, opened.index, opened.whole
+    folder, index, whole = opened.folder, opened.index, opened.full_model
     parts = [some for some in opened.parts if any(name in targets for part in some for name in part.shapes)]
     wider = new_embedding_rows.wider(whole, index, parts, {name: entry.spec.shape for name, entry in targets.items()})
     statements = [_statement(folder, some, index.specs, targets, wider) for some in parts]

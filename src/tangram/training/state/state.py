@@ -93,15 +93,15 @@ class TensorPlaces:
         """The place of a tensor that lies like the parameter `name`, or else whole on every rank that has that."""
         known = self._known.get((name, shape, alike))
         if known is None:
-            known = self._known[name, shape, alike] = self._found(name, shape, alike)
+            known = self._known[name, shape, alike] = self._place_of(name, shape, alike)
         return known
 
-    def _found(self, name: str, shape: tuple[int, ...], like: bool) -> TensorPlace:
+    def _place_of(self, name: str, shape: tuple[int, ...], like: bool) -> TensorPlace:
         if self._world is None:
             return TensorPlace(Region.full(shape), (0,), "")
         mesh, rank = self._world.mesh, self._world.index
         if not like:
-            there = tuple(mesh.ranks(tuple((axis, at[0]) for axis, at in self._plan.held_at(name))))
+            there = tuple(mesh.ranks(tuple((axis, at[0]) for axis, at in self._plan.stages_of(name))))
             return TensorPlace(Region.full(shape), there, "")
         layout = bound_layout(self._plan, name, shape)
         alike, share = replicas(mesh, layout.axes, rank, layout.at), uneven_share(layout, mesh, rank)
@@ -152,10 +152,10 @@ def _blocks_entry(name: str, own: Tensor, place: TensorPlace, shape: tuple[int, 
     return StateEntry(name, spec, here, own.view(here.local_shape or -1), place.replicas, "", share)
 
 
-Held = tuple[tuple[int, int, bool], ...]
+InMemory = tuple[tuple[int, int, bool], ...]
 
 
-def held(state: JobState) -> Held:
+def memory_of(state: JobState) -> InMemory:
     """Which tensors a state has, and in which memory: as long as this is the same, so are its entries.
 
     Whoever keeps the entries keeps their memory, so that no other tensor comes to lie there.

@@ -26,7 +26,7 @@ def try_plans(planned: Planned, most: int, name: str, on_event: OnEvent, *, limi
     Their text is read and kept before, so that no trial's time goes there.
     """
     if planned.ranking.fitting:
-        plan = planned.ranking.fitting[0].taken
+        plan = planned.ranking.fitting[0].chosen_plan
         on_event(Doing("reading the text"))
         prepare(plan.data, tokens_of(plan), on_event)
 
@@ -49,7 +49,7 @@ def words_of(ranked: Ranked) -> str:
 
 def _entry(ranked: Ranked, trial: Trial, before: History, here: Here, name: str) -> Entry:
     assert ranked.estimate is not None  # of a plan that fits
-    return entry_of(ranked.taken, ranked.estimate, here, before, trial, kind="trial", name=name)
+    return entry_of(ranked.chosen_plan, ranked.estimate, here, before, trial, kind="trial", name=name)
 
 
 def _outcome(ranked: Ranked, trial: Trial) -> str:

@@ -13,7 +13,7 @@ from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry, History
 from tangram.planner.cost.history_correction import Here, likely
 from tangram.planner.local.estimate import Estimate
-from tangram.planner.local.rerank import asked_of
+from tangram.planner.local.rerank import predicted_plan
 from tangram.planner.local.trials import Trial
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
@@ -33,7 +33,7 @@ def entry_of(
     plan: Plan, predicted: Estimate, here: Here, before: History, trial: Trial, *, kind: str, name: str
 ) -> Entry:
     """A row of a plan that ran, or did not: what came of it. `before`: what was known when it was predicted."""
-    asked = asked_of(plan, predicted)
+    asked = predicted_plan(plan, predicted)
     expected = likely(before.entries, here, [asked])[0]
     return Entry(
         at=time.time(),

@@ -222,7 +222,7 @@ def _is_plain(value: Any) -> bool:
 # ---------------------------------------------------------------- as pieces
 
 
-def whole(name: str, place: TensorPlace | Number) -> tuple[TensorSpec, Piece]:
+def unsharded(name: str, place: TensorPlace | Number) -> tuple[TensorSpec, Piece]:
     """A tensor that lies at one place."""
     spec = _SCALAR if isinstance(place, Number) else TensorSpec(place.shape, place.dtype)
     return spec, Piece(place, name, Region.full(spec.shape))

@@ -43,7 +43,7 @@ class Naming:
     """What may stand before when it is read, as a regular expression; as it is written unless given."""
 
     @cached_property
-    def _found(self) -> re.Pattern[str]:
+    def _matcher(self) -> re.Pattern[str]:
         own = {state for state in KNOWN if state not in self.words.values()}
         words = "|".join(map(re.escape, sorted([*own, *self.words], key=len, reverse=True)))
         body = re.escape(self.pattern).replace(r"\{param\}", "(?P<param>.+)")
@@ -52,7 +52,7 @@ class Naming:
 
     def read(self, name: str) -> tuple[str, str] | None:
         """Parameter and state of a name of the format's; None of what is no state."""
-        match = self._found.fullmatch(name)
+        match = self._matcher.fullmatch(name)
         if match is None:
             return None
         return match["param"], self.words.get(match["state"], match["state"])

@@ -36,7 +36,7 @@ from tangram.checkpoint.formats.archives.state_dicts import (
     optimiser_of,
     plain_names,
     view,
-    whole,
+    unsharded,
 )
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
@@ -93,7 +93,7 @@ class _Made:
 
     def add(self, name: str, place: TensorPlace | Number) -> None:
         """A tensor that lies in one place."""
-        spec, piece = whole(name, place)
+        spec, piece = unsharded(name, place)
         self.add_pieces(name, spec, [piece])
 
     def add_pieces(self, name: str, spec: TensorSpec, pieces: list[Piece]) -> None:

@@ -49,7 +49,7 @@ class Stored:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
-    whole: tuple[int, ...] | None
+    full_shape: tuple[int, ...] | None
     """The shape of the tensor, None where an older version did not say it."""
     flat: tuple[int, int] | None
     file: str
@@ -167,7 +167,7 @@ def metadata(pieces: Iterable[Stored]) -> bytes:
     stored: list[bytes] = []
     for one in pieces:
         flat = (one.flat is not None, one.flat)
-        meta = _plain((one.offset, one.shape, one.dtype, one.whole, *flat))
+        meta = _plain((one.offset, one.shape, one.dtype, one.full_shape, *flat))
         if not one.copy:
             metas.setdefault(one.name, []).append(b"h\x00" + meta + b"R")
         index = _plain((one.name, one.offset, *flat, one.copy or None, one.shape))

@@ -253,7 +253,7 @@ def _table(plain: Derived, step: FoldedStep, requested: MarkedStates, axis: str,
 
 
 def _kept(step: FoldedStep, factor: str) -> str:
-    return "whole" if factor in step.bound.whole else "."
+    return "whole" if factor in step.bound.uncut else "."
 
 
 # ------------------------------------------------------------ what would work

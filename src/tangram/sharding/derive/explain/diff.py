@@ -47,7 +47,7 @@ class DerivationDifference:
 
     parameters: tuple[LayoutDifference, ...]
     modules: tuple[LayoutDifference, ...]
-    moves: tuple[CommunicationDifference, ...]
+    communication: tuple[CommunicationDifference, ...]
     one_bytes: float
     """All that a rank receives."""
     other_bytes: float
@@ -57,7 +57,7 @@ class DerivationDifference:
         return {
             "parameters": [vars(one) for one in self.parameters],
             "modules": [vars(one) for one in self.modules],
-            "moves": [vars(one) for one in self.moves],
+            "moves": [vars(one) for one in self.communication],
             "bytes": [self.one_bytes, self.other_bytes],
         }
 
@@ -131,7 +131,7 @@ def tables(found: DerivationDifference, names: tuple[str, str]) -> Iterator[tupl
             yield f"{title} that lie otherwise", ("", "shape", *names, "bytes on a rank"), rows
     rows = [
         (one.place, one.axis, one.one or "-", one.other or "-", signed(one.other_bytes - one.one_bytes))
-        for one in sorted(found.moves, key=lambda one: -abs(one.other_bytes - one.one_bytes))
+        for one in sorted(found.communication, key=lambda one: -abs(one.other_bytes - one.one_bytes))
     ]
     if rows:
         yield "What moves otherwise, forward / backward", ("where", "axis", *names, "a rank receives"), rows
@@ -139,7 +139,7 @@ def tables(found: DerivationDifference, names: tuple[str, str]) -> Iterator[tupl
 
 def summary(found: DerivationDifference, names: tuple[str, str]) -> str:
     """The bytes of both, in a line."""
-    if not (found.parameters or found.modules or found.moves):
+    if not (found.parameters or found.modules or found.communication):
         return f"{names[0]} and {names[1]} give the same: a rank receives {amount(found.one_bytes)}"
     each = [f"{amount(n)} with {name}" for n, name in zip((found.one_bytes, found.other_bytes), names, strict=True)]
     return f"a rank receives {', '.join(each)}: {signed(found.other_bytes - found.one_bytes)}"

@@ -38,12 +38,12 @@ def written(step: FoldedStep, axes: Sequence[Over]) -> str:
     bound, names = step.bound, factor_names(step)
     cuts: dict[str, list[tuple[str, int]]] = {}
     for over in axes:
-        label = over.moves[step.number].label
+        label = over.communication[step.number].label
         if label is not None:
             cuts.setdefault(label.factor, []).append((over.axis, label.inner))
 
     def factor(name: str) -> str:
-        shown = names[name] + "^" * (name in bound.whole)
+        shown = names[name] + "^" * (name in bound.uncut)
         return _cut(shown, cuts.get(name, ()))
 
     def operand(dims: Dims, shape: Sequence[int], states: Mapping[str, State]) -> str:
@@ -67,13 +67,13 @@ def written(step: FoldedStep, axes: Sequence[Over]) -> str:
 
 def states_in(step: FoldedStep, axes: Sequence[Over], place: int) -> dict[str, State]:
     """By axis, how an operator needs one of its tensors, where it reads it."""
-    found = {over.axis: over.moves[step.number].inputs[place] for over in axes}
+    found = {over.axis: over.communication[step.number].inputs[place] for over in axes}
     return {axis: state for axis, state in found.items() if state is not None}
 
 
 def states_out(step: FoldedStep, axes: Sequence[Over], output: int) -> dict[str, State]:
     """By axis, how an operator gives one of its results."""
-    return {over.axis: over.moves[step.number].outputs[output] for over in axes}
+    return {over.axis: over.communication[step.number].outputs[output] for over in axes}
 
 
 def _shape(dims: Dims, sizes: Mapping[str, int]) -> list[int]:
