@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tangram.hardware.measure import interleaved
+from tangram.hardware.measuring.measure import interleaved
 from tangram.relayout import TensorSpec, bind, shard
 from tangram.relayout.exchange.between_ranks import move
 from tangram.relayout.exchange.peers import Peers

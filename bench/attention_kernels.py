@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 from tangram.kernels.flash.modes import MODES, cannot
 from tangram.kernels.flash.operator import flash, unable
 from tangram.kernels.flash.spans import Spans, by_numbers, in_order

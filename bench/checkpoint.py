@@ -31,8 +31,8 @@ from bench._checkpoint.speed import Figures, Phase
 from tangram.checkpoint.store import digest
 from tangram.checkpoint.store.manifest import BLOCK, checksum
 from tangram.errors import UserError
-from tangram.hardware.hostmemory import available
-from tangram.hardware.measure import Row, interleaved
+from tangram.hardware.host.hostmemory import available
+from tangram.hardware.measuring.measure import Row, interleaved
 from tangram.layout import intervals
 from tangram.training.run.launch import RankError, run_ranks
 

@@ -23,8 +23,8 @@ from bench._convergence import page, table
 from bench._convergence.settings import LARGE, MILLION, QUICK, RECIPES, SMALL, Run, Size, queue
 from bench._convergence.waiting import work
 from tangram.errors import UserError
-from tangram.hardware.machine import accelerators
-from tangram.hardware.measure import Row
+from tangram.hardware.host.machine import accelerators
+from tangram.hardware.measuring.measure import Row
 
 DOCS = Path(__file__).parents[1] / "docs"
 KINDS: tuple[Callable[[Run], str], ...] = (

@@ -34,7 +34,7 @@ from tangram.checkpoint.conversion.convert import MEMORY, ConvertOptions, config
 from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.detect import open_any
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 from tangram.training.run.launch import Rank, run_ranks
 
 SIZE = 4.0

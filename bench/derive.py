@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench._styles import megatron
-from tangram.hardware.cluster import builtin
-from tangram.hardware.measure import Pairs, Row, paired
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.hardware.measuring.measure import Pairs, Row, paired
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
-from tangram.models.named import named
+from tangram.models.building.named import named
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.choose.choose import choose, priced
 from tangram.sharding.derive.derive import WorkRates, derive
 from tangram.sharding.derive.layouts import Moved, moved

@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from bench._training.job import tables
 from tangram.errors import UserError
-from tangram.hardware.machine import accelerators, resident_mb
-from tangram.hardware.measure import Row
-from tangram.hardware.rates import Rates, rates
-from tangram.models.build import build_on_meta
-from tangram.models.costs import costs
+from tangram.hardware.host.machine import accelerators, resident_mb
+from tangram.hardware.measuring.measure import Row
+from tangram.hardware.measuring.rates import Rates, rates
+from tangram.models.building.build import build_on_meta
+from tangram.models.outlines.costs import costs
 from tangram.planner.local.rank import predict
 from tangram.schema.plan import Plan
 from tangram.training import data

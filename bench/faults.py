@@ -18,7 +18,7 @@ from pathlib import Path
 from bench._faults import torchrun
 from bench._faults.killed import Watched, alone, job_of, kept_going, plan_of
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 
 
 def killed(quick: bool, folder: Path) -> Iterable[Row]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench._fused import study
 from bench._tables import between, table
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 
 NAME = "fused.md"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tangram.hardware.measure import Row, interleaved
+from tangram.hardware.measuring.measure import Row, interleaved
 from tangram.layout import Layout, Mesh, Owner, Region, owners, region
 
 SHAPE = (64 * 10 * 128, 8192)

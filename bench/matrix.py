@@ -19,8 +19,8 @@ from bench._matrix.page import write_pages
 from bench._matrix.results import SLOWER, Kept, Result, read
 from bench._matrix.strategies import STRATEGIES
 from tangram.errors import UserError
-from tangram.hardware.machine import describe, versions
-from tangram.hardware.measure import Row
+from tangram.hardware.host.machine import describe, versions
+from tangram.hardware.measuring.measure import Row
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUICK = 12

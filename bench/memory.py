@@ -22,8 +22,8 @@ from pathlib import Path
 
 from bench._memory.policies import POLICIES, Measured, measure, plan_for, write_job
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
-from tangram.hardware.rates import rates
+from tangram.hardware.measuring.measure import Row
+from tangram.hardware.measuring.rates import rates
 from tangram.planner.local.estimate import Estimate
 from tangram.training.run.launch import run_ranks
 

@@ -23,7 +23,7 @@ from bench._accuracy.sweep import GROUPS, sheet
 from bench._accuracy.tables import Found, rows_of
 from bench._accuracy.usage import used
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 from tangram.kernels.accuracy.compare import compared
 from tangram.kernels.accuracy.judge import CLASSES
 from tangram.kernels.accuracy.sheet import Sheet, read

@@ -1,7 +1,7 @@
 """What torch's own layers cost around an operator, as multiples of one operator's overhead.
 
 A model so small that nothing but the interpreter takes time runs plain, and cut by FSDP2 over one rank; what is more is
-the layer's. The figures that the planner uses stand beside them as the target: `tangram.hardware.overheads`.
+the layer's. The figures that the planner uses stand beside them as the target: `tangram.hardware.measuring.overheads`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from tangram.hardware import overheads
-from tangram.hardware.measure import Row
-from tangram.hardware.rates import measure
-from tangram.models.build import build_on_meta, initial_tensors, make_config
-from tangram.models.costs import costs
+from tangram.hardware.measuring import overheads
+from tangram.hardware.measuring.measure import Row
+from tangram.hardware.measuring.rates import measure
+from tangram.models.building.build import build_on_meta, initial_tensors, make_config
+from tangram.models.outlines.costs import costs
 from tangram.schema.plan import Plan
 from tangram.training.data.samples import Batch
 from tangram.training.mesh.world import make_world

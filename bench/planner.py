@@ -21,9 +21,9 @@ from bench._planner.predict import HeldOut, predictable
 from bench._planner.rows import Case, cases, read
 from bench._planner.times import GroupError
 from tangram.errors import UserError
-from tangram.hardware.devices import device
-from tangram.hardware.measure import Row
-from tangram.models.outlined import outlined
+from tangram.hardware.catalogue.devices import device
+from tangram.hardware.measuring.measure import Row
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.calibration import Run
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds

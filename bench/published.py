@@ -14,12 +14,12 @@ from typing import Any
 from transformers import AutoConfig
 
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
-from tangram.models.named import named
+from tangram.models.building.named import named
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.marks import Mark, matched

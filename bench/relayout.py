@@ -16,7 +16,7 @@ import torch
 
 from bench import _relayout
 from bench._trillion import mapping, sharding, specs
-from tangram.hardware.measure import Row, interleaved, once
+from tangram.hardware.measuring.measure import Row, interleaved, once
 from tangram.layout import Region
 from tangram.relayout import BoundMapping, CopyPlan, Piece, Sharding, TensorSpec, bind, execute, plan, shard
 from tangram.training.run.launch import run_ranks

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 from tangram.layout import Layout, Mesh
 from tangram.relayout.collectives import shares
 from tangram.relayout.collectives.sequences import Link, received, sequence

@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 
 from bench._sharding import database, gaps
 from tangram.errors import UserError
-from tangram.hardware.measure import Row, interleaved
+from tangram.hardware.measuring.measure import Row, interleaved
 from tangram.layout import Layout, Mesh
 from tangram.sharding.ops import views
 from tangram.sharding.ops.calls import OpCall, name_of, schema_of, tensor_arguments

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from bench._tracing import cost, faults
 from bench._tracing.synthetic import Cluster, drawn, names, write
-from tangram.hardware.machine import peak_resident_mb
-from tangram.hardware.measure import Row
+from tangram.hardware.host.machine import peak_resident_mb
+from tangram.hardware.measuring.measure import Row
 from tangram.tracing.show.report import report
 
 SEED = 31

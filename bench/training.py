@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench._training import added, context, inputs, startup, steps
 from tangram.errors import UserError
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 
 GROUPS: Mapping[str, Callable[[bool, Path], Iterable[Row]]] = {
     "steps": steps.rows,

@@ -12,8 +12,8 @@ from bench._accuracy.usage import PLAIN, Use
 from bench._numerics import plots
 from bench._tables import between, table
 from tangram.kernels.accuracy.compare import VERDICTS, compared
+from tangram.kernels.accuracy.copies import KEPT, MOVES, ORDER
 from tangram.kernels.accuracy.judge import CLASSES, Outcome
-from tangram.kernels.accuracy.moves import KEPT, MOVES, ORDER
 from tangram.kernels.accuracy.operator import DTYPES
 from tangram.kernels.accuracy.sheet import Sheet
 

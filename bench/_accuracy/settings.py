@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench._accuracy.sweep import SETTINGS, sheet
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.kernels.accuracy.sheet import Sheet, read, write
 
 LIMIT = 600.0

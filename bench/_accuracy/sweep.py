@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tangram.kernels.accuracy.attention import ATTENTION
+from tangram.kernels.accuracy.copies import CASTS, MOVES, ORDER, moved, ordered
 from tangram.kernels.accuracy.judge import Outcome, judge
-from tangram.kernels.accuracy.moves import CASTS, MOVES, ORDER, moved, ordered
 from tangram.kernels.accuracy.operator import Case, Inputs, Operator, inputs
 from tangram.kernels.accuracy.pointwise import POINTWISE
 from tangram.kernels.accuracy.products import PRODUCTS

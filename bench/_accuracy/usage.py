@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta, config_of
-from tangram.models.capture import capture
+from tangram.models.building.build import build_on_meta, config_of
+from tangram.models.capturing.capture import capture
 
 COMMON: Mapping[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,

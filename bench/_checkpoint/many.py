@@ -17,7 +17,7 @@ from tangram.checkpoint.conversion.find_mapping import choose
 from tangram.checkpoint.formats.detect import TARGETS as FORMATS
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.inspect import diff, foreign, tree
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 
 TARGETS = {20_000: 10.0, 300_000: 60.0}
 """CPU seconds of each conversion that are the aim."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench._checkpoint import disk, peers
 from bench._checkpoint.peers import Contender, Raw
 from bench._checkpoint.state import Cut, State, fill, make, wrong
-from tangram.hardware import shared
+from tangram.hardware.host import shared
 from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.launch import Rank
 

@@ -17,7 +17,7 @@ from scipy.stats import t as student  # pyright: ignore[reportMissingTypeStubs]
 
 from bench._convergence.running import result_of
 from bench._convergence.settings import PLAIN, Run, Size
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 
 Results = Mapping[Run, Mapping[str, Any]]
 SETTLED = 0.1

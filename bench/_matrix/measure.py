@@ -14,7 +14,7 @@ from bench._matrix.models import BATCH, SEQUENCE
 from bench._matrix.ranks import WORLD, Found, Run, Todo, work
 from bench._matrix.results import Result, beside, slower, wrong_of
 from tangram.errors import UserError
-from tangram.hardware.rates import rates
+from tangram.hardware.measuring.rates import rates
 from tangram.planner.local.rank import predict
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, prepare

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench._memory.counter import FlowCounter
-from tangram.hardware.machine import peak_resident_mb
-from tangram.hardware.rates import Rates
+from tangram.hardware.host.machine import peak_resident_mb
+from tangram.hardware.measuring.rates import Rates
 from tangram.planner.local.estimate import Estimate, estimate
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import Strategy, plan_of

@@ -15,9 +15,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware.curves import ATTENTION, COLLECTIVE, PRODUCT, AttentionSizes, attention, collective, product
-from tangram.hardware.devices import Figures, device
-from tangram.hardware.fit import Fit, fit
+from tangram.hardware.catalogue.curves import (
+    ATTENTION,
+    COLLECTIVE,
+    PRODUCT,
+    AttentionSizes,
+    attention,
+    collective,
+    product,
+)
+from tangram.hardware.catalogue.devices import Figures, device
+from tangram.hardware.catalogue.fit import Fit, fit
 
 Floats = NDArray[np.float64]
 ROOT = Path(__file__).parents[2]
@@ -131,7 +139,7 @@ def written(fits: Sequence[Fit], backward: float) -> str:
     """The file: each curve, and under "*" the median of all for devices without measurements."""
     lines = [
         "# Fitted by bench/_planner/curves.py to data/published/calibration: change that, not this.",
-        '# What the values mean is said in hardware/curves.py. "*" are devices without measurements of their own.',
+        '# What the values mean: hardware/catalogue/curves.py. "*" are devices without measurements of their own.',
         "",
         "[attention_backward]",
         f"times = {backward:.4g}",

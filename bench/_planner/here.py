@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 
 from bench._planner.ranking import spearman
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 from tangram.planner.cost.history import Entry, History, key_of
 from tangram.planner.local.rank import Ranked
 from tangram.planner.local.rerank import by_history

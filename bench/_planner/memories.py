@@ -11,8 +11,8 @@ import numpy as np
 
 from bench._planner.predict import known
 from bench._planner.rows import Case, number
-from tangram.hardware.devices import device
-from tangram.hardware.measure import Row
+from tangram.hardware.catalogue.devices import device
+from tangram.hardware.measuring.measure import Row
 from tangram.planner.cost.memory import memory
 from tangram.planner.search.strategy import probability
 from tangram.planner.space.setting import Setting

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench._planner.tables import table
 from tangram.errors import UserError
-from tangram.models.outline import Dims, Group, Outline, decoder
+from tangram.models.outlines.outline import Dims, Group, Outline, decoder
 from tangram.planner.space.framework_profiles import Framework, framework
 from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.recompute import BY_OPERATOR

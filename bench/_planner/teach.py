@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench._planner.predict import HeldOut, predictable
 from bench._planner.rows import cases, read
-from tangram.hardware.devices import device
+from tangram.hardware.catalogue.devices import device
 from tangram.planner.cost.calibration import save
 
 ROOT = Path(__file__).parents[2]

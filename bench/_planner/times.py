@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bench._planner.predict import Floats, HeldOut
 from bench._planner.rows import Case
-from tangram.hardware.devices import device
+from tangram.hardware.catalogue.devices import device
 from tangram.planner.cost.calibration import Learned, Run
 
 Group = tuple[str, str, str, str]

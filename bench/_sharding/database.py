@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from bench._sharding.cases import Case
 from bench._sharding.sides import Cases, by_dtensor, by_us
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 
 QUICK = 12
 """Every so-manyeth entry."""

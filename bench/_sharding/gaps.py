@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverload
 
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 from tangram.sharding.discover.report import Gap, cuts_nothing
 from tangram.sharding.discover.report import gaps as found_gaps
 from tangram.sharding.ops.computed_rules import ESCAPES

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bench._sharding import ours, theirs
 from bench._sharding.cases import RANKS, Case, name_of, samples
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 
 LIMIT = 900.0
 EACH = 120.0

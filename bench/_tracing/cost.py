@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench._training.job import fsdp, job
 from bench._training.steps import LR, turn
-from tangram.hardware.measure import Pairs, Row, paired
+from tangram.hardware.measuring.measure import Pairs, Row, paired
 from tangram.schema.plan import Plan
 from tangram.tracing.format import Phase, file_of
 from tangram.tracing.recorder import UNTRACED, Recorder, Trace

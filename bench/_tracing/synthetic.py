@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.timeline import KINDS, play
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import grid

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench._training.job import fsdp
-from tangram.hardware.measure import Pairs, Row, paired
+from tangram.hardware.measuring.measure import Pairs, Row, paired
 from tangram.schema.plan import Plan
 from tangram.training import data
 from tangram.training.mesh.world import make_world

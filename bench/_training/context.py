@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bench._training.job import tables
 from bench._training.steps import WARM, ours, turn
-from tangram.hardware.measure import Pairs, Row, paired
+from tangram.hardware.measuring.measure import Pairs, Row, paired
 from tangram.schema.plan import Plan
 from tangram.training import data
 from tangram.training.mesh.world import make_world

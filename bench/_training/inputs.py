@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bench._training.job import GLOBAL_BATCH, SEQUENCE, job
-from tangram.hardware.measure import Row, paired
+from tangram.hardware.measuring.measure import Row, paired
 from tangram.schema.job import DataPlan
 from tangram.training import data
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tangram.hardware.measure import Row
+from tangram.hardware.measuring.measure import Row
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "job.toml"
 CHANGES = ("run.steps=2", "optimiser.warmup_steps=1", "data.held_out_samples=8")

@@ -29,8 +29,8 @@ from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits, retention
-from tangram.hardware.channel import Channel
-from tangram.hardware.workers import Detached
+from tangram.hardware.host.channel import Channel
+from tangram.hardware.host.workers import Detached
 from tangram.relayout.exchange.peers import Peers
 from tests.checkpoint.stored import random_tensor, same
 

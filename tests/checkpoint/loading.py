@@ -22,7 +22,7 @@ from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.errors import UserError
-from tangram.hardware import shared
+from tangram.hardware.host import shared
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout.exchange.peers import Peers
 from tests.checkpoint.saving import RANKS, STATES, Meshes, Net, meshes, whole_values

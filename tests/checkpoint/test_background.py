@@ -18,7 +18,7 @@ from tangram.checkpoint.saving.rank_parts import About
 from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.store import commits
-from tangram.hardware import hostmemory
+from tangram.hardware.host import hostmemory
 from tangram.relayout.exchange.peers import Peers
 
 QUICK = Settings(pause=0.05, limit=60, retries=1)

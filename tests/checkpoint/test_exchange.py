@@ -20,7 +20,7 @@ from tangram.checkpoint.loading.between_nodes import PeerError
 from tangram.checkpoint.loading.read import Want, read_wants
 from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
 from tangram.checkpoint.store import commits
-from tangram.hardware import shared
+from tangram.hardware.host import shared
 from tangram.layout import Region, intervals
 from tangram.relayout.exchange.peers import Peers
 from tangram.training.run.fork_server import context_of_ranks

@@ -19,7 +19,7 @@ from tangram.checkpoint.saving.writer_process import Order, SaveWriter, _refuse_
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.state.entries import LocalPart
 from tangram.checkpoint.store import commits
-from tangram.hardware.channel import Channel
+from tangram.hardware.host.channel import Channel
 
 SAVE = "0123456789abcdef" * 2
 WRITERS = 3

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.hardware import cluster as c
-from tangram.hardware.devices import tables
+from tangram.hardware.catalogue import cluster as c
+from tangram.hardware.catalogue.devices import tables
 from tangram.layout import Layout, Mesh
 from tangram.relayout.collectives.sequences import Link, sequence
 from tangram.sharding.derive.derive import WorkRates
@@ -185,7 +185,7 @@ def test_every_device_of_the_catalogue_may_be_named(tmp_path: Path, name: str) -
 
 def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
     """As the file of one's own, with more ranks; what the catalogue does not know is told."""
-    text = (Path(c.__file__).parent / "clusters" / "h100-8x8.toml").read_text(encoding="utf-8")
+    text = (Path(c.__file__).parents[1] / "clusters" / "h100-8x8.toml").read_text(encoding="utf-8")
     path = tmp_path / "mine.toml"
     path.write_text(text.replace("ranks = 64", "ranks = 2048"), encoding="utf-8")
     named, mine = c.load("h100-8x256"), c.load(path)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.hardware import curves
-from tangram.hardware.devices import device, devices
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.devices import device, devices
 
 MAKERS = ("NVIDIA", "AMD", "Ascend", "Kunlun", "MTT", "Hygon", "Iluvatar", "MetaX", "TPU")
 SIZES = st.integers(1, 1 << 16).map(float)

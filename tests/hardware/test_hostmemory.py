@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.hardware.hostmemory import Shared, available, mapped
+from tangram.hardware.host.hostmemory import Shared, available, mapped
 
 
 def test_who_has_the_open_file_sees_the_same_bytes():

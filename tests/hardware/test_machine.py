@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tangram.hardware import checks, machine
-from tangram.hardware.cgroups import Limits, limits
+from tangram.hardware.host import machine
+from tangram.hardware.host.cgroups import Limits, limits
+from tangram.hardware.measuring import checks
 
 
 def tree(folder: Path, files: dict[str, str]) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.hardware.measure import Row, interleaved, once
+from tangram.hardware.measuring.measure import Row, interleaved, once
 
 POSITIVE = st.floats(1e-6, 1e6)
 

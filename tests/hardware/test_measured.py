@@ -13,11 +13,12 @@ import pytest
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware import cluster, curves, measured, sweep
-from tangram.hardware.curves import PRODUCT, product
-from tangram.hardware.devices import device
-from tangram.hardware.fit import fit
-from tangram.hardware.owncurves import curves_in, text_of
+from tangram.hardware.catalogue import cluster, curves
+from tangram.hardware.catalogue.curves import PRODUCT, product
+from tangram.hardware.catalogue.devices import device
+from tangram.hardware.catalogue.fit import fit
+from tangram.hardware.catalogue.owncurves import curves_in, text_of
+from tangram.hardware.measuring import measured, sweep
 from tangram.planner.search.strategy import figures
 
 FEW: dict[str, Any] = {"SIDES": (64, 128, 256), "LENGTHS": (128, 256), "HEADS": ((4, 64),), "MOVED": (1 << 12, 1 << 18)}

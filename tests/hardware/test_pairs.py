@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.hardware.measure import paired
+from tangram.hardware.measuring.measure import paired
 
 SECONDS = st.floats(1e-6, 1e3)
 

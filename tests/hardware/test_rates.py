@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tangram.errors import UserError
-from tangram.hardware import rates as module
-from tangram.hardware.machine import Accelerator
-from tangram.hardware.rates import Curve, Rates, catalogue, measure, rates
+from tangram.hardware.host.machine import Accelerator
+from tangram.hardware.measuring import rates as module
+from tangram.hardware.measuring.rates import Curve, Rates, catalogue, measure, rates
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tangram.errors import UserError
-from tangram.hardware import curves
-from tangram.hardware.devices import WIDER, Figures, device, devices
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.devices import WIDER, Figures, device, devices
 
 KNOWN = [one for one in devices().values() if one.memory_bandwidth and (one.bf16 or one.fp16)]
 SHAPE = (4096.0, 4096.0, 4096.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tangram.hardware.channel import Channel, Json
-from tangram.hardware.workers import NICENESS, Detached, Job, run, start_detached
+from tangram.hardware.host.channel import Channel, Json
+from tangram.hardware.host.workers import NICENESS, Detached, Job, run, start_detached
 
 HERE = "tests.hardware.test_workers"
 
@@ -122,7 +122,8 @@ def test_what_a_helper_leaves_running_is_ended_too(tmp_path: Path) -> None:
 def test_helpers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
     note, temporary = tmp_path / "note", tmp_path / "temporary"
     temporary.mkdir()
-    code = f"from tangram.hardware.workers import *; run([Job('{HERE}:sleep_with_a_child', {{'note': '{note}'}})], 600)"
+    job = f"Job('{HERE}:sleep_with_a_child', {{'note': '{note}'}})"
+    code = f"from tangram.hardware.host.workers import *; run([{job}], 600)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
     caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
     while not note.exists() or len(note.read_text().split()) < 2:
@@ -206,7 +207,7 @@ def test_a_detached_helper_goes_on_when_its_caller_is_killed(tmp_path: Path) -> 
     note = tmp_path / "note"
     code = f"""
 import time
-from tangram.hardware.workers import *
+from tangram.hardware.host.workers import *
 helper = start_detached(Job('{HERE}:echo', {{'greeting': ''}}))
 helper.channel.send({{'note': '{note}'}})
 assert helper.channel.receive(60)

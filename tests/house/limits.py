@@ -45,7 +45,9 @@ _CANNOT = (
 )
 KINDS: tuple[Kind, ...] = (
     Kind(
-        "Models: building, capturing, counting", r"models", _CANNOT + r"|is none that|has not$|is not causal|by tokens"
+        "Models: building, capturing, counting",
+        r"models.*",
+        _CANNOT + r"|is none that|has not$|is not causal|by tokens",
     ),
     Kind(
         "Derivation and marks",
@@ -66,7 +68,7 @@ KINDS: tuple[Kind, ...] = (
         r"layout|relayout.*",
         _CANNOT + r"|no sequence of collectives|has no (?:placement|layout)|refused",
     ),
-    Kind("Kernels and hardware", r"kernels.*|hardware", _CANNOT + r"|wants|the catalogue knows no"),
+    Kind("Kernels and hardware", r"kernels.*|hardware.*", _CANNOT + r"|wants|the catalogue knows no"),
 )
 _INTRODUCTION = """# Limits
 

@@ -37,13 +37,13 @@ def checkout(tmp_path: Path) -> Path:
     (bench / "__init__.py").write_text("")
     (bench / "good.py").write_text(
         '"""Two figures.\n\nMore words."""\n'
-        "from tangram.hardware.measure import Row\n"
+        "from tangram.hardware.measuring.measure import Row\n"
         "def rows(quick):\n"
         "    yield Row('copy', 's', ours=3.0, peers={'numpy': 2.0}, limit=1.5, target_ratio=1.5)\n"
         "    yield Row('parse', 'us', ours=3.0 if quick else 4.0)\n"
     )
     (bench / "threads.py").write_text(
-        '"""Counts."""\nimport threading\nfrom tangram.hardware.measure import Row\n'
+        '"""Counts."""\nimport threading\nfrom tangram.hardware.measuring.measure import Row\n'
         "def rows(quick):\n    yield Row('threads', '', ours=threading.active_count())\n"
     )
     (bench / "wrong.py").write_text('"""Raises."""\ndef rows(quick):\n    raise KeyError("ours")\n')
@@ -109,7 +109,7 @@ def test_benches_are_listed_with_their_first_line(checkout: Path) -> None:
 
 def test_options_reach_the_bench_that_has_them(checkout: Path) -> None:
     (checkout / "bench" / "sized.py").write_text(
-        '"""Sizes."""\nfrom tangram.hardware.measure import Row\n'
+        '"""Sizes."""\nfrom tangram.hardware.measuring.measure import Row\n'
         "def rows(quick, *, size=1.0, only=()):\n    yield Row(' '.join(only), 'GB', ours=size)\n"
     )
     answer = run("bench", "sized", "--json", "--size", "0.5", "--only", "one", "--only", "two", folder=checkout)

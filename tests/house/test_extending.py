@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.cli import main
-from tangram.hardware.devices import tables
-from tangram.hardware.rates import WHOLE, catalogue
-from tangram.models import build
-from tangram.models.build import build_on_meta, make_config
-from tangram.models.code import run_code
+from tangram.hardware.catalogue.devices import tables
+from tangram.hardware.measuring.rates import WHOLE, catalogue
+from tangram.models.building import build
+from tangram.models.building.build import build_on_meta, make_config
+from tangram.models.building.code import run_code
 from tangram.planner.local import derived_layouts, strategies
 from tangram.planner.local import rank as ranking
 from tangram.planner.local.own_rules import rules_of

@@ -31,7 +31,7 @@ REASONS = {
     "tangram.kernels.attention.attend_backward": AUTOGRAD,
     "tangram.kernels.flash.operator.flash": AUTOGRAD,
     "tangram.kernels.flash.operator.flash_backward": AUTOGRAD,
-    "tangram.models.attention._attention": AUTOGRAD,
+    "tangram.models.capturing.attention._attention": AUTOGRAD,
     "tangram.relayout.collectives.ring_attention._Ring.forward": AUTOGRAD,
     "tangram.sharding.compositions.classes.linear_cross_entropy": AUTOGRAD,
     "tangram.sharding.compositions.classes.linear_cross_entropies": AUTOGRAD,

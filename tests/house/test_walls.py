@@ -73,7 +73,7 @@ def plant(folder: Path, files: dict[str, str]) -> Path:
 
 SOUND = {
     "layout/__init__.py": "import torch\nfrom lark import Lark\nfrom tangram.errors import UserError\n",
-    "hardware/workers.py": "import subprocess\nfrom tangram import layout\nsubprocess.run(['true'])\n",
+    "hardware/host/workers.py": "import subprocess\nfrom tangram import layout\nsubprocess.run(['true'])\n",
     "training/loop.py": "import torch.distributed as dist\ndef f(t): dist.all_reduce(t); dist.init_process_group()\n",
     "cli/train.py": "import rich\ndef train():\n    from tangram.training import loop\n",
     "training/step.py": "from tangram.training.loop import f\nfrom tangram import __version__\n",

@@ -35,19 +35,19 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "a collective": (
         "tangram.relayout",
         "tangram.training",
-        "tangram.hardware.checks",
-        "tangram.hardware.rates",
-        "tangram.hardware.sweep",
+        "tangram.hardware.measuring.checks",
+        "tangram.hardware.measuring.rates",
+        "tangram.hardware.measuring.sweep",
     ),
     # The sweep's helpers are processes of its own, which measure collectives and end.
-    "a default process group": ("tangram.training", "tangram.hardware.sweep"),
-    "a process": ("tangram.hardware.workers", "tangram.training"),
+    "a default process group": ("tangram.training", "tangram.hardware.measuring.sweep"),
+    "a process": ("tangram.hardware.host.workers", "tangram.training"),
     "a parser": ("tangram.layout",),
     "an import by a computed name": (
         "tangram.cli",
         "tangram.lazy",
-        "tangram.hardware.workers",
-        "tangram.hardware.benches",
+        "tangram.hardware.host.workers",
+        "tangram.hardware.measuring.benches",
     ),
     "the name of one kind of accelerator": ("tangram.hardware", "tangram.kernels"),
 }
@@ -102,8 +102,6 @@ def modules(package: Path) -> list[Module]:
 
 FILES = 16
 """Modules of a folder at most, beside its `__init__`; a larger room has sub-packages."""
-LARGE = ("models", "hardware")
-"""Rooms that are larger, still."""
 
 
 def findings(package: Path, dependencies: Mapping[str, set[str]]) -> list[str]:
@@ -174,7 +172,7 @@ def _reaches(start: str, goal: str, uses: Mapping[str, set[str]]) -> bool:
 def _crowded(house: list[Module]) -> Iterator[str]:
     count = Counter(module.package for module in house if not module.is_package)
     for package, files in sorted(count.items()):
-        if files > FILES and package.split(".")[-1] not in LARGE:
+        if files > FILES:
             yield f"{package}:1 has {files} modules; a folder has {FILES} at most, and a larger room sub-packages"
 
 

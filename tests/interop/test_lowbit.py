@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tangram.layout import Region
-from tangram.models import nf4
+from tangram.models.lora import nf4
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import ADAM_4BIT, ADAM_8BIT, SAME, SHARED, States, StateSpec, with_states
 from tangram.training.parallel.eight_bit_adamw import EightBitAdamW

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, ViTConfig, ViTForImageClassification
 
 from tangram.errors import UserError
-from tangram.models.capture import CaptureError, capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded, pairs
-from tangram.models.replay import replay
-from tangram.models.twin import without_memory
+from tangram.models.building.twin import without_memory
+from tangram.models.capturing.capture import CaptureError, capture
+from tangram.models.capturing.fold import folded, pairs
+from tangram.models.capturing.replay import replay
+from tangram.models.outlines.costs import block_names
 
 TINY = {
     "hidden_size": 32,

@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoConfig
 
 from tangram.errors import UserError
-from tangram.models.catalogue import active_numbers, catalogue, in_catalogue, no_model
-from tangram.models.outlined import outlined
-from tangram.models.strict import mistakes
+from tangram.models.building.strict import mistakes
+from tangram.models.outlines.catalogue import active_numbers, catalogue, in_catalogue, no_model
+from tangram.models.outlines.outlined import outlined
 
 ROWS: dict[str, dict[str, Any]] = tomllib.loads(
     resources.files("tangram.models").joinpath("catalogue.toml").read_text(encoding="utf-8")

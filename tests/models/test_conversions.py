@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement
-from tangram.models.conversions import Conversion, read_conversion
+from tangram.models.building.conversions import Conversion, read_conversion
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
 
 Shapes = Mapping[str, tuple[int, ...]]

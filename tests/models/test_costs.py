@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
-from tangram.models.costs import OUTSIDE, at_micro_batch, block_names, costs
+from tangram.models.building.build import build_on_meta
+from tangram.models.outlines.costs import OUTSIDE, at_micro_batch, block_names, costs
 from tests.models.tiny import KINDS, tiny
 
 SEQUENCE, BATCH = 16, 2

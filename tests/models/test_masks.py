@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tangram.models.masks import as_captured
+from tangram.models.building.masks import as_captured
 from tests.models.test_stages import made
 
 

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
-from tangram.models.costs import costs
-from tangram.models.outline import Dims, Group, Outline, decoder
-from tangram.models.outlined import outline_of, outlined
+from tangram.models.building.build import build_on_meta
+from tangram.models.outlines.costs import costs
+from tangram.models.outlines.outline import Dims, Group, Outline, decoder
+from tangram.models.outlines.outlined import outline_of, outlined
 
 KNOWN = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2_moe",

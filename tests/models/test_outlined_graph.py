@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
-from tangram.models.capture import capture
-from tangram.models.costs import ModelCosts, block_names, costs
-from tangram.models.fold import folded
-from tangram.models.graph import Graph
-from tangram.models.once import kinds_of
-from tangram.models.outline import Block, Group, Outline, decoder
-from tangram.models.outlined import captured, dims_of, outline_of
-from tangram.models.outlined_graph import outline_of_graph
+from tangram.models.building.build import build_on_meta
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.capturing.graph import Graph
+from tangram.models.capturing.once import kinds_of
+from tangram.models.outlines.costs import ModelCosts, block_names, costs
+from tangram.models.outlines.outline import Block, Group, Outline, decoder
+from tangram.models.outlines.outlined import captured, dims_of, outline_of
+from tangram.models.outlines.outlined_graph import outline_of_graph
 from tests.models.kinds import GRAPHS, config_of
 
 TOKENS = 64

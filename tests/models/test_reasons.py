@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.models.capture import capture
+from tangram.models.capturing.capture import capture
 
 
 class Model(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.models.capture import capture
-from tangram.models.named import token_inputs
-from tangram.models.stages import Stages, Through, keep_stages, refuse_unlike_chain, refuse_unlike_modules
+from tangram.models.building.named import token_inputs
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.stages import Stages, Through, keep_stages, refuse_unlike_chain, refuse_unlike_modules
 
 FIELDS = {
     "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -205,5 +205,5 @@ def test_what_a_stage_calls_itself_is_at_a_line_of_its_own_whoever_calls_it() ->
         (call.run, call.line, call.function) for call in other.calls
     ]
     assert [call.line.partition(":")[0] for call in one.calls if call.function == "clone"] == [
-        "tangram/models/stages.py"
+        "tangram/models/capturing/stages.py"
     ]

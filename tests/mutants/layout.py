@@ -203,8 +203,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- locate
     Mutant(
         "sum-drops-the-offset", "layout/locate.py",
-        "intervals.shift(intervals.product([held(x, mesh, at) for x in term], sizes), base)",
-        "intervals.product([held(x, mesh, at) for x in term], sizes)", "k and v are taken from q", LAYOUTS,
+        "intervals.shift(intervals.product([indices_of_rank(x, mesh, at) for x in term], sizes), base)",
+        "intervals.product([indices_of_rank(x, mesh, at) for x in term], sizes)", "k and v are taken from q", LAYOUTS,
     ),
     Mutant(
         "cuts-by-index-not-by-what-is-held", "layout/locate.py",

@@ -141,11 +141,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- clusters
     Mutant(
-        "stride-ignored", "hardware/cluster.py", "if k * stride <= link.ranks:", "if k <= link.ranks:",
+        "stride-ignored", "hardware/catalogue/cluster.py", "if k * stride <= link.ranks:", "if k <= link.ranks:",
         "an axis between nodes costs what one inside a node costs", (_CLUSTER,),
     ),
     Mutant(
-        "share-above-one", "hardware/cluster.py", "if share > 1:", "if share > 2:",
+        "share-above-one", "hardware/catalogue/cluster.py", "if share > 1:", "if share > 2:",
         "a link reaches more than it has", (_CLUSTER,),
     ),
 )

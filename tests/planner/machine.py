@@ -1,6 +1,6 @@
 """A machine of round numbers, so that predictions can be worked out by hand."""
 
-from tangram.hardware.rates import Curve, Rates
+from tangram.hardware.measuring.rates import Curve, Rates
 
 
 def rates(processes: int = 2, **changes: object) -> Rates:

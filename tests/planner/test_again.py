@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, Group, decoder
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, Group, decoder
 from tangram.planner.cost.calibration import PARTS
 from tangram.planner.cost.memory import memory, needs
 from tangram.planner.cost.step_time import scaled, seconds

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tangram.cli import main
-from tangram.hardware.cluster import Link, builtin
-from tangram.hardware.devices import device
-from tangram.models.outlined import outlined
+from tangram.hardware.catalogue.cluster import Link, builtin
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.search.query import plan
 from tangram.planner.search.strategy import Ask, probability, safe
 from tests.planner.commands import refused

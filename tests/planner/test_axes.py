@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.derived_layouts import ModelAxis, TensorLayouts, axes_layouts, sample_graph
 from tangram.planner.local.rank import predict

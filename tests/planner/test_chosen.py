@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.build import build_on_meta
-from tangram.models.graph import Graph
+from tangram.models.building.build import build_on_meta
+from tangram.models.capturing.graph import Graph
 from tangram.planner.local.plan_from_sharding import plan_of_choice, roles_of
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan

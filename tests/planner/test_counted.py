@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
-from tangram.models.costs import ModelCosts
+from tangram.models.outlines.costs import ModelCosts
 from tangram.planner.local.derived_layouts import TensorLayouts
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import rank

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from tangram.hardware import overheads
-from tangram.models.build import build_on_meta
-from tangram.models.costs import ModelCosts, costs
-from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate, largest_parts, shard_size, is_plain_ddp
+from tangram.hardware.measuring import overheads
+from tangram.models.building.build import build_on_meta
+from tangram.models.outlines.costs import ModelCosts, costs
+from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate, is_plain_ddp, largest_parts, shard_size
 from tangram.schema.plan import Plan
 from tests.models.tiny import tiny
 from tests.planner.machine import rates

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, Outline, decoder
-from tangram.models.outlined import outlined
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, Outline, decoder
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.memory_timeline import PARTS, Footprint, footprints
 from tangram.planner.cost.timeline import play

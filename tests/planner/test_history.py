@@ -17,7 +17,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry, History, add, family_of, key_of, read
-from tangram.planner.cost.history_correction import PredictedPlan, Here, hopeless, likely
+from tangram.planner.cost.history_correction import Here, PredictedPlan, hopeless, likely
 from tests.training.small import small_plan
 
 HERE = Here("a processor", "a machine, 2 processes", 8e9, 2)

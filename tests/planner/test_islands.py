@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.cli import main
-from tangram.hardware import curves
-from tangram.hardware.cluster import Cluster, builtin
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.cluster import Cluster, builtin
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.communication_time import exchange
 from tangram.planner.cost.step_time import hop_seconds, seconds
 from tangram.planner.legality.enumerate import meshes, of_mesh

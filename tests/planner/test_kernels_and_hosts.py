@@ -8,9 +8,9 @@ import pytest
 from bench._planner import threads
 from bench._planner.predict import known, runs
 from bench._planner.rows import cases, read
-from tangram.hardware import curves
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds

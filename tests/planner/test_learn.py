@@ -13,8 +13,8 @@ from bench._planner.rows import as_flagged, cases, precision, read, recompute, w
 from bench._planner.teach import LEARNED, RUNS
 from bench._planner.threads import THREADS, verdict
 from bench._planner.times import errors
-from tangram.hardware.devices import device
-from tangram.models.outline import Group
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Group
 from tangram.planner.cost.calibration import PARTS, Learned, Run, learn, left_out, load, published, save
 from tangram.planner.cost.intervals import Misses
 from tangram.planner.space.framework_profiles import framework

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
-from tangram.models.outlined import outline_of
-from tangram.models.source import read_source
+from tangram.models.building.source import read_source
+from tangram.models.outlines.outline import Outline
+from tangram.models.outlines.outlined import outline_of
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.legality.constraints import HEADS as OF_HEADS
 from tangram.planner.legality.constraints import LAID, RULES

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.hardware import curves
-from tangram.hardware.devices import device
-from tangram.models.adapted import adapted
-from tangram.models.catalogue import catalogue, in_catalogue
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.devices import device
+from tangram.models.lora.outline import adapted
+from tangram.models.outlines.catalogue import catalogue, in_catalogue
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.communication_time import Data, exchange, links_of
 from tangram.planner.cost.step_time import COVERED, Seconds, scaled, seconds

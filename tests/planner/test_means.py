@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware.cluster import load
-from tangram.hardware.devices import device
-from tangram.models.adapted import adapted, frozen_flops
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue.cluster import load
+from tangram.hardware.catalogue.devices import device
+from tangram.models.lora.outline import adapted, frozen_flops
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.search.strategy import Ask, setting_of

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench._planner.rows import cases, read
-from tangram.hardware.cluster import builtin
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.memory import memory

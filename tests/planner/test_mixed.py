@@ -11,8 +11,8 @@ import pytest
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster, builtin
-from tangram.models.outline import Dims, Group, Outline, decoder
+from tangram.hardware.catalogue.cluster import Cluster, builtin
+from tangram.models.outlines.outline import Dims, Group, Outline, decoder
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.report.heterogeneous_tables import runs_of

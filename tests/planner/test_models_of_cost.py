@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from bench._planner import memories
 from bench._planner.predict import predictable, runs
 from bench._planner.rows import Case, cases, read
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, Group, decoder
-from tangram.models.outlined import outlined
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, Group, decoder
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.space.framework_profiles import framework

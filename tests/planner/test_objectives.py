@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster, builtin
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.hardware.catalogue.cluster import Cluster, builtin
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import PARTS, published
 from tangram.planner.cost.goodput import Goodput, Snapshots
 from tangram.planner.cost.memory import memory

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.cli import main
-from tangram.hardware.cluster import builtin
-from tangram.hardware.devices import device
-from tangram.models.blocks import Batched, Group
-from tangram.models.outline import Dims, Outline, decoder, runs_of
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.blocks import Batched, Group
+from tangram.models.outlines.outline import Dims, Outline, decoder, runs_of
 from tangram.planner.cost.block_time import Ways
 from tangram.planner.cost.memory import at_rank, memory, needs
 from tangram.planner.cost.step_time import seconds

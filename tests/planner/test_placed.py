@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import builtin
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, decoder
-from tangram.models.outlined import outlined
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, decoder
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.communication_time import apart
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.legality.engine import Rule
@@ -96,7 +96,9 @@ def test_a_mesh_says_the_order() -> None:
 def test_a_given_order_is_priced() -> None:
     outline, ask = outlined("llama-3-8b"), Ask(2**20, 8192, framework="megatron-core", most=1)
     assert requested(CLUSTER, ask).node == 8
-    found = [explain(outline, CLUSTER, ask, StrategyRequest(mesh)).choice for mesh in ("pp=2 dp=16 tp=2", "dp=16 pp=2 tp=2")]
+    found = [
+        explain(outline, CLUSTER, ask, StrategyRequest(mesh)).choice for mesh in ("pp=2 dp=16 tp=2", "dp=16 pp=2 tp=2")
+    ]
     outer, inner = found
     assert outer is not None
     assert inner is not None

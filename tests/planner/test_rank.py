@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import FILLED, Ranked, predict, rank

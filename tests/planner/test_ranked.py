@@ -9,8 +9,8 @@ import pytest
 
 from tangram.__main__ import main
 from tangram.errors import UserError
-from tangram.hardware.cluster import builtin
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.report.report import Shown
 from tangram.planner.search.by_precision import ranked

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware.cluster import builtin
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.goodput import Goodput
 from tangram.planner.cost.memory_timeline import footprints
 from tangram.planner.cost.step_time import Seconds

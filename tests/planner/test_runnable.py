@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware.cluster import builtin
+from tangram.hardware.catalogue.cluster import builtin
 from tangram.layout import Mesh
-from tangram.models.outline import Outline
-from tangram.models.outlined import outline_of
-from tangram.models.source import read_source
+from tangram.models.building.source import read_source
+from tangram.models.outlines.outline import Outline
+from tangram.models.outlines.outlined import outline_of
 from tangram.planner.cost.calibration import published
 from tangram.planner.exports.numbers import strategy_request
 from tangram.planner.imports.files import strategy_of

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.hardware.devices import device
-from tangram.models.adapted import adapted
-from tangram.models.outline import Dims, Outline, decoder
-from tangram.models.outlined import outlined
+from tangram.hardware.catalogue.devices import device
+from tangram.models.lora.outline import adapted
+from tangram.models.outlines.outline import Dims, Outline, decoder
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.calibration import PARTS
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import scaled, seconds

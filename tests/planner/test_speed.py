@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from tangram.hardware.cluster import Cluster, load
-from tangram.models.catalogue import in_catalogue
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.hardware.catalogue.cluster import Cluster, load
+from tangram.models.outlines.catalogue import in_catalogue
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.cost.calibration import published
 from tangram.planner.legality.enumerate import Request
 from tangram.planner.search.by_precision import Ranked, among, ranked, reached

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
-from tangram.models.stages import Stages
+from tangram.models.building.build import build_on_meta
+from tangram.models.capturing.stages import Stages
 from tangram.planner.legality.check_plan import bound_layout, legal
 from tangram.planner.local import stage_shares
 from tangram.planner.local.model_costs import Counted

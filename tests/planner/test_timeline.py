@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tangram.cli import main
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.cost.block_time import Pass
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import Seconds, loads, pipeline_seconds, seconds

@@ -16,7 +16,7 @@ from tangram.planner.cost.history_correction import Here
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import Ranked, rank
 from tangram.planner.local.ranking_table import Ranking
-from tangram.planner.local.rerank import predicted_plan, by_history
+from tangram.planner.local.rerank import by_history, predicted_plan
 from tangram.planner.local.trials import Trial, tried
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan

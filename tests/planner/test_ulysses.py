@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware import curves
-from tangram.hardware.cluster import builtin
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.block_time import Ways
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.calibration import PARTS
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import scaled, seconds
@@ -45,7 +45,9 @@ def pipelines(at: int) -> Grid:
     return every.take(every.pipeline > 1)
 
 
-def both(at: int, limit: float, most: int, scales: dict[str, float] | None, rows: Grid) -> tuple[Best, Best, CutRequest]:
+def both(
+    at: int, limit: float, most: int, scales: dict[str, float] | None, rows: Grid
+) -> tuple[Best, Best, CutRequest]:
     wanted = CutRequest(MODELS[at], SETTING, limit, scales, Able(uneven=most))
     return all_cuts(wanted, *wanted.tried(rows)), best_cuts(wanted, *wanted.evaluated(rows)), wanted
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import MixtralConfig
 
 from tangram.__main__ import main
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.cost.expert_imbalance import busiest
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds

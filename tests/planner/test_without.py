@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware.cluster import builtin
-from tangram.hardware.devices import device
-from tangram.models.outline import Dims, Group, Outline, decoder
+from tangram.hardware.catalogue.cluster import builtin
+from tangram.hardware.catalogue.devices import device
+from tangram.models.outlines.outline import Dims, Group, Outline, decoder
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.legality import exclusions as leaving

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster, builtin
-from tangram.models.outline import Dims, decoder
+from tangram.hardware.catalogue.cluster import Cluster, builtin
+from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.legality.trainer_support import RUNS
 from tangram.planner.search.query import Answer, plan
 from tangram.planner.search.strategy import Ask

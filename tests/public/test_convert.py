@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tangram.checkpoint.formats.detect import open_any
 from tangram.cli import main
-from tangram.models.build import build_on_meta, config_of
+from tangram.models.building.build import build_on_meta, config_of
 from tests.checkpoint.zero import values
 
 Capture = pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from tangram.models.build import build_on_meta, config_of
+from tangram.models.building.build import build_on_meta, config_of
 from tests.public.test_convert import Capture, beside, convert, same, saved
 
 SMALL: Mapping[str, Any] = {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
-from tangram.hardware import shared
+from tangram.hardware.host import shared
 from tangram.layout import Region
 from tangram.relayout import (
     BoundMapping,

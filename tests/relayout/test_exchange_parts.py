@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.hardware import shared
+from tangram.hardware.host import shared
 from tangram.layout import intervals
 from tangram.relayout import TensorSpec, bind
 from tangram.relayout.exchange import rounds, shared_lanes

@@ -23,7 +23,7 @@ from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.tiers import promote as promoting
 from tangram.checkpoint.tiers.promote import pin, promote
 from tangram.errors import UserError
-from tangram.hardware.hostmemory import Shared
+from tangram.hardware.host.hostmemory import Shared
 from tangram.layout import Region
 from tangram.relayout import TensorSpec
 from tangram.resilience import tiers as tiers_module

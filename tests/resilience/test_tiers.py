@@ -12,7 +12,7 @@ from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.state.describe import describe
-from tangram.checkpoint.store.commits import read_manifest, read_marker, committed
+from tangram.checkpoint.store.commits import committed, read_manifest, read_marker
 from tangram.checkpoint.tiers.promote import pin, promote
 from tangram.relayout.exchange.peers import Peers
 from tangram.resilience.tiers import Tiers, memory_of

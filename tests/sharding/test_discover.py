@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.layout.rule import Rule
 from tangram.sharding.discover import calls_from, drawn_calls, operator_of
 from tangram.sharding.discover.prove_draft import without_factor

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.sharding.compare import CASES, FOUND_WITH, CompareCase, PairOutcome, run
 
 NO_OPERATORS = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tangram.cli import main
-from tangram.hardware import workers
-from tangram.hardware.channel import Json
+from tangram.hardware.host import workers
+from tangram.hardware.host.channel import Json
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof.mutate import mutations, planted

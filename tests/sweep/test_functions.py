@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from tangram.models.capture import capture
+from tangram.models.capturing.capture import capture
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.training.run.launch import run_ranks
 from tests.sweep.ranks import Case, Result, run_all

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tangram.layout import Mesh
 from tangram.layout.intervals import elements
 from tangram.layout.intervals import rank as rank_of
-from tangram.models.twin import without_memory
+from tangram.models.building.twin import without_memory
 from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.marking.marks import Mark, marks_of, read_marks
 from tangram.sharding.derive.marking.published import published

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.twin import without_memory
+from tangram.models.building.twin import without_memory
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.mark_ops import noted

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
-from tangram.models.opened import without_fast_path
+from tangram.models.capturing.opened import without_fast_path
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.training.mesh import tensor_parallel

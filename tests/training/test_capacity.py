@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, cut

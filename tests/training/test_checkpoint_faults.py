@@ -120,7 +120,10 @@ def test_a_full_and_then_a_read_only_disk(training: Training, small_disk: Path) 
     training.save(5)
     assert isinstance(only(training.told()), CheckpointSaved)
     training.check(5)
-    assert [path.name for path, _ in commits.committed(training.checkpointer.folder)] == ["step-00000003", "step-00000005"]
+    assert [path.name for path, _ in commits.committed(training.checkpointer.folder)] == [
+        "step-00000003",
+        "step-00000005",
+    ]
 
 
 def test_storage_that_hangs_and_comes_back(tmp_path: Path) -> None:

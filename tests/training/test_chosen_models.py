@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from tangram.hardware.cluster import builtin
+from tangram.hardware.catalogue.cluster import builtin
 from tangram.layout import Mesh
 from tangram.sharding.choose.choose import choose, kept
 from tangram.sharding.choose.costs import Training, costs

@@ -7,7 +7,7 @@ import torch
 
 from bench.device import SIZES, rows
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta, make_config
+from tangram.models.building.build import build_on_meta, make_config
 
 
 def test_the_sizes_are_what_they_are_called() -> None:

@@ -226,7 +226,7 @@ def test_it_goes_on_elsewhere_with_the_same_codes(ran: dict[tuple[str, str], Tra
 
 
 def test_what_is_kept_is_what_is_predicted(folder: Path, ran: dict[tuple[str, str], Traced]) -> None:
-    from tangram.hardware.rates import rates
+    from tangram.hardware.measuring.rates import rates
 
     for key in (("all", "one"), ("all", "fsdp"), ("plain", "one")):
         plan = planned(folder, key[1], **({"optimiser.moments": '"as masters"'} if key[0] == "plain" else {}))

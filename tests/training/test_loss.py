@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.derived_layouts import CollectiveTraffic, plan_communication, sample_graph
 from tangram.relayout.exchange.peers import Peers

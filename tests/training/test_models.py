@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta, initial_tensors, make_config, presets
+from tangram.models.building.build import build_on_meta, initial_tensors, make_config, presets
 
 SMALL = {"vocab_size": 11, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 1}
 

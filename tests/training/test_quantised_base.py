@@ -25,7 +25,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.blocks import in_blocks
-from tangram.models import dynamic_codes, nf4
+from tangram.models.lora import dynamic_codes, nf4
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load, loads

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tangram.models.build import build_on_meta, initial_tensors
-from tangram.models.costs import ModelCosts, costs
-from tangram.models.source import read_source
+from tangram.models.building.build import build_on_meta, initial_tensors
+from tangram.models.building.source import read_source
+from tangram.models.outlines.costs import ModelCosts, costs
 from tangram.planner.local.estimate import estimate
 from tangram.schema.plan import Plan
 from tangram.training.parallel.apply import blocks_of, materialise

@@ -13,7 +13,7 @@ from moto.server import ThreadedMotoServer
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.saving.save import About, save
-from tangram.checkpoint.store.commits import read_marker, committed
+from tangram.checkpoint.store.commits import committed, read_marker
 from tangram.checkpoint.store.objects import ObjectStore, store_of
 from tangram.checkpoint.tiers import remote
 from tangram.cli import main

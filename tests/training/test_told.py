@@ -11,7 +11,7 @@ from torch import nn
 
 from tangram.errors import UserError
 from tangram.kernels.attention import Seen
-from tangram.models.attention import numbers_of
+from tangram.models.capturing.attention import numbers_of
 from tangram.planner.local.show import rows
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch

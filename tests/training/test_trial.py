@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from tangram.cli import main
-from tangram.hardware.workers import Job, run
+from tangram.hardware.host.workers import Job, run
 from tangram.planner.cost.history import read
 from tangram.schema.files import dumps, load
 from tangram.schema.plan import Plan

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.adapters import add_adapters, merge_adapters, save_adapters
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
+from tangram.models.lora.adapters import add_adapters, merge_adapters, save_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load

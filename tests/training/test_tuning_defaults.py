@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.adapters import initial_adapters, save_adapters
+from tangram.models.lora.adapters import initial_adapters, save_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load

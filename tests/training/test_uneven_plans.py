@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tangram.checkpoint.inspect.verify import verify
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.derived_layouts import TensorLayouts
 from tangram.planner.local.estimate import largest_parts

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tangram.models.conversions import keep_names
+from tangram.models.building.conversions import keep_names
 from tangram.training.state.load_weights import load_pretrained
 from tests.training.experts import export, files
 from tests.training.saving import plan_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tangram.models.adapters import initial_adapters
+from tangram.models.lora.adapters import initial_adapters
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
 from tangram.training.observe.events import StepDone

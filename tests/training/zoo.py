@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 64,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tangram.cli.output import figure, note, print_json, print_table
-from tangram.hardware.benches import Report, find_checkout, run, summaries
+from tangram.hardware.measuring.benches import Report, find_checkout, run, summaries
 
 __all__ = ["bench"]
 

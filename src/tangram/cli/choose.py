@@ -11,9 +11,9 @@ from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
 
 if TYPE_CHECKING:
-    from tangram.hardware.cluster import Cluster
+    from tangram.hardware.catalogue.cluster import Cluster
     from tangram.layout import Mesh
-    from tangram.models.graph import Graph
+    from tangram.models.capturing.graph import Graph
     from tangram.schema.job import Job
     from tangram.sharding.choose.choose import ChosenMarks, Price
     from tangram.sharding.choose.costs import Training
@@ -49,7 +49,7 @@ class Choosing:
 
 def cluster_of(name: str | None, mesh: "Mesh") -> "Cluster":
     """The cluster, which a choice needs. Raises UserError where there is none, or one that is too small."""
-    from tangram.hardware.cluster import load, names
+    from tangram.hardware.catalogue.cluster import load, names
     from tangram.sharding.choose.choose import refuse_larger
 
     if name is None:
@@ -196,7 +196,7 @@ def _plan_text(
     captured: "Callable[[int], Graph]",
     training: "Training",
 ) -> tuple[str, tuple[str, ...]]:
-    from tangram.models.build import build_on_meta
+    from tangram.models.building.build import build_on_meta
     from tangram.planner.local.plan_from_sharding import plan_of_choice
     from tangram.schema.files import dumps
     from tangram.training.data import tokens_of

@@ -156,7 +156,9 @@ def _beside(made: "Converted | Restructured") -> None:
         print(printable(f"beside the weights, not carried: {', '.join(made.left_beside[:SKIPPED])}{more}"))
 
 
-def _convert(source: "OpenCheckpoint", target: str, asked: TypedOptions, options: "ConvertOptions", local: bool) -> None:
+def _convert(
+    source: "OpenCheckpoint", target: str, asked: TypedOptions, options: "ConvertOptions", local: bool
+) -> None:
     from tangram.checkpoint.conversion.converting import prepare
 
     found = prepare(source, asked.to, options)

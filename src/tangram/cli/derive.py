@@ -14,8 +14,8 @@ from tangram.schema.files import changes_of
 
 if TYPE_CHECKING:
     from tangram.cli.choose import Choosing
-    from tangram.models.graph import Graph
-    from tangram.models.named import Inputs
+    from tangram.models.building.named import Inputs
+    from tangram.models.capturing.graph import Graph
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark
     from tangram.sharding.derive.problem.rates import WorkRates
@@ -73,7 +73,7 @@ def derive_model(asked: DeriveOptions) -> None:
     if asked.choosing is not None:
         _choose(asked, asked.choosing)
         return
-    from tangram.models.named import named
+    from tangram.models.building.named import named
 
     mesh = _mesh(asked.mesh)
     rates = _rates(asked, mesh)
@@ -98,7 +98,7 @@ def derive_model(asked: DeriveOptions) -> None:
 
 def _choose(asked: DeriveOptions, choosing: "Choosing") -> None:
     from tangram.cli.choose import answer, bytes_of, cluster_of, job_of, show, write
-    from tangram.models.named import named
+    from tangram.models.building.named import named
 
     if asked.why is not None or asked.diff is not None:
         raise UserError("--why and --diff are of plans that follow from marks: leave out --choose")
@@ -145,7 +145,7 @@ def _mesh(text: str) -> Mesh:
 
 def _rates(asked: DeriveOptions, mesh: Mesh) -> "WorkRates":
     """Those of the cluster for each axis that the mesh has."""
-    from tangram.hardware.cluster import load
+    from tangram.hardware.catalogue.cluster import load
     from tangram.sharding.derive.problem.rates import WorkRates
 
     rates = WorkRates(cluster=load(asked.cluster) if asked.cluster else None)
@@ -192,9 +192,9 @@ def _shipped(kind: str, model: Any) -> "list[Mark]":
 
 def _captured(asked: DeriveOptions, made: "tuple[Any, Inputs]", rules: str) -> "Graph":
     """The graph of a model and its inputs, equal layers found."""
-    from tangram.models.capture import capture
-    from tangram.models.costs import block_names
-    from tangram.models.fold import folded
+    from tangram.models.capturing.capture import capture
+    from tangram.models.capturing.fold import folded
+    from tangram.models.outlines.costs import block_names
 
     model, inputs = made
     start = time.perf_counter()
@@ -203,7 +203,9 @@ def _captured(asked: DeriveOptions, made: "tuple[Any, Inputs]", rules: str) -> "
     return graph
 
 
-def _derived(asked: DeriveOptions, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", rates: "WorkRates") -> "Derived":
+def _derived(
+    asked: DeriveOptions, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", rates: "WorkRates"
+) -> "Derived":
     from tangram.sharding.derive.derive import ConflictError, derive
 
     try:
@@ -217,7 +219,12 @@ def _derived(asked: DeriveOptions, graph: "Graph", mesh: Mesh, marks: "Sequence[
 
 
 def _conflict(
-    asked: DeriveOptions, graph: "Graph", mesh: Mesh, marks: "Sequence[Mark]", error: "ConflictError", rates: "WorkRates"
+    asked: DeriveOptions,
+    graph: "Graph",
+    mesh: Mesh,
+    marks: "Sequence[Mark]",
+    error: "ConflictError",
+    rates: "WorkRates",
 ) -> UserError:
     """The sentence on marks that contradict each other; before it, where they meet and what works."""
     from tangram.sharding.derive.explain.conflicts import conflict

@@ -27,8 +27,8 @@ def doctor(
     if measure:
         return _measure(ranks, out, json=json)
     with progress("looking at the machine") as status:
-        from tangram.hardware.checks import Check, all_checks
-        from tangram.hardware.machine import describe, versions
+        from tangram.hardware.host.machine import describe, versions
+        from tangram.hardware.measuring.checks import Check, all_checks
 
         machine, found = describe(), versions()
         checks: list[Check] = []
@@ -54,8 +54,8 @@ def _measure(ranks: int, out: Path | None, *, json: bool) -> int:
     if ranks < 0 or ranks > MOST_RANKS:
         raise UserError(f"--ranks {ranks}: measure for 1 to {MOST_RANKS}")
     with progress("loading torch") as status:
-        from tangram.hardware.machine import accelerators
-        from tangram.hardware.measured import measured
+        from tangram.hardware.host.machine import accelerators
+        from tangram.hardware.measuring.measured import measured
 
         kinds = [one.kind for one in accelerators()]
         device = kinds[0] if kinds else "cpu"

@@ -337,6 +337,6 @@ def _function(samples: str | None, imports: Sequence[str] | None) -> "Callable[[
     path, _, name = samples.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise UserError(f"--samples {samples}: give FILE.py:function, of a file that is there")
-    from tangram.models.code import function_of
+    from tangram.models.building.code import function_of
 
     return function_of(path, name, f"--samples {samples}")

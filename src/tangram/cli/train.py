@@ -12,7 +12,7 @@ from tangram.cli.dry import dry
 from tangram.cli.errors import say
 from tangram.cli.output import print_json
 from tangram.errors import UserError
-from tangram.models.directory import refuse_missing
+from tangram.models.building.directory import refuse_missing
 from tangram.schema.files import changes_of, load
 from tangram.training.observe.progress import ProgressLine
 from tangram.training.observe.startup_times import Startup

@@ -25,21 +25,27 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tangram.hardware.cluster import Cluster, Device, Link
-    from tangram.hardware.cluster import load as read_cluster
-    from tangram.hardware.cluster import names as cluster_names
-    from tangram.hardware.devices import Figures, device
-    from tangram.hardware.devices import devices as device_figures
-    from tangram.hardware.machine import Machine
-    from tangram.hardware.machine import describe as this_machine
-    from tangram.hardware.measure import Pairs, Row, interleaved, paired
+    from tangram.hardware.catalogue.cluster import Cluster, Device, Link
+    from tangram.hardware.catalogue.cluster import load as read_cluster
+    from tangram.hardware.catalogue.cluster import names as cluster_names
+    from tangram.hardware.catalogue.devices import Figures, device
+    from tangram.hardware.catalogue.devices import devices as device_figures
+    from tangram.hardware.host.machine import Machine
+    from tangram.hardware.host.machine import describe as this_machine
+    from tangram.hardware.measuring.measure import Pairs, Row, interleaved, paired
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tangram.hardware.cluster": ["Cluster", "Device", "Link", "load as read_cluster", "names as cluster_names"],
-            "tangram.hardware.devices": ["Figures", "device", "devices as device_figures"],
-            "tangram.hardware.machine": ["Machine", "describe as this_machine"],
-            "tangram.hardware.measure": ["Pairs", "Row", "interleaved", "paired"],
+            "tangram.hardware.catalogue.cluster": [
+                "Cluster",
+                "Device",
+                "Link",
+                "load as read_cluster",
+                "names as cluster_names",
+            ],
+            "tangram.hardware.catalogue.devices": ["Figures", "device", "devices as device_figures"],
+            "tangram.hardware.host.machine": ["Machine", "describe as this_machine"],
+            "tangram.hardware.measuring.measure": ["Pairs", "Row", "interleaved", "paired"],
         },
     )

@@ -22,19 +22,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tangram.models.build import build_on_meta, presets
+    from tangram.models.building.build import build_on_meta, presets
+    from tangram.models.building.source import Source, read_source
+    from tangram.models.capturing.graph import Graph
     from tangram.models.families import Family, family_named, family_of
-    from tangram.models.graph import Graph
-    from tangram.models.outline import Dims, Outline, decoder
-    from tangram.models.source import Source, read_source
+    from tangram.models.outlines.outline import Dims, Outline, decoder
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tangram.models.build": ["build_on_meta", "presets"],
+            "tangram.models.building.build": ["build_on_meta", "presets"],
             "tangram.models.families": ["Family", "family_named", "family_of"],
-            "tangram.models.graph": ["Graph"],
-            "tangram.models.outline": ["Dims", "Outline", "decoder"],
-            "tangram.models.source": ["Source", "read_source"],
+            "tangram.models.capturing.graph": ["Graph"],
+            "tangram.models.outlines.outline": ["Dims", "Outline", "decoder"],
+            "tangram.models.building.source": ["Source", "read_source"],
         },
     )

@@ -21,7 +21,7 @@ from tangram.checkpoint.saving.rank_parts import sentence
 from tangram.checkpoint.store.commits import read_marker
 from tangram.checkpoint.tiers.promote import promote
 from tangram.errors import UserError
-from tangram.hardware.machine import pick_device
+from tangram.hardware.host.machine import pick_device
 from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.promoter import Promoter
 from tangram.resilience.shrink import fewer_ranks

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.checkpoint.store.commits import PARTIAL, Marker, read_marker, committed
+from tangram.checkpoint.store.commits import PARTIAL, Marker, committed, read_marker
 
 __all__ = ["Tiers", "memory_of"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, owners, ranks_of
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.planner.local.estimate import megabytes
 from tangram.schema.plan import Plan

@@ -59,7 +59,7 @@ class LoraPlan(TomlTable):
     """Ends of names of modules that are trained whole, and saved with the adapters."""
     base: Literal["parameters", "nf4"] = "parameters"
     """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
-    bits with scales (`models.nf4`), of which a layer's weight is made again whenever it is used."""
+    bits with scales (`models.lora.nf4`), of which a layer's weight is made again whenever it is used."""
     base_skip: tuple[str, ...] = ()
     """Ends of names of linear layers, or patterns, whose weights stay numbers beside a quantised base."""
     start: PathText | None = None
@@ -67,7 +67,7 @@ class LoraPlan(TomlTable):
 
     @property
     def modules(self) -> dict[str, Any]:
-        """What `models.adapters.add_adapters` takes: which modules stand beside which."""
+        """What `models.lora.adapters.add_adapters` takes: which modules stand beside which."""
         return self.model_dump(exclude={"start", "base", "base_skip"})
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain import show
 from tangram.sharding.derive.layouts import Moved, moved, value_layout

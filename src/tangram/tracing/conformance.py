@@ -173,7 +173,9 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
     passed = next((i for i in cursor.passed if _same(expected[i], came)), None)
     later = None if due is None else _later(expected, cursor.at, came)
     kind, site, call = "extra", came.site, expected_words(came, groups)
-    text = f"called {call} in step {step}, which is not due" + (f": due is {expected_words(due, groups)}" if due else "")
+    text = f"called {call} in step {step}, which is not due" + (
+        f": due is {expected_words(due, groups)}" if due else ""
+    )
     if passed is not None:
         cursor.passed.remove(passed)
         kind, site = "reordered", expected[passed].site

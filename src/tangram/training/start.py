@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from tangram.errors import UserError
-from tangram.hardware.machine import accelerators, pick_device
-from tangram.hardware.rates import rates
-from tangram.models.build import build_on_meta
-from tangram.models.source import read_source
+from tangram.hardware.host.machine import accelerators, pick_device
+from tangram.hardware.measuring.rates import rates
+from tangram.models.building.build import build_on_meta
+from tangram.models.building.source import read_source
 from tangram.planner.local.estimate import megabytes
 from tangram.planner.local.rank import MOST_PROCESSES, predict
 from tangram.planner.local.ranking_table import Ranking

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tangram.kernels.accuracy.attention import ATTENTION
+from tangram.kernels.accuracy.copies import CASTS, MOVES, Move, moved, ordered, square
 from tangram.kernels.accuracy.judge import CLASSES, Outcome, judge
 from tangram.kernels.accuracy.laws import LAWS, drawn, specials
-from tangram.kernels.accuracy.moves import CASTS, MOVES, Move, moved, ordered, square
 from tangram.kernels.accuracy.operator import Case, Operator, exact_sum, inputs
 from tangram.kernels.accuracy.pointwise import POINTWISE
 from tangram.kernels.accuracy.products import PRODUCTS

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from tangram.hardware.cluster import Cluster, builtin
-from tangram.models.outline import Dims, Group, Outline, decoder
+from tangram.hardware.catalogue.cluster import Cluster, builtin
+from tangram.models.outlines.outline import Dims, Group, Outline, decoder
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.space.framework_profiles import framework

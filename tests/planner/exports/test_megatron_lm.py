@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.exports.megatron import megatron
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.imports.files import strategy_of

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.targets import EXPORTS
 from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED

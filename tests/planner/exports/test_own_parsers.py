@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import UserError
-from tangram.models.catalogue import catalogue, in_catalogue
+from tangram.models.outlines.catalogue import catalogue, in_catalogue
 from tangram.planner.exports.numbers import Numbers, chunk_blocks, experts_of
 from tangram.planner.exports.targets import written
 from tests.planner.exports.drawn import CLUSTER

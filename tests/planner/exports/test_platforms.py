@@ -13,7 +13,7 @@ import yaml
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.hardware.cluster import builtin
+from tangram.hardware.catalogue.cluster import builtin
 from tangram.planner.platforms.jobs import RUN, Job, job_of
 from tangram.planner.platforms.skypilot import ACCELERATORS
 from tangram.planner.platforms.targets import PLATFORMS, platform

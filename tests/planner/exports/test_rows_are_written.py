@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tangram.errors import UserError
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.targets import EXPORTS, written
 from tangram.planner.legality.enumerate import Request, meshes, of_mesh

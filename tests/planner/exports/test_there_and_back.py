@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
-from tangram.models.outlined import outlined
+from tangram.models.outlines.outline import Outline
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.exports.megatron import layout_text
-from tangram.planner.exports.numbers import Numbers, chunk_blocks, strategy_request, numbers_of
+from tangram.planner.exports.numbers import Numbers, chunk_blocks, numbers_of, strategy_request
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.imports.files import strategy_of
 from tangram.planner.imports.megatron import chunks_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import UserError
-from tangram.models.outline import Dims, Outline, decoder
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.exports.torchtitan import options, torchtitan
 from tangram.planner.imports.files import strategy_of

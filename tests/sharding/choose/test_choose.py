@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.hardware import cluster
+from tangram.hardware.catalogue import cluster
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
-from tangram.models.graph import Graph
-from tangram.models.named import named
+from tangram.models.building.named import named
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.capturing.graph import Graph
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.choose.choose import ChosenMarks, choose, kept, priced
 from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import options

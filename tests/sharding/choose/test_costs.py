@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tangram.hardware import cluster
-from tangram.hardware.cluster import collective_seconds
+from tangram.hardware.catalogue import cluster
+from tangram.hardware.catalogue.cluster import collective_seconds
 from tangram.layout import Mesh
-from tangram.models.capture import capture
+from tangram.models.capturing.capture import capture
 from tangram.sharding.choose.choose import priced
 from tangram.sharding.choose.options import fits
 from tangram.sharding.choose.transition_time import Kind, StepTimes

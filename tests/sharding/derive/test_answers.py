@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.hardware import cluster
+from tangram.hardware.catalogue import cluster
 from tangram.layout import Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.choose import choose as choosing
 from tangram.sharding.choose.choose import choose, priced
 from tangram.sharding.derive.derive import derive

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
-from tangram.models.graph import Graph
-from tangram.models.named import named
+from tangram.models.building.named import named
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.capturing.graph import Graph
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.collectives_between import LEAVE_NOTHING, Comm
 from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, derive, fixed_by
 from tangram.sharding.derive.layouts import moved

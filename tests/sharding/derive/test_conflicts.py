@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.graph import Graph
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.derive import ConflictError, derive
 from tangram.sharding.derive.explain.conflicts import Conflict, conflict
 from tangram.sharding.derive.explain.show import total

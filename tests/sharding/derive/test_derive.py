@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, ViTConfig, ViTForImag
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
-from tangram.models.graph import Graph
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.capturing.graph import Graph
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import moved, value_layout
 from tangram.sharding.derive.marking.marks import Mark
@@ -136,7 +136,9 @@ def test_a_wrong_layout_is_found() -> None:
     _, graph, given = language("llama")
     found = derived(graph, "tp=2", MEGATRON)
     over = found.axes[0]
-    products = [s for s in found.folded.steps if s.node.operator.name() == "aten::mm" and over.communication[s.number].label]
+    products = [
+        s for s in found.folded.steps if s.node.operator.name() == "aten::mm" and over.communication[s.number].label
+    ]
     silent = 0
     for step in products[:4]:
         move = over.communication[step.number]

@@ -7,7 +7,7 @@ import torch
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import moved, used, value_layout
 from tangram.sharding.derive.marking.marks import Mark, states

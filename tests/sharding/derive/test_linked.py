@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tangram.layout import Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.marking.marks import Mark

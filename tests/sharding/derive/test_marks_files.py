@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import moved, value_layout
 from tangram.sharding.derive.marking.marks import marks_of, states

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoConfig
 
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
-from tangram.models.named import named
+from tangram.models.building.named import named
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.marks import marks_of

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tangram.errors import UserError
-from tangram.hardware import cluster
+from tangram.hardware.catalogue import cluster
 from tangram.layout import Mesh
-from tangram.models.capture import capture
+from tangram.models.capturing.capture import capture
 from tangram.sharding.derive.derive import AxisProblem
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.rates import WorkRates, effort

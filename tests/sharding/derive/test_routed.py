@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.states import OWN, SENT, SENT_ENDS, SENT_IDS, Routed
@@ -55,7 +55,9 @@ def test_experts_cut_over_two_axes_are_not_sent_for() -> None:
     graph = folded(capture(model, {**given, "use_cache": False}), block_names(model))
     marks = (*MARKS, "*.experts.{gate_up_proj,down_proj}: e/tp _ _", "model.layers.*: b s/tp h", QUERIES)
     found = derive(graph, [Mark.parse(mark) for mark in marks], Mesh.parse("ep=2 tp=2"))
-    assert not any(isinstance(s, Routed) for over in found.axes for move in over.communication.values() for s in move.outputs)
+    assert not any(
+        isinstance(s, Routed) for over in found.axes for move in over.communication.values() for s in move.outputs
+    )
     ran = check(found, {**dict(model.named_parameters()), **dict(model.named_buffers()), **given})
     assert ran.wrong == ""
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tangram.layout import Mesh
-from tangram.models.attention import by_tokens
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
+from tangram.models.capturing.attention import by_tokens
 from tangram.planner.local.derived_layouts import SEQUENCE
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_model, graph_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.kernels import attention
-from tangram.models import attention as attend
+from tangram.models.capturing import attention as attend
 from tangram.relayout.collectives import ring_attention
 from tangram.training.mesh import tensor_parallel
 from tangram.training.objective import expert_capacity, model_inputs, router_loss

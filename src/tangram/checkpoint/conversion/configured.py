@@ -30,7 +30,7 @@ from tangram.layout.intervals import span
 from tangram.relayout import TensorSpec, bind
 
 if TYPE_CHECKING:  # it loads transformers
-    from tangram.models.conversions import Conversion
+    from tangram.models.building.conversions import Conversion
 
 SAID = 3
 """Names that a sentence has."""
@@ -73,14 +73,14 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
 
 
 def _declared(config: Mapping[str, Any]) -> Any:
-    from tangram.models.build import declared_on_meta  # loads transformers
+    from tangram.models.building.build import declared_on_meta  # loads transformers
 
     return declared_on_meta(config)
 
 
 def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
     """The part of a checkpoint that has the names of a configuration's model."""
-    from tangram.models.conversions import read_conversion
+    from tangram.models.building.conversions import read_conversion
 
     wanted = model.state_dict().keys()
     owners = split(source.specs, source.states)

@@ -38,7 +38,7 @@ from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.layout.region import stretch
-from tangram.models.directory import hub_hint
+from tangram.models.building.directory import hub_hint
 from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import States
 

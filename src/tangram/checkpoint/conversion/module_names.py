@@ -3,8 +3,8 @@
     model.layers.0.mlp.experts.3.gate_proj.weight ...  ->  model.layers.0.mlp.experts.gate_up_proj, of 128 experts
     model.layers.0.block_sparse_moe.gate.weight        ->  model.layers.0.mlp.gate.weight
 
-transformers says which (`tangram.models.conversions`). Only experts whose matrices are rows of the fused one's are
-taken, in any order of parts; what else a model makes of its files stays by the files' names.
+transformers says which (`tangram.models.building.conversions`). Only experts whose matrices are rows of the fused
+one's are taken, in any order of parts; what else a model makes of its files stays by the files' names.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.relayout import TensorSpec
 
 if TYPE_CHECKING:
-    from tangram.models.conversions import Part
+    from tangram.models.building.conversions import Part
 
 __all__ = ["ExpertRows", "ModuleNames", "module_names"]
 
@@ -45,8 +45,8 @@ class ModuleNames:
 
 def module_names(source: OpenCheckpoint, config: Mapping[str, Any]) -> ModuleNames:
     """What the module of a configuration calls otherwise, or has fused; nothing where transformers has no class."""
-    from tangram.models.build import declared_on_meta  # loads transformers
-    from tangram.models.conversions import read_conversion
+    from tangram.models.building.build import declared_on_meta  # loads transformers
+    from tangram.models.building.conversions import read_conversion
 
     model = declared_on_meta(config)
     renamed: dict[str, str] = {}

@@ -249,7 +249,9 @@ def dequantised(
     """
     kind = dtype or quantised.dtype
     if quantised.problem:
-        raise UserError(f'"{source.path}" is {quantised.description}, and cannot be dequantised here: {quantised.problem}')
+        raise UserError(
+            f'"{source.path}" is {quantised.description}, and cannot be dequantised here: {quantised.problem}'
+        )
     if kind not in FLOATS:
         raise UserError(f"--dtype {kind}: weights are dequantised to one of {', '.join(FLOATS)}")
     groups = {group.name: group for group in quantised.groups}
@@ -369,9 +371,7 @@ def prepared(
             f"{f'copy it with --to hf alone ({quantised.problem})' if quantised.problem else how}"
         )
     if settings_of(source.small) is not None and settings_of(small) is None:
-        raise UserError(
-            f'"{source.path}" is {quantised.description}, and the configuration in --config says nothing of it: leave it out'
-        )
+        raise UserError(f'"{source.path}" is {quantised.description}; the --config says nothing of it: leave it out')
     return replace(source, objects={**source.objects, "quantised": quantised.description}), dict(small), None
 
 

@@ -13,7 +13,7 @@ from tangram.checkpoint.formats.paddle import flex
 from tangram.checkpoint.store.manifest import DTYPES
 from tangram.checkpoint.store.safetensors_header import NAMES
 from tangram.errors import UserError
-from tangram.models.directory import hub_hint, refuse_pointers, unread_weights
+from tangram.models.building.directory import hub_hint, refuse_pointers, unread_weights
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES, Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.layout import Region
-from tangram.models.directory import hub_hint
+from tangram.models.building.directory import hub_hint
 from tangram.relayout import TensorSpec
 
 SINGLE = "model.safetensors"

@@ -27,8 +27,8 @@ from tangram.checkpoint.formats.archives.state_dicts import (
     optimiser_of,
     plain_names,
     tensor_kind,
-    view,
     unsharded,
+    view,
 )
 from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint

@@ -26,8 +26,8 @@ from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, blocks_of
 from tangram.errors import UserError
-from tangram.hardware import shared
-from tangram.hardware.shared import Shared
+from tangram.hardware.host import shared
+from tangram.hardware.host.shared import Shared
 from tangram.relayout.exchange.peers import Peers
 
 LIMIT = 900.0
@@ -266,7 +266,7 @@ class _Exchange:
         self._windows[i].passed[self._me] = queue[-1][0] if queue else len(self._made.stretches[i])
 
     def _until(self, true: Callable[[], bool]) -> None:
-        """Wait for something that other ranks do. Raises ReportedError when one has failed, PeerError when one is gone."""
+        """Wait for something that other ranks do. Raises ReportedError if one has failed, PeerError if one is gone."""
         pause, looked = 2e-4, time.monotonic()
         moved, since = -1, looked
         while not true():

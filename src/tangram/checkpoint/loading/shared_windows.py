@@ -16,7 +16,7 @@ import numpy as np
 
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.checkpoint.store.safetensors_header import PAGE
-from tangram.hardware import shared
+from tangram.hardware.host import shared
 
 _WORDS = 8
 _PROCESS, _FAILED, _DONE, _LENGTH, _MOVES = range(5)

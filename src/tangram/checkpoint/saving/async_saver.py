@@ -34,8 +34,8 @@ from tangram.checkpoint.saving.save_results import SaveResult, Settings
 from tangram.checkpoint.saving.snapshot import Laid, Pool, RankShare, Snapshot, copies_of, share
 from tangram.checkpoint.saving.writer_process import Order
 from tangram.checkpoint.state.entries import Described, StateEntry
-from tangram.hardware.hostmemory import Shared
-from tangram.hardware.workers import Detached, Job, start_detached
+from tangram.hardware.host.hostmemory import Shared
+from tangram.hardware.host.workers import Detached, Job, start_detached
 from tangram.relayout import TensorSpec
 from tangram.relayout.exchange.peers import Peers
 

@@ -23,7 +23,7 @@ from tangram.checkpoint.saving.rank_shares import mine
 from tangram.checkpoint.state.entries import StateEntry
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.safetensors_header import PAGE
-from tangram.hardware.hostmemory import Shared
+from tangram.hardware.host.hostmemory import Shared
 from tangram.relayout import TensorSpec
 
 CHUNK = 1 << 24

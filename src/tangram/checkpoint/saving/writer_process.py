@@ -26,8 +26,8 @@ from tangram.checkpoint.saving.rank_parts import About, finish, sentence
 from tangram.checkpoint.saving.snapshot import FilePlaces
 from tangram.checkpoint.store import commits, retention
 from tangram.errors import UserError
-from tangram.hardware.channel import Channel
-from tangram.hardware.hostmemory import mapped
+from tangram.hardware.host.channel import Channel
+from tangram.hardware.host.hostmemory import mapped
 
 T = TypeVar("T")
 LOOK = 0.02

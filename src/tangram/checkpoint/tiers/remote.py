@@ -25,7 +25,7 @@ from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
 from tangram.checkpoint.store.objects import ObjectStore
 from tangram.errors import UserError
 
-__all__ = ["download", "prune", "upload", "committed_in"]
+__all__ = ["committed_in", "download", "prune", "upload"]
 
 AT_ONCE = 4
 """Blocks that are asked for together."""

@@ -7,21 +7,30 @@ from json import dumps
 from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
-from tangram.cli.plan.exports import Typed, ExportRequest, typed_or_read, checked, read_strategy, read_table, strategy_json, write
+from tangram.cli.plan.exports import (
+    ExportRequest,
+    Typed,
+    checked,
+    read_strategy,
+    read_table,
+    strategy_json,
+    typed_or_read,
+    write,
+)
+from tangram.cli.plan.inputs import TANGRAM, Taking, own, read_job, read_outline
 from tangram.cli.plan.options import Common
-from tangram.cli.plan.taken import TANGRAM, Taking, read_job, read_outline, own
 from tangram.errors import UserError
-from tangram.hardware import cluster as clusters
-from tangram.hardware.cluster import Cluster
-from tangram.models.adapted import adapted
-from tangram.models.catalogue import active_numbers
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue import cluster as clusters
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.lora.outline import adapted
+from tangram.models.outlines.catalogue import active_numbers
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.goodput import Goodput, Snapshots
 from tangram.planner.cost.timeline import as_trace, timeline
 from tangram.planner.exports.numbers import strategy_request
 from tangram.planner.exports.targets import able_of
-from tangram.planner.imports.found import ReadStrategy
+from tangram.planner.imports.strategy import ReadStrategy
 from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.trainer_support import RUNS
 from tangram.planner.local.ranking_table import Titled
@@ -119,7 +128,13 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
         if look.report is not None:
             raise UserError("--report is of a ranking: give --objective devices with --train-tokens and --hours")
         return _budgeted(outline, where, asked, terms, json=json)
-    given = None if one is None else StrategyRequest(*one[:7], uneven=one[7]) if read is None else strategy_request(read.numbers)
+    given = (
+        None
+        if one is None
+        else StrategyRequest(*one[:7], uneven=one[7])
+        if read is None
+        else strategy_request(read.numbers)
+    )
     with progress("laying the model out, searching"):
         found = _answer(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices
@@ -195,7 +210,9 @@ class _AnswerShown:
         return found if self.fronts is None or not self.pareto else [*found, *front_tables(self.fronts)]
 
 
-def _answer(outline: Outline, where: Cluster, asked: Ask, given: StrategyRequest | None, look: Look, terms: Terms) -> _AnswerShown:
+def _answer(
+    outline: Outline, where: Cluster, asked: Ask, given: StrategyRequest | None, look: Look, terms: Terms
+) -> _AnswerShown:
     if given is not None and look.objective:
         raise UserError("--objective ranks strategies, and explain looks at one: give one of the two")
     aim = aim_of(look.objective or "time", terms)
@@ -218,7 +235,9 @@ def _wrote(look: Look, wanted: ExportRequest | None, taking: Taking, *, some: bo
             print(f"wrote {path}: {what}")
 
 
-def _ask(outline: Outline, typed: Typed, read: ReadStrategy | None, wanted: ExportRequest | None, taking: Taking) -> Ask:
+def _ask(
+    outline: Outline, typed: Typed, read: ReadStrategy | None, wanted: ExportRequest | None, taking: Taking
+) -> Ask:
     asked = ask_of(*typed_or_read(typed, read, wanted))
     if wanted is not None:
         asked = replace(asked, able=wanted.able(outline), loss=wanted.loss)

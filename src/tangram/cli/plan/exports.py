@@ -9,12 +9,12 @@ from pathlib import Path
 from shutil import which
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
-from tangram.hardware.workers import command
-from tangram.models.outline import Outline
-from tangram.planner.exports.numbers import Written, strategy_request, numbers_of
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.hardware.host.workers import command
+from tangram.models.outlines.outline import Outline
+from tangram.planner.exports.numbers import Written, numbers_of, strategy_request
 from tangram.planner.exports.targets import picked, target
-from tangram.planner.imports.found import ReadStrategy
+from tangram.planner.imports.strategy import ReadStrategy
 from tangram.planner.legality.enumerate import Able
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.platforms.jobs import RUN, job_of
@@ -22,7 +22,16 @@ from tangram.planner.platforms.targets import platform
 from tangram.planner.report.answer_tables import ZERO
 from tangram.planner.search.strategy import Ask, Choice
 
-__all__ = ["Typed", "ExportRequest", "typed_or_read", "checked", "read_strategy", "read_table", "strategy_json", "write"]
+__all__ = [
+    "ExportRequest",
+    "Typed",
+    "checked",
+    "read_strategy",
+    "read_table",
+    "strategy_json",
+    "typed_or_read",
+    "write",
+]
 
 Typed = tuple[str | None, int | None, str | None, str | None, str, float, int]
 """Tokens of a step, of a sample, precision, framework, devices, memory in GB, how many strategies; None: as usual."""
@@ -88,7 +97,9 @@ def read_strategy(explain: str, outline: Outline, devices: int, cluster: Cluster
     return None
 
 
-def typed_or_read(typed: Typed, found: ReadStrategy | None, wanted: ExportRequest | None) -> tuple[str, int, str, str, str, float, int]:
+def typed_or_read(
+    typed: Typed, found: ReadStrategy | None, wanted: ExportRequest | None
+) -> tuple[str, int, str, str, str, float, int]:
     """What was typed, then what a file says, then what is usual. Raises UserError."""
     tokens, sequence, precision, framework, devices, memory, most = typed
     if wanted is not None:
@@ -150,7 +161,9 @@ def write(wanted: ExportRequest, choices: Sequence[Choice], outline: Outline, as
             raise UserError(f"{' '.join(client)} {wanted.out} ended with {status}: it said why")
 
 
-def _job_file(wanted: ExportRequest, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster) -> Written:
+def _job_file(
+    wanted: ExportRequest, choices: Sequence[Choice], outline: Outline, ask: Ask, cluster: Cluster
+) -> Written:
     if not 1 <= wanted.pick <= len(choices):
         raise UserError(f"--pick {wanted.pick}: the rows of the ranking are 1 to {len(choices)}")
     ranks = numbers_of(choices[wanted.pick - 1], ask).ranks

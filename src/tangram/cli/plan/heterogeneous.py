@@ -8,11 +8,11 @@ from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.cli.plan.exports import typed_or_read
+from tangram.cli.plan.inputs import Taking, read_job, read_outline
 from tangram.cli.plan.options import Common
-from tangram.cli.plan.taken import Taking, read_job, read_outline
 from tangram.errors import UserError
-from tangram.hardware import cluster as clusters
-from tangram.models.adapted import adapted
+from tangram.hardware.catalogue import cluster as clusters
+from tangram.models.lora.outline import adapted
 from tangram.planner.report.heterogeneous_tables import OverParts
 from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
 from tangram.planner.search.query import ask_of

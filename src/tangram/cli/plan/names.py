@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tangram.models.catalogue import in_catalogue, no_model, presets_named
+from tangram.models.outlines.catalogue import in_catalogue, no_model, presets_named
 
 __all__ = ["check"]
 
@@ -14,7 +14,7 @@ def check(model: str, cluster: str, runs_it: str | None, loss: str | None) -> No
     elsewhere = Path(model).exists() or Path(model).suffix == ".toml" or model in presets_named()
     if not elsewhere and in_catalogue(model) is None:
         raise no_model(model)
-    from tangram.hardware import cluster as clusters  # loads numpy
+    from tangram.hardware.catalogue import cluster as clusters  # loads numpy
     from tangram.planner.space.framework_profiles import framework
     from tangram.planner.space.losses import loss_of
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from tangram.cli.plan.exports import Typed
 from tangram.cli.plan.options import Taking
 from tangram.errors import UserError
-from tangram.models.adapted import adapted
-from tangram.models.outline import Outline
-from tangram.models.outlined import outline_of
+from tangram.models.lora.outline import adapted
+from tangram.models.outlines.outline import Outline
+from tangram.models.outlines.outlined import outline_of
 from tangram.planner.imports.tangram import TYPES
 from tangram.planner.legality.trainer_support import MOMENTS
 from tangram.planner.local.model_costs import Counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.search.strategy import Ask
 from tangram.planner.space.losses import loss_of
 from tangram.planner.space.optimisers_and_offload import (

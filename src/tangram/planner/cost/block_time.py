@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware import curves
-from tangram.models.outline import Batched, Block, Group, Product, Scores, Stream
+from tangram.hardware.catalogue import curves
+from tangram.models.outlines.outline import Batched, Block, Group, Product, Scores, Stream
 from tangram.planner.cost.communication_time import exchange, no_links
 from tangram.planner.cost.expert_imbalance import busiest
 from tangram.planner.space.grid import Grid

@@ -28,8 +28,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware import curves
-from tangram.hardware.devices import devices
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.devices import devices
 from tangram.planner.cost.intervals import FACTS, Misses
 from tangram.planner.cost.step_time import PARTS
 from tangram.planner.space.setting import Setting

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware import curves
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue import curves
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.model_state_bytes import RankWeights, divided, experts_over, rank_weights
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of
 from tangram.planner.space.schedule_formulas import splits
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Data", "beyond", "data_traffic", "exchange", "links_of", "no_links", "stage_weights", "optimiser_seconds"]
+__all__ = ["Data", "beyond", "data_traffic", "exchange", "links_of", "no_links", "optimiser_seconds", "stage_weights"]
 
 Array = NDArray[Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Block, Group, Kept
+from tangram.models.outlines.outline import Block, Group, Kept
 from tangram.planner.cost.expert_imbalance import SURE, busiest
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting

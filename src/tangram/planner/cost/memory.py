@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
-from tangram.planner.cost.model_state_bytes import divided, rank_weights, model_state_bytes
+from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import chunk_of, dealt
 from tangram.planner.space.optimisers_and_offload import away

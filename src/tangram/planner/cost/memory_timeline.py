@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.memory import Stage, context_of, counts_of, fresh, stage, takes_of
 from tangram.planner.cost.timeline import Play
 from tangram.planner.space.grid import Grid

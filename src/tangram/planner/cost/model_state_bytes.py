@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import ends_of, own_of, states_of
 from tangram.planner.space.setting import Setting
 
-__all__ = ["RankWeights", "divided", "experts_over", "rank_weights", "model_state_bytes"]
+__all__ = ["RankWeights", "divided", "experts_over", "model_state_bytes", "rank_weights"]
 
 Array = NDArray[Any]
 
@@ -61,7 +61,9 @@ def divided(g: Grid, numbers: RankWeights, level: int) -> Array:
     return numbers.dense / over + numbers.routed / np.where(cut, np.minimum(experts_over(g), g.shard), 1.0)
 
 
-def model_state_bytes(g: Grid, setting: Setting, whole: RankWeights, trained: RankWeights) -> tuple[Array, Array, Array]:
+def model_state_bytes(
+    g: Grid, setting: Setting, whole: RankWeights, trained: RankWeights
+) -> tuple[Array, Array, Array]:
     """Of parameters, of gradients and of the optimiser's states."""
     framework = setting.framework
     alone = setting.precision == "fp32"  # what is computed with is what is updated: no masters beside it

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.communication_time import stage_weights
 from tangram.planner.cost.kept_activations import block_activations
 from tangram.planner.cost.model_state_bytes import divided, experts_over

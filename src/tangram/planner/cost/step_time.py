@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware import curves
-from tangram.models.outline import Block, Outline
+from tangram.hardware.catalogue import curves
+from tangram.models.outlines.outline import Block, Outline
 from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass, Ways, none
 from tangram.planner.cost.communication_time import Data, data_traffic, exchange, links_of, no_links, optimiser_seconds

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass
 from tangram.planner.cost.lanes import Item, Lanes, Layer

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Group, Outline
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, Written, comment, experts_of, recomputed
 from tangram.planner.search.strategy import node
 

@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Group, Outline
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, Written, experts_of, recomputed
 
 __all__ = ["deepspeed"]

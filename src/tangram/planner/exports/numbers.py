@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from tangram.errors import UserError
-from tangram.models.outline import Group, Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.search.explain import StrategyRequest
 from tangram.planner.search.strategy import Ask, Choice, mesh_of
 from tangram.planner.space.layers_per_stage import sizes
@@ -22,10 +22,10 @@ __all__ = [
     "chunk_blocks",
     "comment",
     "experts_of",
-    "strategy_request",
     "numbers_of",
     "recomputed",
     "some_blocks",
+    "strategy_request",
     "uneven_words",
 ]
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Outline
 from tangram.planner.exports.accelerate import accelerate
 from tangram.planner.exports.deepspeed import deepspeed
 from tangram.planner.exports.megatron import megatron

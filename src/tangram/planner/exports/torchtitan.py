@@ -14,8 +14,8 @@ from typing import Any
 import tomli_w
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Group, Outline
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import (
     Numbers,
     Written,

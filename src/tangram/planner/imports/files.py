@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
-from tangram.planner.imports.found import ReadStrategy
+from tangram.models.outlines.outline import Outline
 from tangram.planner.imports.megatron import megatron
+from tangram.planner.imports.strategy import ReadStrategy
 from tangram.planner.imports.tangram import tangram
 from tangram.planner.imports.torchtitan import is_torchtitan, torchtitan
 from tangram.planner.imports.words import words_of

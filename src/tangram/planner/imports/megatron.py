@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 
 from tangram.errors import UserError
-from tangram.models.outline import Group, Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.megatron import STRATEGIES
 from tangram.planner.exports.numbers import Numbers, experts_of
-from tangram.planner.imports.found import ReadStrategy, nearest
+from tangram.planner.imports.strategy import ReadStrategy, nearest
 from tangram.planner.imports.words import Words
 from tangram.planner.space.layers_per_stage import fewer, sizes
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, again_name

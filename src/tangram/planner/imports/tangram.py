@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.outline import Group, Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers
-from tangram.planner.imports.found import ReadStrategy
+from tangram.planner.imports.strategy import ReadStrategy
 from tangram.planner.local.estimate import shard_size
 from tangram.planner.search.explain import ordered
 from tangram.planner.space.recompute import again_name, spread

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tangram.errors import UserError
-from tangram.models.outline import Group, Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, experts_of
-from tangram.planner.imports.found import ReadStrategy, nearest
+from tangram.planner.imports.strategy import ReadStrategy, nearest
 from tangram.planner.imports.words import Words
 from tangram.planner.space.layers_per_stage import sizes
 from tangram.planner.space.recompute import ALL_BLOCKS, BY_OPERATOR, NOTHING

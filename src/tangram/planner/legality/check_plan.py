@@ -19,13 +19,13 @@ from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, validate
 from tangram.layout.blocks import in_blocks, refuse_cut_blocks
 from tangram.layout.locate import partitions
-from tangram.models.attention import refuse_unable
-from tangram.models.base_layers import base_layers
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.graph import Graph
-from tangram.models.named import token_inputs
-from tangram.models.stages import refuse_unlike_chain, refuse_unlike_modules
+from tangram.models.building.named import token_inputs
+from tangram.models.capturing.attention import refuse_unable
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.graph import Graph
+from tangram.models.capturing.stages import refuse_unlike_chain, refuse_unlike_modules
+from tangram.models.lora.base_layers import base_layers
+from tangram.models.outlines.costs import block_names
 from tangram.planner.legality.engine import nearest, uneven
 from tangram.planner.legality.plan_as_grid import marks_on, refused
 from tangram.relayout.mapping.states import ADAM_8BIT

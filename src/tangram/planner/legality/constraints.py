@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.legality.engine import (
     At,
     Facts,

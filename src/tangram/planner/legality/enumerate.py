@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tangram.models.outline import Group, Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.legality.constraints import legal
 from tangram.planner.legality.engine import Rule, facts_of, holding
 from tangram.planner.space.grid import Grid, grid, joined

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from tangram.layout import Layout, Mesh
 from tangram.layout.intervals import IntSet, span
 from tangram.layout.locate import indices_of_rank
-from tangram.models.outline import Group
+from tangram.models.outlines.outline import Group
 from tangram.planner.legality.constraints import EXCHANGED, HEADS, RULES
 from tangram.planner.legality.engine import Facts, Refusal, refusals
 from tangram.planner.legality.trainer_support import KV_HEADS, SAID

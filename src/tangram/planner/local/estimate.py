@@ -4,7 +4,7 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
 
     parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
                 2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters; of a base in
-                NF4 0.516 P (`models.nf4`)
+                NF4 0.516 P (`models.lora.nf4`)
     activations what the backward of a micro-batch keeps; of layers in run.recompute only their input, and of the one
                 that is recomputed all
     logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
@@ -13,7 +13,7 @@ Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own 
                 pipeline all of its stages and their gradients. Of full replicas there is no FSDP2, but gradients are
                 there twice where they are summed after each of several micro-batches
                 and of a base in NF4 the weight of the largest layer, while it is made
-    process     a constant (`hardware.overheads`)
+    process     a constant (`hardware.measuring.overheads`)
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
 
@@ -36,12 +36,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
-from tangram.hardware import overheads
-from tangram.hardware.rates import Rates
+from tangram.hardware.measuring import overheads
+from tangram.hardware.measuring.rates import Rates
 from tangram.kernels.cross_entropy import chunk_bytes
 from tangram.layout import Layout, Mesh, region
-from tangram.models import nf4
-from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Work
+from tangram.models.lora import nf4
+from tangram.models.outlines.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.local.derived_layouts import CollectiveTraffic
 from tangram.planner.local.stage_shares import Share, recomputed, shares
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS, optimisers_of
@@ -129,7 +129,9 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def estimate(plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[CollectiveTraffic] = ()) -> Estimate:
+def estimate(
+    plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[CollectiveTraffic] = ()
+) -> Estimate:
     """What the plan needs on this machine.
 
     `whole`: the costs of the whole model, of which only the parameters are used. `local`: those of the model that one
@@ -269,7 +271,9 @@ def _own_masters(plan: Plan) -> bool:
     return plan.precision.parameters == plan.precision.masters
 
 
-def _seconds(plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[CollectiveTraffic]) -> Seconds:
+def _seconds(
+    plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[CollectiveTraffic]
+) -> Seconds:
     parameters, local = stage.parameters, stage.local
     over_tensor = stage.work * _communication_seconds(plan, derived, rates)
     products, moves = 0.0, 0.0

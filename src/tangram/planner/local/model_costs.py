@@ -12,14 +12,20 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
-from tangram.models.adapters import add_adapters
-from tangram.models.base_layers import base_layers
-from tangram.models.build import build_on_meta
-from tangram.models.costs import ModelCosts, at_micro_batch, costs
-from tangram.models.graph import Graph
-from tangram.models.outlined import FIELDS, int_field
+from tangram.models.building.build import build_on_meta
+from tangram.models.capturing.graph import Graph
+from tangram.models.lora.adapters import add_adapters
+from tangram.models.lora.base_layers import base_layers
+from tangram.models.outlines.costs import ModelCosts, at_micro_batch, costs
+from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.legality.plan_as_grid import refused_heads
-from tangram.planner.local.derived_layouts import CollectiveTraffic, TensorLayouts, plan_communication, sample_graph, tensor_layouts
+from tangram.planner.local.derived_layouts import (
+    CollectiveTraffic,
+    TensorLayouts,
+    plan_communication,
+    sample_graph,
+    tensor_layouts,
+)
 from tangram.planner.local.own_rules import rules_of
 from tangram.planner.local.stage_shares import Stages, cut_into_stages
 from tangram.planner.local.tensor_share import local_shapes, scaled

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tangram.errors import UserError
-from tangram.models.code import function_of, run_code
+from tangram.models.building.code import function_of, run_code
 from tangram.schema.job import Job
 from tangram.sharding.discover.own_rules import Samples, own_rules
 

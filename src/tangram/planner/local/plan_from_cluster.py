@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tangram.errors import UserError
-from tangram.models.outline import Group, Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.legality.engine import facts_of, refusals
 from tangram.planner.legality.trainer_support import MOMENTS, RULES
 from tangram.planner.local.derived_layouts import ModelAxis

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from torch import nn
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
+from tangram.hardware.catalogue.cluster import Cluster
 from tangram.layout import Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.derived_layouts import by_pattern, dims_of
 from tangram.schema.files import mistakes

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
-from tangram.hardware.rates import Rates
+from tangram.hardware.measuring.rates import Rates
 from tangram.layout import Mesh
 from tangram.planner.cost.history_correction import Likely
 from tangram.planner.legality.check_plan import legal

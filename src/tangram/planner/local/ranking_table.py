@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # these load torch, and tables of clusters need the type of a table alone
-    from tangram.hardware.rates import Rates
+    from tangram.hardware.measuring.rates import Rates
     from tangram.planner.local.rank import Ranked
 
 Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
-from tangram.models.costs import OUTSIDE, ModelCosts, Parameter, Part
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
+from tangram.models.outlines.costs import OUTSIDE, ModelCosts, Parameter, Part
 from tangram.schema.plan import Plan, matches
 from tangram.schema.schedule_table import Action, kept, simulate
 from tangram.schema.tuning import base_of

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tangram.layout import Layout, Mesh, region
-from tangram.models.costs import Made, ModelCosts, Part, Work
+from tangram.models.outlines.costs import Made, ModelCosts, Part, Work
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.problem.rates import effort
 
@@ -38,7 +38,9 @@ def tensor_share(found: Derived, axes: Collection[str]) -> TensorShare:
         kind = ("blocks" if f"{step.node.module}.".startswith(paths) else "outside") if does.product else "others"
         amount = float(does.flops if does.product else does.touched * bool(does.flops)) * step.times
         whole[kind] += amount
-        own[kind] += amount * math.prod(over.communication[step.number].share for over in found.axes if over.axis in axes)
+        own[kind] += amount * math.prod(
+            over.communication[step.number].share for over in found.axes if over.axis in axes
+        )
     return TensorShare(**{kind: own[kind] / whole[kind] for kind in whole if whole[kind]})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
+from tangram.hardware.catalogue.cluster import Cluster
 from tangram.planner.search.strategy import node
 
 __all__ = ["PORT", "RUN", "Job", "job_of", "resource", "words", "written"]

@@ -16,8 +16,8 @@ from tangram.schema.plan import Job
 from tangram.text import plain
 
 if TYPE_CHECKING:
-    from tangram.hardware.cluster import Cluster
-    from tangram.models.outline import Outline
+    from tangram.hardware.catalogue.cluster import Cluster
+    from tangram.models.outlines.outline import Outline
     from tangram.planner.search.query import Answer
     from tangram.planner.search.strategy import Choice
 
@@ -88,8 +88,8 @@ def plan(model: str | Path | Outline, cluster: str | Path | Cluster, job: Worklo
     file of one's own. `job`: the batch, sequence and precision; None: those of `Workload()`. Of a job that
     `tangram train` takes, its batch, sequence and precision are used. Raises UserError.
     """
-    from tangram.hardware import cluster as clusters
-    from tangram.models.outline import Outline
+    from tangram.hardware.catalogue import cluster as clusters
+    from tangram.models.outlines.outline import Outline
     from tangram.planner.search.by_device_count import best
     from tangram.planner.search.objectives import Terms, aim_of
     from tangram.planner.search.query import ask_of
@@ -100,7 +100,7 @@ def plan(model: str | Path | Outline, cluster: str | Path | Cluster, job: Worklo
         str(load.tokens), load.sequence, load.precision, load.framework, load.devices, load.memory_gb, load.rows
     )
     if not isinstance(model, Outline):
-        from tangram.models.outlined import outlined
+        from tangram.models.outlines.outlined import outlined
 
         model = outlined(str(model))
     return ClusterPlan(best(model, where, request, aim_of("time", Terms(request.tokens))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.report.answer_tables import ZERO
 from tangram.planner.search.heterogeneous import Mixed, Part
@@ -34,7 +34,8 @@ class OverParts:
         beside = ("Beside it, each part alone", ("part", "mesh", "step", "than the first"), self._beside())
         if not self.mixed:
             return [("Nothing fits over the parts together", ("what",), [(self._too_small(),)]), beside]
-        title = f"{self.outline.description} over {len(self.parts)} parts, {self.between / 1e9:g} GB/s between their devices"
+        rate = f"{self.between / 1e9:g} GB/s between their devices"
+        title = f"{self.outline.description} over {len(self.parts)} parts, {rate}"
         headers = ("", "mesh", "parts", "micro-batch x accumulation", "EP x TP of experts", "ZeRO", "recompute", "step",
                    "tokens/s/device")  # fmt: skip
         rows = [self._row(str(number), one) for number, one in enumerate(self.mixed, start=1)]

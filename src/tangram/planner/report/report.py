@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 
 import tangram
-from tangram.hardware.cluster import Cluster
+from tangram.hardware.catalogue.cluster import Cluster
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.memory_timeline import footprints
 from tangram.planner.cost.timeline import MOST, Play, play
@@ -321,7 +321,10 @@ def _assumed(answer: Answer) -> str:
 def _question_table(shown: Shown) -> str:
     ask, aim, answer = shown.ask, shown.answer.aim, shown.answer
     rows = [
-        ("model", f"{answer.outline.description}, {answer.outline.numbers:,} parameters, {answer.outline.layers} layers"),
+        (
+            "model",
+            f"{answer.outline.description}, {answer.outline.numbers:,} parameters, {answer.outline.layers} layers",
+        ),
         ("cluster", f"{shown.cluster.name}, {shown.cluster.ranks:,} x {shown.cluster.device.name}"),
         ("links", ", ".join(f"{one.name}: {one.rate / 1e9:g} GB/s among {one.ranks:,}" for one in shown.cluster.links)),
         ("devices", f"{f'{ask.fewest:,} to ' if ask.fewest else ''}{ask.devices or shown.cluster.ranks:,}"),

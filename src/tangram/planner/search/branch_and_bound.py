@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.step_time import COVERED, Scales, multiplied, seconds
 from tangram.planner.legality.enumerate import Request, expanded, meshes, of_mesh, remade
 from tangram.planner.search.evaluate import CutRequest

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.search.by_precision import ranked
 from tangram.planner.search.objectives import Aim

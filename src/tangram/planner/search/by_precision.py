@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned
 from tangram.planner.legality.constraints import legal
 from tangram.planner.legality.enumerate import Request

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.memory import needs
 from tangram.planner.cost.step_time import COVERED, Scales, multiplied, scaled, seconds
 from tangram.planner.legality.engine import facts_of, holding

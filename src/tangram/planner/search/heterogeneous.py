@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
-from tangram.hardware import curves
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned
 from tangram.planner.cost.communication_time import optimiser_seconds
 from tangram.planner.cost.memory import Takes, at_rank, counts_of, takes_of
@@ -263,7 +263,9 @@ def _bounds(outline: Outline, parts: Sequence[Part], prices: Sequence[_Prices], 
     ]
     stages = [_stages(part, g) for part in parts]
     rate = np.asarray(sum(count / all_ for count, all_ in zip(stages, least, strict=True)))
-    longest = np.maximum(1 / rate, _filling_seconds(stages, [np.minimum.reduce(each.blocks) for each in prices], outline.layers))
+    longest = np.maximum(
+        1 / rate, _filling_seconds(stages, [np.minimum.reduce(each.blocks) for each in prices], outline.layers)
+    )
     through = (g.micros - 1) * longest + np.minimum.reduce(least)
     beside = np.minimum.reduce([each.beside for each in prices])  # some stage has as many blocks as the mean or more
     return through + _hops(prices) * (2 * g.pipeline - 3 + g.micros) + beside

@@ -11,11 +11,11 @@ from typing import Any, cast
 import numpy as np
 
 from tangram.errors import UserError
-from tangram.hardware import curves
-from tangram.hardware.cluster import Cluster
-from tangram.hardware.devices import Figures, device
-from tangram.models.adapted import frozen_flops
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue import curves
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.hardware.catalogue.devices import Figures, device
+from tangram.models.lora.outline import frozen_flops
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import SURE, Learned, Run
 from tangram.planner.cost.memory import Memory, memory
 from tangram.planner.cost.step_time import multiplied, seconds
@@ -71,7 +71,7 @@ class Ask:
     offloads: tuple[int, ...] = (0,)
     """What may be offloaded to the host (`means.Offload`)."""
     base: Base = FULL
-    """What frozen weights are kept in, where an outline has some (`models.adapted`)."""
+    """What frozen weights are kept in, where an outline has some (`models.lora.outline`)."""
     others: tuple[Precision, ...] = ()
     """What matmuls may be computed in as well."""
     unlike: float = 0.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tangram.hardware.cluster import Cluster
-from tangram.models.outline import Outline
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.goodput import Goodput
 from tangram.planner.search.by_device_count import by_size
 from tangram.planner.search.objectives import Terms

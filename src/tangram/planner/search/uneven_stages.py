@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.memory import at_rank, takes_of
 from tangram.planner.cost.step_time import Seconds, loads, scaled, seconds
 from tangram.planner.search.evaluate import CutRequest, some_blocks

@@ -60,7 +60,7 @@ class Grid:
     sequence: Array
     """Tokens of a sample."""
     recompute: Array
-    """Which groups (`models.outline.Group`) are recomputed in the backward, as bits."""
+    """Which groups (`models.outlines.outline.Group`) are recomputed in the backward, as bits."""
     recomputed: Array
     """In which share of the layers: 0 to 1."""
     optimiser: Array

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tangram.errors import UserError
-from tangram.models.outline import Outline
+from tangram.models.outlines.outline import Outline
 
 __all__ = [
     "BASES",

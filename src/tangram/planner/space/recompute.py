@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
-from tangram.models.outline import Group, Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.space.grid import Grid, joined
 from tangram.planner.space.optimisers_and_offload import away
 
@@ -80,7 +80,7 @@ def known() -> str:
 
 
 def again_name(groups: int, share: float) -> str:
-    """In words, of the groups (`models.outline.Group`) that are recomputed in a share of the layers."""
+    """In words, of the groups (`models.outlines.outline.Group`) that are recomputed in a share of the layers."""
     if groups == Group.NONE or (groups == Group.BLOCK and share == 0):
         return NOTHING
     if groups == Group.BLOCK:

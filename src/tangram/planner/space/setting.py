@@ -32,7 +32,7 @@ class Setting:
     """Of one evaluation of the models of memory and time."""
 
     device: Any
-    """`hardware.devices.Figures`, or None where only memory is asked for."""
+    """`hardware.catalogue.devices.Figures`, or None where only memory is asked for."""
     framework: Framework
     precision: Precision = "bf16"
     """What matmuls are computed in; what flows between them is in 16 bits below fp32."""

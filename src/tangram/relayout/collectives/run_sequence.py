@@ -181,7 +181,9 @@ def pack(step: CollectiveStep, at: int, x: Tensor) -> Tensor:
     """What member `at` of the group gives to the collective: its tensor, its parts for all, or a flat row of them."""
     local = _local(step)
     if tuple(x.shape) != _part_shape(local, local.source):
-        raise RelayoutError(f"{step} takes a tensor of shape {_part_shape(local, local.source)}, and not {tuple(x.shape)}")
+        raise RelayoutError(
+            f"{step} takes a tensor of shape {_part_shape(local, local.source)}, and not {tuple(x.shape)}"
+        )
     if step.collective in (ALL_GATHER, ALL_REDUCE, ZERO):
         return x
     if step.collective == SLICE:

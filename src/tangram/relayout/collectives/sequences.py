@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from tangram.hardware.cluster import AxisLink
+from tangram.hardware.catalogue.cluster import AxisLink
 from tangram.layout import Layout, Mesh
 from tangram.relayout.collectives.digits import (
     WAITING,
@@ -37,7 +37,7 @@ from tangram.relayout.collectives.shares import in_common
 
 PERMUTE = "permute"
 Link = AxisLink
-"""What an axis is linked by: `tangram.hardware.cluster.axis_links` gives them for a mesh."""
+"""What an axis is linked by: `tangram.hardware.catalogue.cluster.axis_links` gives them for a mesh."""
 
 EXPANDED = 40
 """So many layouts are looked at from."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.hardware.shared import node
+from tangram.hardware.host.shared import node
 from tangram.layout import Region
 from tangram.layout.region import Box, box_size
 from tangram.relayout.copies.buffers import Buffers, Side, refuse_shared

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.hardware import shared
+from tangram.hardware.host import shared
 from tangram.relayout.exchange.agreement import noticed, tried
 from tangram.relayout.exchange.messages import ALIGNED, Message, pack, unpack
 from tangram.relayout.exchange.peers import Peers

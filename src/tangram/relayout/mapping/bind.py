@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from tangram.layout import LayoutError
 from tangram.layout.notation import Mapping as MappingText
-from tangram.layout.sizes import name_voids, solve, integer
+from tangram.layout.sizes import integer, name_voids, solve
 from tangram.layout.syntax import Dim, Statement, TensorPattern
 from tangram.relayout.mapping.cells import Cell, CellPart, Monomial, match, monomials
 from tangram.relayout.mapping.codecs import CODECS, Codec, arithmetic, fill_value, result_dtype

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware.cluster import Cluster
+from tangram.hardware.catalogue.cluster import Cluster
 from tangram.sharding.choose.costs import Both, Training, costs, work
 from tangram.sharding.choose.options import Options
 from tangram.sharding.choose.search import Choice, SearchPoint, search

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
+from tangram.hardware.catalogue.cluster import Cluster
 from tangram.layout import Layout, Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.choose.by_pairs import alike, by_pairs, entries
 from tangram.sharding.choose.costs import Both, Training, costs
 from tangram.sharding.choose.options import Options, of_derived, options

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware.cluster import Cluster, moved_seconds, product_seconds
+from tangram.hardware.catalogue.cluster import Cluster, moved_seconds, product_seconds
 from tangram.sharding.choose.options import CommOptions, Options, States, still
 from tangram.sharding.choose.saved_tensors import memories, saved
 from tangram.sharding.choose.transition_time import StepTimes

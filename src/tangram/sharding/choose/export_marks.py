@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
-from tangram.hardware.cluster import Cluster
+from tangram.hardware.catalogue.cluster import Cluster
 from tangram.layout import Layout
 from tangram.sharding.choose.choose import Price, priced
 from tangram.sharding.choose.costs import Training

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.hardware.cluster import Cluster, collective_seconds
+from tangram.hardware.catalogue.cluster import Cluster, collective_seconds
 from tangram.layout import Mesh
 from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_TO_ALL
 from tangram.sharding.choose.options import States

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.compare.paddle_table import PAIRS, PaddlePair

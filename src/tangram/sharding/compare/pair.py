@@ -18,8 +18,8 @@ from typing import Any, cast
 from torch.distributed import FileStore, PrefixStore
 
 from tangram.errors import UserError
-from tangram.hardware import workers
-from tangram.hardware.channel import Json
+from tangram.hardware.host import workers
+from tangram.hardware.host.channel import Json
 from tangram.sharding.compare.case import CompareCase, Verdict
 from tangram.sharding.compare.script import script
 from tangram.sharding.compare.table import CASES

@@ -1,4 +1,4 @@
-"""What a derivation may do where a model applies a `torch.autograd.Function` of its own (`models.custom`).
+"""What a derivation may do where a model applies a `torch.autograd.Function` of its own (`models.capturing.custom`).
 
 Its backward is code that sees what its forward saw, so nothing moves within. Where forward and backward are element by
 element all of it is cut alike or whole; else it is whole, with whole gradients: a part of a gradient, as of a tensor

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tangram.layout import Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.collectives_between import (
     Comm,
     comms,
@@ -98,7 +98,7 @@ def derive(
     rates: WorkRates | None = None,
     whole: frozenset[int] = frozenset(),
 ) -> Derived:
-    """Derive every layout of a captured graph (`tangram.models.capture`), folded (`tangram.models.fold`) or not.
+    """Derive every layout of a captured graph (`models.capturing.capture`), folded (`models.capturing.fold`) or not.
 
     `whole`: classes that no axis cuts but by a mark. Raises UserError for a mark that names nothing, marks that
     contradict each other, and operators without a rule.
@@ -246,7 +246,10 @@ class AxisProblem:
         allowed = [label for label in found_labels if fits(step, label, self.k, self._before(step))]
         differentiable += [False] * (len(step.bound.outputs) - len(differentiable))
         found = comms(step.call, step.bound, allowed, self.k, differentiable)
-        found += [*row_comms(step.call, step.bound, some, self.k), *self.regions.communication(step, self.outers, self.k)]
+        found += [
+            *row_comms(step.call, step.bound, some, self.k),
+            *self.regions.communication(step, self.outers, self.k),
+        ]
         before = [over.communication[step.number] for over in self.done]
         found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
         found = [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]

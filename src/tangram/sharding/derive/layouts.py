@@ -135,7 +135,12 @@ def unlike(found: Derived) -> Iterator[int]:
     """One rank of each kind: those that have parts of the same sizes are alike."""
     kinds: dict[str, list[int]] = {}
     for over in found.axes:
-        moves = [state for move in over.communication.values() for state in (*move.inputs, *move.outputs) if state is not None]
+        moves = [
+            state
+            for move in over.communication.values()
+            for state in (*move.inputs, *move.outputs)
+            if state is not None
+        ]
         every = {state.parts for state in (*moves, *over.used.values(), *over.lying.values()) if state.parts}
         sizes = (tuple(size(parts[i]) for parts in every) for i in range(over.k))
         first = {own: i for i, own in reversed([*enumerate(sizes)])} if every else {(): 0}
@@ -161,7 +166,9 @@ def part(found: Derived, step: FoldedStep, rank: int) -> RankPart:
             cuts.setdefault(label.factor, []).append((over.axis, label))
     at = found.mesh.coords(rank)
     sets = {
-        f: indices_of_rank(sharded_dim(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at)
+        f: indices_of_rank(
+            sharded_dim(step.bound.sizes[f], [(a, cut(0, n.inner, n.parts)) for a, n in own]), found.mesh, at
+        )
         for f, own in cuts.items()
     }
     return RankPart(found.mesh, rank, sets, {f: tuple(cut_of(a, n) for a, n in own) for f, own in cuts.items()})

@@ -11,10 +11,10 @@ from torch import nn
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.capture import capture
-from tangram.models.costs import block_names
-from tangram.models.fold import folded
-from tangram.models.graph import Graph
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.fold import folded
+from tangram.models.capturing.graph import Graph
+from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import input_states
 from tangram.sharding.derive.marking.mark_ops import noted

@@ -20,7 +20,7 @@ import torch
 from torch._ops import OpOverload
 
 from tangram.errors import UserError
-from tangram.models.build import did_you_mean
+from tangram.models.building.build import did_you_mean
 from tangram.sharding.ops import computed_rules, find_rule, views
 from tangram.sharding.ops.calls import OpCall, name_of, tensor_arguments
 from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, builtin, read_lines, table_of

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.layout.rule import Rule
 from tangram.sharding.discover.cuts import (
     OF_VALUES,

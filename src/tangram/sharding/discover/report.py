@@ -20,7 +20,7 @@ from torch import _decomp as decomposition
 from torch._ops import OpOverload
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.sharding.discover.cuts import DimsTogether
 from tangram.sharding.discover.propose import findings
 from tangram.sharding.ops import find_rule, views

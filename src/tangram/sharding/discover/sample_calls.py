@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, name_of, schema_of
 
 SIZES = (6, 5, 7, 3)

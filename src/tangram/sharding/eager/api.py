@@ -30,8 +30,8 @@ from torch.overrides import handle_torch_function, has_torch_function  # pyright
 
 from tangram.errors import UserError
 from tangram.layout import Layout
-from tangram.models import noted
-from tangram.models.called import caller, line_of
+from tangram.models.capturing import noted
+from tangram.models.capturing.called import caller, line_of
 from tangram.sharding.derive.marking.mark_ops import InCode, parsed
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.marking.meant import kind as _kind

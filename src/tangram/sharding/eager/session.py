@@ -27,8 +27,8 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.locate import indices_of_rank
 from tangram.layout.syntax import Cut
-from tangram.models.called import caller, line_of
-from tangram.models.graph import Ref
+from tangram.models.capturing.called import caller, line_of
+from tangram.models.capturing.graph import Ref
 from tangram.sharding.derive.collectives_between import Comm
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import layout_of, sharded_dim

@@ -88,7 +88,9 @@ class ShardedTensor(Tensor):
         )
         found: ShardedTensor = wrapped
         found._session, found.standing, found.by, found._stale = session, standing, {}, ""
-        found._states = found._actual = {a: s if part.requires_grad or s != SEVERAL else SAME for a, s in states.items()}
+        found._states = found._actual = {
+            a: s if part.requires_grad or s != SEVERAL else SAME for a, s in states.items()
+        }
         found._parts = {_key(found._states): part}
         found._family = base._family if base is not None else []
         found._family.append(weakref.ref(found))

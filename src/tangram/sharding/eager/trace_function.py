@@ -1,7 +1,7 @@
 """The operators that one function of torch runs, found by running it without memory on tensors of the whole's sizes.
 
-The same as `tangram.models.capture` does for a model, for one call: so a function is derived operator by operator,
-whatever it is made of. Found once for each function, sizes and numbers that it is called with.
+The same as `tangram.models.capturing.capture` does for a model, for one call: so a function is derived operator by
+operator, whatever it is made of. Found once for each function, sizes and numbers that it is called with.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.capture import quiet
-from tangram.models.graph import Ref, refs
-from tangram.models.opened import GROUPED, grouped
+from tangram.models.capturing.capture import quiet
+from tangram.models.capturing.graph import Ref, refs
+from tangram.models.capturing.opened import GROUPED, grouped
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall, schema_of
 from tangram.sharding.ops.find_rule import bound as find_bound

@@ -149,7 +149,10 @@ def _of_nothing(call: OpCall, bound: BoundOp, part: RankPart, masks: Sequence[Te
         None  # as gradients are that nobody asked for
         if whole is None
         else torch.full(
-            [_size(f, bound, part) if part.indices.keys() & {*f} else n for f, n in zip(dims, whole.shape, strict=True)],
+            [
+                _size(f, bound, part) if part.indices.keys() & {*f} else n
+                for f, n in zip(dims, whole.shape, strict=True)
+            ],
             halo.least(whole.dtype) if "max" in some else halo.most(whole.dtype) if "min" in some else 0,
             dtype=whole.dtype,
         )
@@ -183,7 +186,9 @@ def _once(tensor: Tensor | None, bound: BoundOp, i: int, part: RankPart) -> Tens
 
 def _adds(bound: BoundOp, i: int, part: RankPart) -> bool:
     """Whether it is this rank that adds an input to a pending sum."""
-    added = [f for f in part.indices if not any(f in dim for dim in bound.inputs[i] or ()) and bound.after(f, 0) == "sum"]
+    added = [
+        f for f in part.indices if not any(f in dim for dim in bound.inputs[i] or ()) and bound.after(f, 0) == "sum"
+    ]
     return all(part.first_along(f) for f in added)
 
 

@@ -168,7 +168,9 @@ def _spill(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str
     return (x.copy_(found) if in_place else found,)
 
 
-def _selected(call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool) -> tuple[Any, ...]:
+def _selected(
+    call: OpCall, bound: BoundOp, inputs: LocalInputs, args: Sequence[str], in_place: bool
+) -> tuple[Any, ...]:
     """`select`: of a part that has it not, nothing, with a gradient of nothing: other ranks wait for it."""
     (x,) = _tensors(call)
     dim, index = call.arguments["dim"] % x.ndim, call.arguments[args[0]]

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capture import quiet
-from tangram.models.opened import GROUPED, grouped
-from tangram.models.reasons import place_and_reason
-from tangram.models.twin import fake_twin
+from tangram.models.building.twin import fake_twin
+from tangram.models.capturing.capture import quiet
+from tangram.models.capturing.opened import GROUPED, grouped
+from tangram.models.capturing.reasons import place_and_reason
 from tangram.sharding.local_ops.random_ops import drawing, shape_of
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.layout import region
 from tangram.layout.intervals import elements, size
 from tangram.sharding.local_ops.local_call import RankPart, layout_of, part_of, piece, run

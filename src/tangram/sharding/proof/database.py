@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.local_ops.random_ops import DrawMode

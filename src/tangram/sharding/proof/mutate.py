@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import VOID, Dim, Operand, Piece
 from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, RuleTable, builtin

@@ -76,7 +76,9 @@ def part_of(found: Propagation, rank: int) -> RankPart:
     """Where a rank stands: what it holds of each factor that the propagation cuts."""
     mesh, sizes = found.mesh, found.bound.sizes
     at = mesh.coords(rank)
-    sets = {f: indices_of_rank(dim_of(made_of(found.bound, f, tree), sizes[f]), mesh, at) for f, tree in found.trees.items()}
+    sets = {
+        f: indices_of_rank(dim_of(made_of(found.bound, f, tree), sizes[f]), mesh, at) for f, tree in found.trees.items()
+    }
     return RankPart(mesh, rank, sets, found.trees)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tangram.errors import UserError
-from tangram.hardware import workers
+from tangram.hardware.host import workers
 from tangram.layout import Mesh
 from tangram.layout.rule import Rule
 from tangram.sharding.local_ops import local_variants

@@ -206,7 +206,12 @@ def check(
     for i, (found, want) in enumerate(zip(results, expected.results, strict=True)):
         if isinstance(want, Tensor) and (wrong := _unlike(found, want)):
             return Failure(str(call), shown, f"output {i}", wrong)
-        if isinstance(found, Tensor) and found.requires_grad and expected.differentiated and expected.cotangents[i] is None:
+        if (
+            isinstance(found, Tensor)
+            and found.requires_grad
+            and expected.differentiated
+            and expected.cotangents[i] is None
+        ):
             return Failure(str(call), shown, f"output {i}", "has a gradient, which torch does not give")
     for i, (before, found, want) in enumerate(zip(call.tensors, given, _written(call), strict=True)):
         if want is None or before is None or torch.equal(before, want):

@@ -228,7 +228,9 @@ def _route(
 def _as_it_is(found: Propagation) -> StepRoute:
     sources = tuple(None if t is None else ResultRef(-1, i) for i, t in enumerate(found.call.tensors))
     results = tuple(ResultRef(0, i) for i in range(len(found.outputs)))
-    return StepRoute(found.call, found.mesh, found.input_layouts, (Leg(found.call, sources, found),), results, found.outputs)
+    return StepRoute(
+        found.call, found.mesh, found.input_layouts, (Leg(found.call, sources, found),), results, found.outputs
+    )
 
 
 def _decomposed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tangram.errors import UserError
-from tangram.models.graph import Called, Graph
+from tangram.models.capturing.graph import Called, Graph
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import input_states
 

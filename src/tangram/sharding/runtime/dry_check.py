@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.called import ChecksHold
-from tangram.models.capture import quiet
-from tangram.models.graph import Called, Graph, Node, Ref
-from tangram.models.opened import Opening, plainly
-from tangram.models.reasons import place_and_reason
-from tangram.models.twin import fake_twin
+from tangram.models.building.twin import fake_twin
+from tangram.models.capturing.called import ChecksHold
+from tangram.models.capturing.capture import quiet
+from tangram.models.capturing.graph import Called, Graph, Node, Ref
+from tangram.models.capturing.opened import Opening, plainly
+from tangram.models.capturing.reasons import place_and_reason
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import (
     called,

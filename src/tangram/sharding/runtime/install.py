@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.called import caller, line_of, name_of
+from tangram.models.capturing.called import caller, line_of, name_of
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.runtime.program import CallKey, OpAction, Program
 

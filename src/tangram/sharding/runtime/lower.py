@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tangram.errors import UserError
-from tangram.models.graph import Called, Graph, Node, filled
+from tangram.models.capturing.graph import Called, Graph, Node, filled
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import input_states, made, needed, steps_of_nodes, used
 from tangram.sharding.derive.problem.folding import FoldedStep as Node_Step

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from tangram.errors import UserError
-from tangram.models.graph import Called, Node
+from tangram.models.capturing.graph import Called, Node
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import called, part, steps_of_nodes
 from tangram.sharding.derive.problem.folding import FoldedStep

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tangram.models.graph import Called
+from tangram.models.capturing.graph import Called
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import steps_of_nodes
 from tangram.sharding.derive.problem.folding import Folded

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tangram.kernels.attention import ATTEND, Heads
 from tangram.layout import Layout
-from tangram.models.graph import Graph, refs
+from tangram.models.capturing.graph import Graph, refs
 from tangram.relayout.collectives.ring_attention import ring_attend
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.states import cut

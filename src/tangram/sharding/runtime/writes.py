@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from tangram.errors import UserError
-from tangram.models.graph import Called, Graph, Node, Run, refs
-from tangram.models.overwrites import unsaid
+from tangram.models.capturing.graph import Called, Graph, Node, Run, refs
+from tangram.models.capturing.overwrites import unsaid
 from tangram.sharding.ops.calls import schema_of
 from tangram.sharding.runtime.program import Border, OpAction, Program
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.errors import UserError
-from tangram.models.directory import TEXT, refuse_missing, refuse_pointers
+from tangram.models.building.directory import TEXT, refuse_missing, refuse_pointers
 from tangram.schema.job import DataPlan, Special
 from tangram.training.data.windows import LONG, can_be_cut, long_row
 

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.reasons import place_and_reason
-from tangram.models.twin import without_memory
+from tangram.models.building.twin import without_memory
+from tangram.models.capturing.reasons import place_and_reason
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.local_ops.random_numbers import DrawNumbers, Samples

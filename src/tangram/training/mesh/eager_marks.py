@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.graph import Graph, Value
+from tangram.models.capturing.graph import Graph, Value
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.marks import states as states_of

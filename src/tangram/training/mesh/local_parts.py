@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from tangram.layout import LayoutError, Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.relayout.collectives.uneven import indices, picked
 from tangram.relayout.copies.dtensor import placements_of
 from tangram.sharding.derive.layouts import layout_of

@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.graph import Graph
-from tangram.models.masks import as_captured
-from tangram.models.opened import without_fast_path
-from tangram.models.twin import without_memory
+from tangram.models.building.masks import as_captured
+from tangram.models.building.twin import without_memory
+from tangram.models.capturing.graph import Graph
+from tangram.models.capturing.opened import without_fast_path
 from tangram.planner.local.own_rules import rules_of
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError, Derived
@@ -111,7 +111,7 @@ def parallel(
     found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
         found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).derived
-    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text, over_all=True)
+    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text)
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class DerivedModel:
         states: Mapping[str, States],
         dtype: torch.dtype,
         rules: str = "",
-        plain: Collection[str] = (),
-        over_all: bool = False,
+        plain: Collection[str] | None = None,
     ) -> None:
+        """`plain`: parameters that are plain tensors for FSDP2 to take over; None: all become DTensors of the mesh."""
         self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, states, dtype, rules
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
@@ -179,9 +179,11 @@ class DerivedModel:
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
         self._routes = RankRoutes(self._groups)
-        self.plain = as_dtensors(model, states, mesh, self._coords, devices, plain, over_all)
+        self.plain = as_dtensors(model, states, mesh, self._coords, devices, plain or (), plain is None)
         """Parameters of which a plain tensor is this rank's part."""
-        cut = {name for name, own in states.items() if over_all or any(state.kind == "cut" for state in own.values())}
+        cut = {
+            name for name, own in states.items() if plain is None or any(state.kind == "cut" for state in own.values())
+        }
         self._local = LocalParts(model, cut, self._gathered)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)

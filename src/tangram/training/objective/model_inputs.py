@@ -1,7 +1,7 @@
 """What a model is told of its tokens, and in which order it is given them.
 
     position ids    where rows hold several documents
-    numbers         document and place of each token, where attention is by tokens (`models.attention`)
+    numbers         document and place of each token, where attention is by tokens (`models.capturing.attention`)
 
 Then tokens need not lie in order. Of a causal sequence that ranks of a context axis cut into equal parts the last has
 nearly all of the work: with `context.order = "balanced"` each has one piece from the front and one from the back, as
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.models.attention import mask_of, mode_of, numbers_of
+from tangram.models.capturing.attention import mask_of, mode_of, numbers_of
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch
 
@@ -58,7 +58,7 @@ def token_order(model: nn.Module, plan: Plan) -> TokenOrder | None:
         how = "does not attend by tokens" if mode is None else f'attends by tokens ("{mode}")'
         raise UserError(
             f'run.attention is "{plan.run.attention}", but the model {how}: make it of the configuration that '
-            "tangram.models.attention.by_tokens gives"
+            "tangram.models.capturing.attention.by_tokens gives"
             + (", or set run.attention" if mode is None else " only where the plan says so")
         )
     return None if mode is None else TokenOrder(plan.context_ranks if plan.context.order == "balanced" else 1)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tangram.errors import UserError
-from tangram.models.adapters import add_adapters
-from tangram.models.costs import block_names
-from tangram.models.stages import Through, keep_stages
+from tangram.models.capturing.stages import Through, keep_stages
+from tangram.models.lora.adapters import add_adapters
+from tangram.models.outlines.costs import block_names
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
 from tangram.training.mesh.drawing import Drawer, counts_of_stages

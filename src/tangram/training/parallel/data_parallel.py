@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from tangram.hardware.overheads import COPY_BUCKET_BYTES
+from tangram.hardware.measuring.overheads import COPY_BUCKET_BYTES
 
 BUCKET = COPY_BUCKET_BYTES
 """Bytes of a bucket."""

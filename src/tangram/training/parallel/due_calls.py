@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import intervals
-from tangram.models.outlined import FIELDS, int_field
+from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.local.estimate import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.tracing.format import OPS

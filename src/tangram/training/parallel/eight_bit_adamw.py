@@ -1,7 +1,7 @@
 """AdamW whose two moments are codes of 8 bits, with a float32 for each 256 consecutive numbers (Dettmers et al. 2022).
 
     state1, state2      uint8, of the parameter's shape: places in tables of signed and of unsigned numbers
-                        (`models.dynamic_codes`)
+                        (`models.lora.dynamic_codes`)
     absmax1, absmax2    float32, the largest of each block of the whole parameter, cut with it in whole blocks
                         (`layout.blocks`), so any mesh that cuts none apart has the states of one process
     step                as torch's AdamW has it
@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tangram.models.dynamic_codes import places, shares, table
+from tangram.models.lora.dynamic_codes import places, shares, table
 from tangram.relayout.mapping.states import ADAM_8BIT, States
 from tangram.training.mesh.local_parts import local
 from tangram.training.parallel.master_weights import MASTER, MasterAdamW, has_no_values

@@ -1,10 +1,10 @@
 """Micro-batches through the stages of a model, as a schedule's table says (`schema.schedules`).
 
-A rank has one stage or several (`models.stages`), and torch's `PipelineStage` moves what flows between them: hidden
-states forward, their gradients back, each tensor whole on every rank of a stage, and with them the sums that a loss of
-routers is made of (`training.objective.router_loss`). Within a stage all is as without a pipeline: FSDP2, derived
-tensor parallelism, recomputing, compiled blocks. Gradients of all micro-batches are added before FSDP reduces them,
-once a step.
+A rank has one stage or several (`models.capturing.stages`), and torch's `PipelineStage` moves what flows between them:
+hidden states forward, their gradients back, each tensor whole on every rank of a stage, and with them the sums that a
+loss of routers is made of (`training.objective.router_loss`). Within a stage all is as without a pipeline: FSDP2,
+derived tensor parallelism, recomputing, compiled blocks. Gradients of all micro-batches are added before FSDP reduces
+them, once a step.
 
 A table is made for each size of the micro-batches and number of them, and kept.
 """
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.models.capture import quiet
-from tangram.models.outlined import FIELDS, int_field
+from tangram.models.capturing.capture import quiet
+from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import forward_only

@@ -1,12 +1,12 @@
 """Frozen weights that are kept as NF4: codes and scales in a model's parameters, and the weight while a layer runs.
 
-    parameters  weight_nf4, weight_absmax: uint8, frozen, cut as the weight would be, in whole blocks (`models.nf4`); so
+    parameters  weight_nf4, weight_absmax: uint8, frozen, cut as the weight would be, in whole blocks (`lora.nf4`); so
                 FSDP2 gathers them, and a checkpoint saves and moves them as they are
     buffers     weight_groups, weight_mean: whole on every rank, a 4,000th of the weight's numbers
     forward     the layer's own code runs with the weight, made for it; autograd keeps no copy of it
     backward    where the gradient of what came in needs the weight, it is made again; it has no gradient itself
 
-Which layers these are says `models.base_layers`. What reads `weight` outside of its layer's forward fails.
+Which layers these are says `models.lora.base_layers`. What reads `weight` outside of its layer's forward fails.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from tangram.errors import UserError
 from tangram.layout import intervals
 from tangram.layout.intervals import IntSet, span
-from tangram.models import nf4
-from tangram.models.base_layers import base_layers
+from tangram.models.lora import nf4
+from tangram.models.lora.base_layers import base_layers
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS
 from tangram.training.mesh.layout_to_torch import ParameterCuts, cuts_of_one, over_model_axes

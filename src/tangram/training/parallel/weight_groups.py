@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tangram.layout import Layout
-from tangram.models.costs import block_names
+from tangram.models.outlines.costs import block_names
 from tangram.tracing.weights import WeightGroup
 from tangram.training.parallel.model import ParallelModel
 

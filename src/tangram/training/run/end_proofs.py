@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from tangram.hardware.machine import pick_device
-from tangram.models.adapters import merge_adapters, save_adapters
-from tangram.models.attention import exactly
-from tangram.models.source import Source
+from tangram.hardware.host.machine import pick_device
+from tangram.models.building.source import Source
+from tangram.models.capturing.attention import exactly
+from tangram.models.lora.adapters import merge_adapters, save_adapters
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus, Tokens, held_out_batches
 from tangram.training.objective.model_inputs import logits_in_order, token_order

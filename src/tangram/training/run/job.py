@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tangram.errors import UserError
-from tangram.hardware.machine import describe, versions
-from tangram.models.build import build_on_meta
-from tangram.models.costs import costs as model_costs
-from tangram.models.source import Source
+from tangram.hardware.host.machine import describe, versions
+from tangram.models.building.build import build_on_meta
+from tangram.models.building.source import Source
+from tangram.models.outlines.costs import costs as model_costs
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.report import figures
 from tangram.schema.plan import Plan

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
-from tangram.hardware.machine import pick_device, usable_cores
-from tangram.hardware.workers import Detached
+from tangram.hardware.host.machine import pick_device, usable_cores
+from tangram.hardware.host.workers import Detached
 from tangram.tracing.recorder import UNTRACED, Trace
 from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.watch import LOOK_SECONDS, Watch

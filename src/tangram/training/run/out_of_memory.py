@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tangram.hardware.machine import resident_mb
+from tangram.hardware.host.machine import resident_mb
 from tangram.planner.local.estimate import Memory, megabytes
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")

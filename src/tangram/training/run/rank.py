@@ -14,9 +14,9 @@ import transformers
 
 import tangram
 from tangram.errors import UserError
-from tangram.hardware.machine import peak_resident_mb, repeatable
-from tangram.models.attention import TOKENS, by_tokens, mode_of
-from tangram.models.source import Source
+from tangram.hardware.host.machine import peak_resident_mb, repeatable
+from tangram.models.building.source import Source
+from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
 from tangram.planner.local.estimate import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
-from tangram.models.source import read_source
+from tangram.models.building.source import read_source
 from tangram.schema.files import loads
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 
-from tangram.hardware.after_fork import settle_torch
-from tangram.hardware.channel import Channel
-from tangram.hardware.workers import Detached, serve_detached
+from tangram.hardware.host.after_fork import settle_torch
+from tangram.hardware.host.channel import Channel
+from tangram.hardware.host.workers import Detached, serve_detached
 from tangram.training.run.signals import POLITE
 
 __all__ = ["fork_spare"]

@@ -1,8 +1,8 @@
 """Be one rank of a job whose ranks torchrun, or a Slurm script that sets the same variables, has started.
 
 The ranks first meet in torchrun's key-value store. There one of them does for all what is to be done once (`on_one`),
-and there the first error is noted: the rank that met it tells it, the others leave in silence (`ReportedElsewhere`). Only
-then do they join in a process group (`run_as_rank`).
+and there the first error is noted: the rank that met it tells it, the others leave in silence (`ReportedElsewhere`).
+Only then do they join in a process group (`run_as_rank`).
 
 torchrun restarts a job's processes in place and lets them meet in the same store again, in which the addresses of the
 dead ones still stand; and its count of restarts is not the same on every node. So the ranks agree on a word of their
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
-from tangram.hardware.machine import pick_device
+from tangram.hardware.host.machine import pick_device
 from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.watch import Hang, watched
 from tangram.training.observe.events import Note

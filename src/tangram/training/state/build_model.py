@@ -1,7 +1,7 @@
 """Build the model that a plan asks for: cut over the ranks, or whole in one process; with values or waiting for them.
 
 Values come from the weights of a Hugging Face directory, from the model class's own initialisation (see
-`tangram.models.build`), or later from a checkpoint; then only what no checkpoint holds is filled here.
+`tangram.models.building.build`), or later from a checkpoint; then only what no checkpoint holds is filled here.
 """
 
 from dataclasses import replace
@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
-from tangram.models.attention import by_tokens, by_torch
-from tangram.models.build import build_on_meta, initial_tensors
-from tangram.models.costs import block_names
-from tangram.models.source import Source, read_source
-from tangram.models.stages import Through
+from tangram.models.building.build import build_on_meta, initial_tensors
+from tangram.models.building.source import Source, read_source
+from tangram.models.capturing.attention import by_tokens, by_torch
+from tangram.models.capturing.stages import Through
+from tangram.models.outlines.costs import block_names
 from tangram.planner.local.own_rules import define_operators
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan

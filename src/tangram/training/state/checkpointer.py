@@ -27,8 +27,8 @@ from tangram.checkpoint.state.entries import Described, StateEntry
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.commits import newest
 from tangram.errors import UserError
-from tangram.hardware.machine import usable_cores
-from tangram.hardware.workers import Detached
+from tangram.hardware.host.machine import usable_cores
+from tangram.hardware.host.workers import Detached
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.training.mesh.buffers import refuse_unlike_saved

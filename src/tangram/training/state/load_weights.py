@@ -1,9 +1,9 @@
 """Fill a model with the weights of a Hugging Face directory: every rank reads the bytes that it holds.
 
-Which stored tensors make which of the model's is what transformers declares (see `tangram.models.conversions`): most go
-by their names, experts that lie one by one are parts of a stack. Values are rounded to the parameters' type where the
-directory has another one, and tied parameters are read once. What does not fit is refused: a weight that nobody loads
-would train from noise unseen; so are values that are not finite.
+Which stored tensors make which of the model's is what transformers declares (see
+`tangram.models.building.conversions`): most go by their names, experts that lie one by one are parts of a stack.
+Values are rounded to the parameters' type where the directory has another one, and tied parameters are read once. What
+does not fit is refused: a weight that nobody loads would train from noise unseen; so are values that are not finite.
 
 Embeddings and head may have more rows than the directory (`model.change.vocab_size`, for tokens that were added): new
 rows are the mean of those that are stored, in their type, on any layout.
@@ -23,9 +23,9 @@ from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement
-from tangram.models.adapters import initial_adapters, stored_adapters
-from tangram.models.build import build_on_meta
-from tangram.models.conversions import Conversion, Part, read_conversion
+from tangram.models.building.build import build_on_meta
+from tangram.models.building.conversions import Conversion, Part, read_conversion
+from tangram.models.lora.adapters import initial_adapters, stored_adapters
 from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched

@@ -15,7 +15,7 @@ from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement, TensorPattern
-from tangram.models.conversions import Part
+from tangram.models.building.conversions import Part
 from tangram.relayout import Piece, TensorSpec
 
 BLOCK = 4096

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from tangram.errors import UserError
-from tangram.hardware.machine import resident_mb
+from tangram.hardware.host.machine import resident_mb
 from tangram.schema.plan import Plan
 from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
 from tangram.tracing.recorder import Trace

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
-from tangram.models.build import build_on_meta
+from tangram.models.building.build import build_on_meta
 from tangram.schema.job import Job, OptimiserPlan
 from tangram.schema.plan import matches
 from tangram.training.data import tokens_of

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tangram.models.opened import GROUPED, grouped
+from tangram.models.capturing.opened import GROUPED, grouped
 
 FRAMES = 12  # between DTensor's question and an operator, at most
 Received = Callable[[int, int], float]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from tangram.errors import UserError
-from tangram.hardware.machine import pick_device
-from tangram.hardware.rates import rates
+from tangram.hardware.host.machine import pick_device
+from tangram.hardware.measuring.rates import rates
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry, History
 from tangram.planner.cost.history_correction import Here, likely

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tangram.errors import UserError
-from tangram.hardware.machine import pick_device, usable_cores
-from tangram.hardware.rates import Rates, rates
+from tangram.hardware.host.machine import pick_device, usable_cores
+from tangram.hardware.measuring.rates import Rates, rates
 from tangram.planner.cost import history
 from tangram.planner.cost.history import History
 from tangram.planner.cost.history_correction import Here

@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 
 from tangram.errors import UserError
-from tangram.hardware.machine import peak_resident_mb
-from tangram.hardware.workers import Job as Helper
-from tangram.hardware.workers import run
+from tangram.hardware.host.machine import peak_resident_mb
+from tangram.hardware.host.workers import Job as Helper
+from tangram.hardware.host.workers import run
 from tangram.planner.local.trials import Trial
 from tangram.schema.files import dumps, load
 from tangram.schema.plan import Plan

@@ -35,8 +35,8 @@ from tangram.checkpoint.formats.archives.state_dicts import (
     group_of,
     optimiser_of,
     plain_names,
-    view,
     unsharded,
+    view,
 )
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files

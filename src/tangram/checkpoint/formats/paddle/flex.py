@@ -110,7 +110,9 @@ def _specs(path: Path, pieces: Iterable[Stored]) -> dict[str, TensorSpec]:
         ends = [[a + n for a, n in zip(one.offset, one.shape, strict=True)] for one in some]
         if len({len(end) for end in ends}) > 1 or len({(one.full_shape, one.dtype) for one in some}) > 1:
             raise UserError(f'the pieces of {name} in "{path}" are of tensors that are not alike')
-        whole = some[0].full_shape if some[0].full_shape is not None else tuple(max(dim) for dim in zip(*ends, strict=True))
+        whole = (
+            some[0].full_shape if some[0].full_shape is not None else tuple(max(dim) for dim in zip(*ends, strict=True))
+        )
         if any(len(end) != len(whole) or any(b > n for b, n in zip(end, whole, strict=True)) for end in ends):
             raise UserError(f'a piece of {name} in "{path}" lies outside of its shape {list(whole)}')
         specs[name] = TensorSpec(whole, some[0].dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tangram.layout import Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.collectives_between import label_of, legal, place_of
 from tangram.sharding.derive.derive import AxisProblem, ConflictError, Derived, Over, WorkRates, derive, fixed_by
 from tangram.sharding.derive.explain.operators import VIEWS, factor_names, line_of, module_of, title, written

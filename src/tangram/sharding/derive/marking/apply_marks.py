@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.marking.marks import Mark, marked_states, matched, refuse_unlike
 from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import SAME, State

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.layout import Layout, NotationError
-from tangram.models.graph import Graph, Node
-from tangram.models.noted import MARK, RELAYOUT
+from tangram.models.capturing.graph import Graph, Node
+from tangram.models.capturing.noted import MARK, RELAYOUT
 from tangram.sharding.derive.marking.marks import Mark
 
 WRITTEN = {MARK: "mark", RELAYOUT: "relayout"}

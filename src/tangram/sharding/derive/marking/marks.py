@@ -27,7 +27,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, NotationError
 from tangram.layout.sizes import check_cut
 from tangram.layout.syntax import Dim
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.marking.nodes import operators
 from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Gathered, State, beside, cut, parts_of
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 
 from tangram.errors import UserError
-from tangram.models.graph import Graph
+from tangram.models.capturing.graph import Graph
 
 _LINE = re.compile(r"(?P<file>[\w/.\-]*\.py):(?P<line>\d+)")
 

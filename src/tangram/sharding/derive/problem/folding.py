@@ -19,8 +19,8 @@ import torch
 from tangram.errors import UserError
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Operand
-from tangram.models.fold import pairs
-from tangram.models.graph import Graph, Node, Value, filled
+from tangram.models.capturing.fold import pairs
+from tangram.models.capturing.graph import Graph, Node, Value, filled
 from tangram.sharding.ops import find_rule
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall

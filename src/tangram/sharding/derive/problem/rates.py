@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tangram.hardware.cluster import Cluster
-from tangram.hardware.cluster import rates as rates_of
+from tangram.hardware.catalogue.cluster import Cluster
+from tangram.hardware.catalogue.cluster import rates as rates_of
 from tangram.layout import Mesh
 from tangram.sharding.derive.problem.folding import Folded, FoldedStep
 from tangram.sharding.propagation import op_cost

@@ -16,7 +16,7 @@ from torch import Tensor
 from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.kernels.flash.spans import Spans, in_order
-from tangram.models import noted
+from tangram.models.capturing import noted
 from tangram.sharding.proof.samples.fused_samples import FUSED
 
 aten = torch.ops.aten

@@ -1,0 +1,81 @@
+"""A cluster by its name alone: equal nodes of a device of the catalogue, as "h100-8x256" or "b200-8x1".
+
+The device's own figures, the link within a node and a NIC for each device are the catalogue's. What programs reach of
+rates, and how long a message takes, is that of a cluster whose file has it with its sources (`LIKE`); who knows better
+writes a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tangram.errors import UserError
+from tangram.hardware.catalogue.devices import Figures, devices
+
+__all__ = ["FORM", "LIKE", "tables_of"]
+
+BRIDGED = 2
+"""Cards at a bridge; a node of more of them has its host between, over which a card reaches half of PCIe."""
+FORM = "DEVICE-8x32 (32 nodes of 8) of a device of the catalogue"
+LIKE = "h100-8x8"
+
+
+def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tables of the file that a name stands for; None for a name of another form.
+
+    `like`: those of `LIKE`, with a link within a node and one between nodes. Raises UserError for a device or a node
+    that is not known.
+    """
+    found = re.fullmatch(r"(.+)-(\d{1,9})x(\d{1,9})", name.strip().lower(), re.ASCII)
+    if found is None:
+        return None
+    near, nodes = int(found[2]), int(found[3])
+    if near < 1 or nodes < 1:
+        raise UserError(f"{name}: there is no cluster of {nodes} nodes of {near} devices: give one of each at least")
+    one = _device(name, found[1])
+    within, between = like["links"]
+    links: list[dict[str, Any]] = []
+    if near > 1:
+        links.append({**within, "ranks": near, "rate": _within(name, one, near)})
+    if nodes > 1:
+        links.append({**between, "ranks": near * nodes, "rate": _between(name, one)})
+    if not links:  # of one device, which sends nothing
+        links.append({**within, "ranks": 1})
+    return {**like, "ranks": near * nodes, "device": {**like["device"], "name": one.name}, "links": links}
+
+
+def _device(name: str, given: str) -> Figures:
+    if given not in devices():
+        close = difflib.get_close_matches(given, tuple(devices()), 3)
+        others = f"there are {', '.join(devices())}; of another device write a file of the cluster"
+        hint = f"did you mean {' or '.join(close)}?" if close else others
+        raise UserError(f'{name}: the catalogue has no device "{given}": {hint}')
+    return devices()[given]
+
+
+def _within(name: str, one: Figures, ranks: int) -> float:
+    """Bytes per second from devices of the same node: of more cards than a bridge joins, those between the bridges."""
+    if one.link_bandwidth is None or one.link_domain is None:
+        raise UserError(
+            f"{name}: the catalogue knows no link within a node of {one.label}: write a file of the cluster"
+        )
+    if ranks > one.link_domain == BRIDGED and one.pcie_bandwidth:
+        return one.pcie_bandwidth / 2
+    if ranks > one.link_domain:
+        raise UserError(
+            f"{name}: the catalogue knows {one.label} to be linked to {one.link_domain - 1} others at most: give nodes "
+            f"of {one.link_domain}, or write a file"
+        )
+    return one.link_bandwidth
+
+
+def _between(name: str, one: Figures) -> float:
+    """Bytes per second from devices of other nodes."""
+    if one.nic_bandwidth is None:
+        raise UserError(
+            f"{name}: the catalogue knows no network between nodes of {one.label}: write a file of the cluster"
+        )
+    return one.nic_bandwidth

@@ -1,0 +1,79 @@
+"""Numbers that code reads out of tensors without memory, where they follow from numbers in the code alone.
+
+`bool((mask == causal).all())` of a mask that the code has made of nothing but sizes has one answer, whoever runs it. It
+is worked out on real tensors from the nodes that were written down so far; a run later looks whether it is the same.
+What follows from inputs, parameters, buffers or random numbers has no answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from tangram.models.capturing.graph import Node, Value, filled
+from tangram.models.capturing.replay import run
+
+aten = torch.ops.aten
+ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default})
+"""Operators that give a number, and no tensor."""
+MOST = 1 << 28
+"""Elements of a tensor that is worked out."""
+_OF_SIZES = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+
+
+class Known:
+    """The values of a graph that is being written that follow from numbers alone."""
+
+    def __init__(
+        self, values: Sequence[Value], nodes: Sequence[Node], constants: Mapping[str, Tensor], numbers: Sequence[int]
+    ) -> None:
+        """`numbers`: the values that are asked for."""
+        self._values, self._nodes, self._constants = values, nodes, constants
+        self._maker = {v: i for i, node in enumerate(nodes) for v in node.results if v is not None}
+        self._done: dict[int, Tensor] = {}
+        self._needed: dict[int, None] = {}
+        self._all = all(self._reached(number) for number in numbers)
+
+    def answer(self, func: Any, args: Sequence[Any]) -> Any:
+        """What an operator gives of arguments with references; None where they are not known."""
+        if not self._all:
+            return None
+        with _disable_current_modes(), torch.no_grad():
+            for i in sorted({self._maker[v] for v in self._needed if v in self._maker}):
+                node = self._nodes[i]
+                made = run(node, filled(node.arguments, self._real))
+                self._done.update({v: r for v, r in zip(node.results, made, strict=True) if v is not None})
+            return func(*filled([*args], self._real))
+
+    def _real(self, v: int) -> Tensor:
+        if v in self._done:
+            return self._done[v]
+        value = self._values[v]
+        if value.name in self._constants:
+            return self._constants[value.name]
+        return torch.empty(value.shape, dtype=value.dtype)  # only its size counts
+
+    def _reached(self, number: int) -> bool:
+        """Whether a value follows from numbers; what it takes is noted."""
+        waiting = [number]
+        while waiting:
+            v = waiting.pop()
+            if v in self._needed:
+                continue
+            self._needed[v] = None
+            value = self._values[v]
+            if value.name in self._constants:
+                continue
+            if v not in self._maker or math.prod(value.shape) > MOST:
+                return False
+            node = self._nodes[self._maker[v]]
+            if torch.Tag.nondeterministic_seeded in node.operator.tags:
+                return False
+            if not node.operator.name().partition("::")[2].startswith(_OF_SIZES):
+                waiting += node.inputs
+        return True

@@ -1,0 +1,181 @@
+"""What stands between a model's code and its operators: the runs of its modules, and the functions of torch they call.
+
+Capture writes both down, so that what is to happen to a tensor can be said at the border of a module, or around a
+function that its code calls, where a runtime can do it while the code itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_structure  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.models.capturing.graph import Answer, Called, Leaves, Run
+
+_TORCH = str(Path(torch.__file__).parent)
+_TANGRAM = str(Path(__file__).parents[2])
+_STAGES = str(Path(__file__).with_name("stages.py"))
+"""Whose forwards stand in a model's place."""
+_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
+_ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
+_MADE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+"""Attributes of a tensor that are another tensor, which an operator makes."""
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch that code calls; of an attribute `.T`, and "" of one that runs no operators."""
+    name = getattr(func, "__name__", str(func))
+    if name not in _ATTRIBUTES:
+        return name
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f".{attribute}" if name == "__get__" and attribute in _MADE else ""
+
+
+def caller(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither torch's nor Tangram's, which both wrap a model's forwards.
+
+    A forward of Tangram's own, as a stage's, is code as any other: whoever calls the model may do so from many lines.
+    """
+    while frame is not None and _wraps(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def _wraps(code: CodeType) -> bool:
+    return code.co_filename.startswith((_TORCH, _TANGRAM)) and (code.co_filename, code.co_name) != (_STAGES, "forward")
+
+
+def computed_again(frame: FrameType | None) -> bool:
+    """Whether what calls is, without a module around it, a function that `torch.utils.checkpoint` will call again."""
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def line_of(frame: FrameType | None) -> str:
+    """`file:line`, the file from its package on: `transformers/models/llama/modeling_llama.py:120`."""
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+@cache
+def short(file: str) -> str:
+    """A path from its package on."""
+    return re.sub(r"^.*/(site|dist)-packages/", "", file.replace(f"{_TANGRAM}/", "tangram/"))
+
+
+def named_results(output: Any, path: str = "") -> dict[str, Tensor]:
+    """The tensors of what a model returns: by their names where it is a mapping, else `output0`, `output1`.
+
+    Those of a mapping or a list within a mapping are called `text_model_output.last_hidden_state`, `hidden_states.0`.
+    """
+    if path and isinstance(output, Tensor):
+        return {path: output}
+    if isinstance(output, Mapping) or (path and isinstance(output, list | tuple)):
+        held = cast(Any, output)
+        many = cast(
+            "dict[Any, Any]", {**held} if isinstance(output, Mapping) else {i: held[i] for i in range(len(held))}
+        )
+        start = f"{path}." if path else ""
+        return {name: x for key, own in many.items() for name, x in named_results(own, f"{start}{key}").items()}
+    leaves = [] if path else [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    return {f"output{i}": x for i, x in enumerate(leaves)}
+
+
+class _Holds:
+    """What a check of values comes to where there are none."""
+
+    def item(self) -> bool:
+        return True
+
+
+class ChecksHold(TorchFunctionMode):
+    """Within, `torch._check_tensor_all` raises nothing: it changes no result, and the model's own code checks again.
+
+    transformers asks so whether there are as many places for images as there are features.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _Holds() if func is _ALL_TRUE else func(*args, **(kwargs or {}))
+
+
+_ALL_TRUE = torch.Tensor._is_all_true  # pyright: ignore  # of which nothing but these checks makes use
+
+
+class Log(TorchFunctionMode):
+    """Writes down runs and calls while a capture records nodes.
+
+    `value_of`: the number of a tensor, None for one that is not known; `now`: how many nodes there are.
+    """
+
+    def __init__(self, value_of: Callable[[Tensor], int | None], now: Callable[[], int]) -> None:
+        super().__init__()
+        self._value_of, self._now = value_of, now
+        self.runs: list[Run] = []
+        self.calls: list[Called] = []
+        self.answers: list[Answer] = []
+        self.read: list[int] = []
+        """The values that numbers were read out of."""
+        self._open: list[int] = []
+        self._turns: Counter[Any] = Counter()
+
+    @property
+    def module(self) -> str:
+        """The innermost module that runs."""
+        return self.runs[self._open[-1]].module if self._open else ""
+
+    def enter(self, module: str, args: Any, kwargs: Any) -> None:
+        """A module begins to run."""
+        parent = self._open[-1] if self._open else None
+        turn = self._turns[module]
+        self._turns[module] += 1
+        self._open.append(len(self.runs))
+        self.runs.append(Run(module, turn, parent, self._leaves((args, kwargs)), (), self._now(), self._now()))
+
+    def leave(self, output: Any) -> None:
+        """The innermost module has run."""
+        at = self._open.pop()
+        self.runs[at] = replace(self.runs[at], gives=self._leaves(output), stop=self._now())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {**(kwargs or {})}
+        name = name_of(func)
+        if not name or not self._open:
+            return func(*args, **given)
+        first, run = self._now(), self._open[-1]
+        takes, read = self._leaves((args, given)), len(self.read)
+        found = func(*args, **given)
+        # Numbers in the model's code are known as soon as an operator has taken them.
+        takes = tuple(
+            own if own is not None else new for own, new in zip(takes, self._leaves((args, given)), strict=True)
+        )
+        key = run, line_of(caller(sys._getframe(1))), name  # pyright: ignore[reportPrivateUsage]
+        if self._now() > first:
+            gives, form = self._leaves(found), tree_structure(found)
+            again = computed_again(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+            nothing = tuple(i for i, x in enumerate(tree_leaves(found)) if x is None)
+            self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now(), again, nothing))
+        if len(self.read) > read and isinstance(found, bool | int | float):
+            self.answers.append(Answer(*key, self._turns[key], found, tuple(self.read[read:])))
+        self._turns[key] += 1
+        return found
+
+    def _leaves(self, tree: Any) -> Leaves:
+        leaves: list[Any] = tree_leaves(tree)
+        return tuple(self._value_of(x) if isinstance(x, Tensor) else None for x in leaves)

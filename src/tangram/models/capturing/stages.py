@@ -1,0 +1,187 @@
+"""Stages of a model: its own code, with some of its modules gone, of which the names and places stay.
+
+A module of another stage becomes one that gives what it takes. So a stage runs the model's unchanged forward: the first
+takes token ids, the others what flows between blocks as if it were embeddings (`inputs_embeds`); the last gives logits,
+the others what the base model gives. Names of parameters are those of the whole model, whatever the stage.
+
+A rank may have several stages: its model is what holds their modules and does not run, and each stage a model of its
+own around the same modules. What no stage names has no parameters, and each stage has its own of it.
+
+Nothing of this is true of every model, so it is looked up in a captured graph (`refuse_unlike_chain`): what one module
+gives has to be what the next one takes, and nothing else may pass between them. A model that scales its embeddings,
+adds positions to them, or hands something past its blocks is refused, with what stands in the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from tangram.errors import UserError
+from tangram.models.capturing.graph import Graph, Run
+
+Stages = Sequence[Sequence[str]]
+"""For each stage the modules whose parameters it has, in the order in which they run."""
+
+
+class Through(nn.Module):
+    """In the place of a module of another stage: gives what it takes. The settings that others read of it stay."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        kept = {key: value for key, value in vars(module).items() if key not in vars(self)}
+        vars(self).update({key: value for key, value in kept.items() if not key.startswith("_")})
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The first argument."""
+        return x
+
+
+def keep_stages(model: nn.Module, stages: Stages, numbers: Sequence[int]) -> list[nn.Module]:
+    """The stages of these numbers of a Hugging Face model, of which only their modules are left.
+
+    Each takes one tensor, by position, and gives one. The first of all takes token ids, shape (batch, sequence), the
+    others hidden states, shape (batch, sequence, hidden); the last gives logits, the others hidden states. The model
+    has all of them and cannot be called. Raises UserError for a module that the model lacks.
+    """
+    refuse_unlike_modules(model, stages)
+    found = [_stage(model, stages, number) for number in numbers]
+    for number, names in enumerate(stages):
+        for name in names if number not in numbers else ():
+            model.set_submodule(name, Through(model.get_submodule(name)))
+    _call_instead(model, "Stages", _is_not_called)
+    return found
+
+
+def _stage(model: nn.Module, stages: Stages, number: int) -> nn.Module:
+    found = _around(model, "", set(stages[number]), {name for stage in stages for name in stage}, {})
+    ends = number == 0, number == len(stages) - 1
+    _call_instead(found, f"Stage{number}", _forward_of(type(model), *ends))
+    return found
+
+
+def _around(
+    module: nn.Module, name: str, own: set[str], named: set[str], made: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """The same module where it is a stage's own; else another, with the parts that are the stage's own.
+
+    What a module has itself, parameters and buffers, both have: of one that is given memory so is the other.
+    """
+    if name in own:
+        return module
+    if name in named:
+        return Through(module)
+    if module not in made:
+        made[module] = found = type(module).__new__(type(module))
+        for key, value in vars(module).items():
+            shared = key in ("_parameters", "_buffers") or not isinstance(value, dict)
+            vars(found)[key] = value if shared else cast("dict[Any, Any]", value).copy()
+        prefix = f"{name}." if name else ""
+        parts: dict[str, nn.Module | None] = module._modules  # pyright: ignore[reportPrivateUsage]
+        vars(found)["_modules"] = {
+            key: part and _around(part, f"{prefix}{key}", own, named, made) for key, part in parts.items()
+        }
+    return made[module]
+
+
+def _call_instead(model: nn.Module, word: str, forward: Any) -> None:
+    """As FSDP2 does: a class of its own, so that it is still the model, and a copy of it still a stage."""
+    kind = type(model)
+    model.__class__ = type(f"{word}Of{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _is_not_called(self: Any, *args: Any, **told: Any) -> Any:
+    raise UserError("a rank of a pipeline has stages of a model only: let all ranks call what runs them together")
+
+
+def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:
+    taken = "input_ids" if first else "inputs_embeds"
+
+    def forward(self: Any, x: Tensor, **told: Any) -> Tensor:
+        given = {taken: x, "use_cache": False, **told}
+        if last:
+            return cast(Any, kind).forward(self, **given).logits
+        hidden: Tensor = self.base_model(**given).last_hidden_state
+        return hidden.clone()  # a tensor of its own: a block's result may lie otherwise than a stage's
+
+    return forward
+
+
+def refuse_unlike_modules(model: nn.Module, stages: Stages) -> None:
+    """Raise UserError where the stages do not name modules that have every parameter once, each stage a trained one."""
+    modules = dict(cast("Any", model).named_modules())
+    names = [name for stage in stages for name in stage]
+    if unknown := next((name for name in names if name not in modules), None):
+        raise UserError(f'pipeline.stages names "{unknown}", which is no module of a {type(model).__name__}')
+    owners: dict[nn.Parameter, tuple[str, int]] = {}
+    trained: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stage = next((i for i, own in enumerate(stages) if any(name.startswith(f"{x}.") for x in own)), None)
+        if parameter in owners and owners[parameter][1] != stage:
+            other, where = owners[parameter]
+            raise UserError(
+                f"{other} and {name} are one tensor, and stage {where} of the pipeline would have the one and "
+                f"{'none' if stage is None else f'stage {stage}'} the other: this version does not tie weights across "
+                "stages; set model.change.tie_word_embeddings = false"
+            )
+        if stage is None:
+            raise UserError(f"{name} is in no stage of the pipeline: name its module in pipeline.stages")
+        trained.update([stage] if parameter.requires_grad else [])
+        owners[parameter] = name, stage
+    idle = [stage for stage in range(len(stages)) if stage not in trained]
+    if idle:
+        raise UserError(
+            f"nothing of stage {idle[0]} of the pipeline is trained: give it modules that model.freeze leaves"
+        )
+
+
+def refuse_unlike_chain(graph: Graph, stages: Stages) -> None:
+    """Raise UserError where the modules of the stages, as the whole model runs them, are no chain that can be cut.
+
+    What a module gives has to be what the next one takes first, up to the first module of the last stage, and no tensor
+    that is made in a stage may be taken in a later one, but at the cuts.
+    """
+    runs = _runs(graph, stages)
+    order = [name for stage in stages for name in stage]
+    began = sorted(order, key=lambda name: runs[name].first)
+    if began != order:
+        late = next(a for a, b in zip(order, began, strict=True) if a != b)
+        raise UserError(f'pipeline.stages names "{late}" out of turn: name modules in the order in which they run')
+    for before, after in itertools.pairwise(order[: order.index(stages[-1][0]) + 1]):
+        given, taken = runs[before].gives, runs[after].takes
+        if not given or not taken or given[0] is None or given[0] != taken[0]:
+            raise UserError(
+                f"what {before} gives is not what {after} takes: this version cuts into stages where one module hands "
+                "its result on to the next, and nothing is done in between"
+            )
+    _refuse_other_ways(graph, stages, runs)
+
+
+def _runs(graph: Graph, stages: Stages) -> Mapping[str, Run]:
+    names = {name for stage in stages for name in stage}
+    found: dict[str, Run] = {}
+    for run in graph.runs:
+        if run.module in names:
+            if run.module in found:
+                raise UserError(f"{run.module} runs twice in a forward: this version cuts no such model into stages")
+            found[run.module] = run
+    if missing := next((name for stage in stages for name in stage if name not in found), None):
+        raise UserError(f"{missing} does not run in a forward of the model: leave it out of pipeline.stages")
+    return found
+
+
+def _refuse_other_ways(graph: Graph, stages: Stages, runs: Mapping[str, Run]) -> None:
+    """Values that a stage's modules make and those of a later one take, but for what is handed on at the cut."""
+    stage_of = {i: s for s, own in enumerate(stages) for name in own for i in range(runs[name].first, runs[name].stop)}
+    handed = [runs[own[0]].takes[0] for own in stages]
+    for i, stage in stage_of.items():
+        for v in graph.nodes[i].inputs:
+            made = stage_of.get(graph.maker.get(v, -1), stage)
+            if made < stage and v != handed[stage]:
+                raise UserError(
+                    f"{graph.nodes[i].module} (stage {stage}) takes a tensor that is made in stage {made}, past the "
+                    "modules between them: put both into one stage"
+                )

@@ -1,0 +1,90 @@
+"""Public models by their names: sizes as data (`catalogue.toml`), so that a plan of one needs neither torch nor a file.
+
+A name is that of a repository on the Hugging Face hub, or its part after the slash; case does not matter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from tangram.errors import UserError
+from tangram.models.building.directory import hub_hint
+from tangram.models.outlines.outline import Dims, Outline, decoder
+
+__all__ = ["active_numbers", "catalogue", "in_catalogue", "no_model", "presets_named"]
+
+TOLD = ("billions", "active")
+"""Keys that are no sizes."""
+
+
+@cache
+def catalogue() -> Mapping[str, Mapping[str, Any]]:
+    """The file: sizes by name, of a name that is like another the other's."""
+    rows: dict[str, dict[str, Any]] = tomllib.loads(_text("catalogue.toml"))
+    return {name: rows[row["like"]] if "like" in row else row for name, row in rows.items()}
+
+
+@cache
+def presets_named() -> tuple[str, ...]:
+    """Names of the presets (`presets.toml`)."""
+    return tuple(tomllib.loads(_text("presets.toml")))
+
+
+def _text(name: str) -> str:
+    return resources.files("tangram.models").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _short() -> Mapping[str, str]:
+    """Whole names by each way to write them, in lower case."""
+    return {one.lower(): name for name in catalogue() for one in (name, _last(name))}
+
+
+def _last(name: str) -> str:
+    """After the slash, if there is one."""
+    return name.rpartition("/")[2]
+
+
+def in_catalogue(name: str) -> Outline | None:
+    """The outline of a public model; None for a name that is not in the catalogue."""
+    found = _short().get(name.strip().lower())
+    if found is None:
+        return None
+    row = catalogue()[found]
+    return decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
+
+
+def active_numbers(outline: Outline) -> int:
+    """Parameters that a token meets: all but those of experts that it does not go to."""
+    idle = sum(
+        count * block.numbers.experts * (1 - block.per_token / block.experts)
+        for block, count in outline.runs
+        if block.experts
+    )
+    return outline.numbers - round(idle)
+
+
+def _apart(hint: str) -> str:
+    """A hint as a sentence of its own."""
+    text = hint.removeprefix(": ")
+    return f" {text[:1].upper()}{text[1:]}" if text else ""
+
+
+def no_model(name: str) -> UserError:
+    """What is wrong with a name that is no model: the nearest names, or how to get what is on the hub."""
+    known = [*presets_named(), *catalogue()]
+    hint = hub_hint(name)
+    near = difflib.get_close_matches(name.lower(), [*presets_named(), *_short()], 3, 0.75)
+    if near:
+        names = dict.fromkeys(_short().get(one, one) for one in near)
+        return UserError(f'there is no model "{name}": did you mean {" or ".join(names)}?{_apart(hint)}')
+    among = "" if hint else f" ({len(known)} names, as {', '.join(known[2:8])})"
+    return UserError(
+        f'there is no model "{name}": give a name of the catalogue{among}, a preset, or a Hugging Face directory or '
+        f"config.json{hint}"
+    )

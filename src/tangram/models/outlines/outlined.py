@@ -1,0 +1,246 @@
+"""The outline of a Hugging Face model, from its configuration, checked against the model itself.
+
+A configuration says sizes under names that types of models share (`FIELDS`); what it does not say (whether an MLP is
+gated) is seen on the model, built without memory. The outline then has to have the model's parameters, to a part in
+two hundred. A model with blocks that are not known here gets its outline from its own code
+(`models.outlines.outlined_graph`): each kind of block is captured once, in all sizes that it has.
+
+What a graph does not show is told by the configuration: which layers have windows or see only their own chunk, and how
+many further tokens are predicted, which the classes of Hugging Face do not build.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from tangram.errors import UserError
+from tangram.models.building.build import build_on_meta, presets
+from tangram.models.building.quantised import kept_of
+from tangram.models.building.source import CAUSAL, PAIRED, read_source
+from tangram.models.building.strict import refuse_strange
+from tangram.models.capturing.capture import CaptureError, capture, quiet
+from tangram.models.capturing.fold import folded
+from tangram.models.capturing.graph import Graph
+from tangram.models.capturing.once import kinds_of, run_once
+from tangram.models.outlines.catalogue import in_catalogue, no_model
+from tangram.models.outlines.costs import block_names
+from tangram.models.outlines.outline import Dims, Outline, decoder
+from tangram.models.outlines.outlined_graph import Masks, outline_of_graph
+
+__all__ = ["captured", "dims_of", "outline_of", "outlined"]
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocab": ("vocab_size",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "per_token": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "value_dim": ("v_head_dim",),
+}
+"""What fields of configurations are called; the first that is there counts."""
+POSITIONS = ("wpe.weight", "embed_positions.weight")
+TOLERATED = 0.005
+"""By which share parameters may differ: norms of heads, biases, sinks."""
+MASKED = cast("Mapping[str, str]", MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that `decoder` makes."""
+SHORTEST = 64
+"""Tokens of a capture, of models without chunks."""
+
+
+KNOWN = frozenset({*CAUSAL, *MASKED, *PAIRED})
+
+
+def outlined(name: str) -> Outline:
+    """Of a preset, a public model's name, or a Hugging Face directory or configuration. Raises UserError."""
+    if name in presets():
+        return outline_of(read_source(name, None, {}).config, name)
+    if not Path(name).exists():
+        found = in_catalogue(name)
+        if found is None:
+            raise no_model(name)
+        return found
+    source = read_source(None, name, {}, known=KNOWN, weights=False)
+    refuse_strange(name, source.config)
+    return outline_of(source.config, Path(name).stem)
+
+
+def outline_of(config: Any, name: str) -> Outline:
+    """Of a configuration: by the usual decoder's table where it has the model's parameters, else from its graph.
+
+    Raises UserError for an encoder-decoder, and for a model that cannot be captured, which says why.
+    """
+    return replace(_outline(config, name), kept=kept_of(config))
+
+
+def _outline(config: Any, name: str) -> Outline:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{name} is an encoder with a decoder that reads it: a pipeline's stages would hand on two results, which "
+            "is not planned yet; plan either of them by a configuration of its own"
+        )
+    model = build_on_meta(config) if _head(config) is AutoModelForCausalLM else None
+    if model is not None and _attends(text):
+        sizes = {key: tuple(one.shape) for key, one in model.named_parameters()}
+        numbers = sum(one.numel() for one in model.parameters())
+        try:
+            found = decoder(dims_of(text, sizes), name)
+        except UserError:
+            found = None  # it says no such sizes
+        if found is not None and abs(found.numbers / numbers - 1) <= TOLERATED:
+            return found
+    found = captured(config, name)
+    return replace(found, predictors=_predictors(text))
+
+
+def _head(config: Any) -> Any:
+    kind = str(config.model_type)
+    decodes = kind in CAUSAL and (kind not in MASKED or bool(getattr(config, "is_decoder", True)))
+    return AutoModelForCausalLM if decodes else AutoModelForMaskedLM
+
+
+def _attends(config: Any) -> bool:
+    """Whether all layers are of the kinds that `decoder` makes, as far as the configuration says kinds."""
+    kinds = set(_kinds(config))
+    scans = any("mamba" in name or name.startswith("linear_") for name in config.to_dict())
+    return kinds <= ATTENDING and not scans
+
+
+def captured(config: Any, name: str) -> Outline:
+    """From the graph of the configuration's model, whatever its blocks are. Raises UserError where it has none."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key, value in text.to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+            setattr(text, key, 0.0)  # what it takes is the framework's, which the planner adds
+    model = build_on_meta(config, _head(config))
+    numbers = sum(one.numel() for one in model.parameters())
+    blocks = block_names(model)
+    if not blocks:
+        raise UserError(f"{name} has no list of blocks: an outline is a table for each of them")
+    tokens = _tokens(text)
+    try:
+        kinds = kinds_of(model, blocks)
+        left = run_once(model, blocks, kinds)
+        graph = folded(_graph(model, tokens), left)
+    except CaptureError:  # perhaps of blocks that give more than hidden states
+        model = build_on_meta(config, _head(config))
+        kinds, left = [*range(len(blocks))], blocks
+        graph = folded(_graph(model, tokens), blocks)
+    paths = [one.path for one in graph.blocks]
+    if missing := next((path for path in left if path not in paths), None):
+        raise UserError(f"{missing} of {name} does not run once and in one piece: it is no block that can be planned")
+    order = [paths.index(blocks[kind]) for kind in kinds]
+    masks = {blocks[kind]: _masks(text, kind, model.get_submodule(blocks[kind])) for kind in sorted({*kinds})}
+    found = outline_of_graph(graph, name, masks={key: one for key, one in masks.items() if one}, order=order)
+    if abs(found.numbers / numbers - 1) > TOLERATED:
+        raise UserError(
+            f"{name} has {numbers:,} parameters, and its graph shows {found.numbers:,}: some are in blocks that do not "
+            "run"
+        )
+    return found
+
+
+def _graph(model: nn.Module, tokens: int) -> Graph:
+    given: dict[str, Any] = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta")}
+    if _head(model.config) is AutoModelForCausalLM:
+        given["use_cache"] = False
+    with quiet("transformers"):  # of kernels that are not installed: what they would compute is captured
+        return capture(model, given, loss=_loss, dtype=torch.bfloat16)
+
+
+def _loss(output: Any) -> Tensor:
+    logits: Tensor = output.logits
+    return logits.float().sum()
+
+
+def _tokens(config: Any) -> int:
+    """Two chunks of the largest that the model cuts a sequence into, so that what passes between them is seen."""
+    sizes = [getattr(config, name, 0) for name in ("chunk_size", "mamba_chunk_size")]
+    return 2 * max([*(size for size in sizes if isinstance(size, int)), SHORTEST // 2])
+
+
+def _masks(config: Any, at: int, block: nn.Module) -> Masks | None:
+    """What the configuration says of a layer's attention; None where the graph shows all of it."""
+    kinds = _kinds(config)
+    kind = kinds[at] if at < len(kinds) else ""
+    window = _window(config) if kind == "sliding_attention" or not kinds else 0
+    chunk = int(getattr(config, "attention_chunk_size", 0) or 0) if kind == "chunked_attention" else 0
+    causal = all(bool(one.is_causal) for one in block.modules() if hasattr(one, "is_causal"))
+    return Masks(window, chunk, causal) if window or chunk or not causal else None
+
+
+def _kinds(config: Any) -> Sequence[str]:
+    """Of each layer, as far as the configuration says kinds; where it says none, all layers are alike."""
+    return cast("Sequence[str]", getattr(config, "layer_types", None) or ())
+
+
+def _window(config: Any) -> int:
+    """How many keys a query of a layer with a window sees; 0 where no layer has one."""
+    used = getattr(config, "use_sliding_window", True) is not False
+    return int(getattr(config, "sliding_window", 0) or 0) if used else 0
+
+
+def _predictors(config: Any) -> int:
+    """How many tokens further than the next are predicted, each by a block of its own."""
+    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+
+
+def int_field(config: Any, names: Sequence[str]) -> tuple[str, int] | None:
+    """The first of some fields that a configuration has a number in, and the number; None where it has none.
+
+    Some fields raise when they are read, as those that vary by layer.
+    """
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # noqa: BLE001  configurations raise what they like
+            value = None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return name, value
+    return None
+
+
+def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
+    """The dims that a configuration says, and what the shapes of parameters by name show beyond it."""
+    said = {name: found[1] if (found := int_field(config, keys)) else 0 for name, keys in FIELDS.items()}
+    if said["kv_rank"]:
+        said["head_dim"] = int(config.qk_nope_head_dim)
+    else:
+        said["value_dim"] = 0
+    said["ffn"] = said["ffn"] or 4 * said["hidden"]  # GPT-2's, where none is given
+    experts = said["experts"] > 1
+    expert_ffn = said["expert_ffn"] or said["ffn"]
+    if experts and not said["shared_ffn"]:
+        said["shared_ffn"] = int(getattr(config, "n_shared_experts", 0) or 0) * expert_ffn
+    kinds, window = _kinds(config), _window(config)
+    return Dims(
+        **{**said, "per_token": max(said["per_token"], 1), "expert_ffn": expert_ffn if experts else 0},
+        gated=any(".gate_proj." in key or "gate_up" in key or ".w1." in key or ".w3." in key for key in sizes),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        bias=sum(".bias" in key for key in sizes) > said["layers"],
+        positions=next((shape[0] for key, shape in sizes.items() if key.endswith(POSITIONS)), 0),
+        window=window,
+        windowed=kinds.count("sliding_attention") if kinds else said["layers"] if window else 0,
+        predictors=_predictors(config),
+    )
