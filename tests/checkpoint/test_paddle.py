@@ -358,7 +358,7 @@ HALF = torch.ones(2, 3)
         ([ONE, TWO], {"_0": HALF, "_1": torch.ones(3, 3)}, "has the shape [3, 3], but [2, 3] by the metadata"),
         ([ONE, TWO], {"_0": HALF, "_1": HALF.double()}, "is float64, but float32 by the metadata"),
         ([ONE, replace(TWO, offset=(3, 0))], {"_0": HALF, "_1": HALF}, "lies outside of its shape [4, 3]"),
-        ([ONE, replace(TWO, whole=(5, 3))], {"_0": HALF, "_1": HALF}, "are of tensors that are not alike"),
+        ([ONE, replace(TWO, full_shape=(5, 3))], {"_0": HALF, "_1": HALF}, "are of tensors that are not alike"),
         ([replace(ONE, dtype="float7")], {}, "has the type 'float7', which this version does not read"),
         ([replace(ONE, file="../w.safetensors")], {}, "is no name of a file beside it"),
         ([replace(ONE, file="w.bin")], {}, "is no name of a file beside it"),

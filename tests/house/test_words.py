@@ -30,7 +30,15 @@ PLANNER = {
 NAMELESS = frozenset("told said asked wanted found given taken held lies whole moves".split())  # noqa: SIM905
 """Words that name nothing: of a function, a class or a field they say neither what it is nor what it does."""
 OUTSIDE = frozenset(
-    {"Choice.held", "Entry.held", "PredictedPlan.held", "Change.said", "Rates.moves", "RuleMutant.found"}
+    {
+        "Choice.held",
+        "Entry.held",
+        "PredictedPlan.held",
+        "Change.said",
+        "Seconds.moves",
+        "Rates.moves",
+        "RuleMutant.found",
+    }
 )
 """Fields that are keys in files and in what `--json` prints; held-out data is a term of the field."""
 

@@ -98,6 +98,6 @@ def test_an_axis_over_which_nothing_is_cut_is_refused() -> None:
     found = derive(graph, [Mark.parse(SAMPLES)], Mesh.parse("dp=2"))
     (over,) = found.axes
     idle = {n: move._replace(label=None) for n, move in over.communication.items()}
-    whole = replace(found, axes=(replace(over, moves=idle, used=dict.fromkeys(over.used, over.lying[0])),))
+    whole = replace(found, axes=(replace(over, communication=idle, used=dict.fromkeys(over.used, over.lying[0])),))
     with pytest.raises(UserError, match="over dp nothing is cut by the chosen plan"):
         roles_of(whole)

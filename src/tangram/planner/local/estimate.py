@@ -79,7 +79,7 @@ class Seconds:
     """Of one step."""
 
     products: float
-    memory_bound: float
+    moves: float
     communication: float
     optimiser: float
 
@@ -295,7 +295,7 @@ def _seconds(
     slots = max(float(plan.micro_steps), stage.slots / rates.crowd)
     return Seconds(
         products=slots * products,
-        memory_bound=slots * moves + (plan.micro_steps - 1) * _adding_seconds(plan, parameters, held, rates),
+        moves=slots * moves + (plan.micro_steps - 1) * _adding_seconds(plan, parameters, held, rates),
         communication=slots * (over_tensor + len(stage.stages) * _stages_seconds(plan, local, rates))
         + over_data
         + (rates.latency if plan.ranks > 1 else 0.0),

@@ -104,9 +104,9 @@ def restricted(some: Options, kept: Kept) -> Options:
     """The options that are left."""
     return replace(
         some,
-        lies={v: [own[i] for i in kept["lies", v]] for v, own in some.states.items()},
+        states={v: [own[i] for i in kept["lies", v]] for v, own in some.states.items()},
         used={v: [own[i] for i in kept["used", v]] for v, own in some.used.items()},
-        moves={n: [own[i] for i in kept["move", n]] for n, own in some.communication.items()},
+        communication={n: [own[i] for i in kept["move", n]] for n, own in some.communication.items()},
     )
 
 

@@ -91,7 +91,7 @@ def without_factor(rule: Rule, factor: str) -> Rule:
         return (piece.rest and factor[0] == ".") or factor in {leaf.name for leaf in what.leaves}
 
     def of(operand: Operand) -> Operand:
-        pieces = tuple(replace(p, whole=p.uncut or is_it(p)) for p in operand.pieces)
+        pieces = tuple(replace(p, uncut=p.uncut or is_it(p)) for p in operand.pieces)
         return Operand(pieces, tuple(one for one in operand.pending if not _same(one[1], factor)))
 
     kept = tuple(

@@ -275,7 +275,7 @@ def each(bound: BoundOp, part: RankPart, local: Sequence[Tensor | None], run: Ru
         return run(part, local)
     found: list[tuple[Any, ...]] = []
     for one in part.indices[factor]:
-        own = replace(part, held={**part.indices, factor: (one,)})
+        own = replace(part, indices={**part.indices, factor: (one,)})
         found.append(each(bound, own, _narrowed(bound, part, local, factor, (one,)), run))
     return tuple(
         _side_by_side(some, dims, factor, bound, part)

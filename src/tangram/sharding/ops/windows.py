@@ -150,5 +150,5 @@ def _repeated(window: SlidingWindow, arguments: Mapping[str, Any], args: Sequenc
     made, n = entry_of(arguments[args[0]], window.entry), window.n
     scale = arguments[args[1 + window.entry]]
     if not n or made % n or scale not in (None, made // n):
-        return replace(window, behind=made - n, whole=True)
+        return replace(window, behind=made - n, uncut=True)
     return replace(window, extent=made // n, stride=made // n, spread=True)

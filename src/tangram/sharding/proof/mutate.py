@@ -82,7 +82,7 @@ def _freed(rule: Rule) -> Iterator[tuple[str, Rule]]:
     for text in marked:
 
         def free(operand: Operand, text: str = text, output: bool = False) -> Operand:
-            pieces = tuple(replace(p, whole=p.uncut and str(p.what) != text) for p in operand.pieces)
+            pieces = tuple(replace(p, uncut=p.uncut and str(p.what) != text) for p in operand.pieces)
             lost = output and not any(str(p.what) == text for p in pieces)  # then it waits as a sum
             return replace(operand, pieces=pieces, pending=(*operand.pending, *[("sum", text)] * lost))
 
