@@ -163,7 +163,7 @@ class _Late:
 
     def __init__(self) -> None:
         self.failure: tuple[str | None, bool] = (None, False)
-        self.done, self.moves = False, 0
+        self.done, self.progress = False, 0
 
     @property
     def alive(self) -> bool:

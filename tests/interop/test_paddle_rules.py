@@ -53,7 +53,7 @@ def test_what_both_may_do_is_said_to_be_right_on_both_sides(
 def test_a_rule_that_ends_paddles_process_is_told_and_the_others_go_on(
     compared: "tuple[list[paddle.Report], list[paddle.Difference]]",
 ) -> None:
-    assert any(one.verdict == "Paddle ends its process" and "-1" in one.given for one in compared[1])
+    assert any(one.verdict == "Paddle ends its process" and "-1" in one.inputs for one in compared[1])
 
 
 def test_an_unknown_operator_is_one_sentence() -> None:

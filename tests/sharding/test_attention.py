@@ -96,7 +96,7 @@ def test_attention_on_ranks_is_the_plain_one_and_moves_nothing(kind: str, name: 
 
     given = [simulated(t, text) for t, text in zip(leaves, (texts[0], texts[1], texts[1], texts[2]), strict=False)]
     found = run(*(*given, None)[:4], None if mask is None else simulated(mask, texts[3]))
-    assert found.lies.axes == set(mesh.replace("=", "").translate({ord(c): " " for c in "123"}).split())  # pyright: ignore
+    assert found.own_layout.axes == set(mesh.replace("=", "").translate({ord(c): " " for c in "123"}).split())  # pyright: ignore
     got = together(found)  # pyright: ignore
     assert torch.allclose(got, want)
     for one, other in zip(torch.autograd.grad(got, leaves, cotangent), expected, strict=True):

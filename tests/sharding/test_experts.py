@@ -117,7 +117,7 @@ def test_a_block_of_experts_is_the_plain_one_and_its_weights_stay(name: str, imp
     gradients = torch.autograd.grad(found, [plain, *leaves.values()], cotangent)
     for got, wanted in zip(gradients, expected, strict=True):
         assert torch.allclose(got, wanted, 1e-4, 1e-5)
-    left = {"all-reduce"} if ("sum", "x") in made.lies.pending else set[str]()  # a sum that waits to the end
+    left = {"all-reduce"} if ("sum", "x") in made.own_layout.pending else set[str]()  # a sum that waits to the end
     assert {kind for _, kind, _ in moved} | left == kinds, moved
     weights = sum(leaves[k].nbytes for k in layouts)
     rows = 3 * 4 * 2  # each token goes to two experts

@@ -142,7 +142,7 @@ def test_what_needs_other_parts_is_cut_by_a_capture_and_not_as_it_runs() -> None
     found = derived(lambda h: relayout(relayout(h, "b s/tp h").cumsum(1), "b s/tp h"), "")
     graph = found.folded.graph
     (scan,) = [i for i, node in enumerate(graph.nodes) if "cumsum" in node.operator.name()]
-    assert found.axes[0].moves[scan].label == Label("{dim}0")
+    assert found.axes[0].communication[scan].label == Label("{dim}0")
     with running():
         x = relayout(X, "a b c/tp")
         assert str(layout_of(x.cumsum(1))) == "_=4 _=6 _=8/tp"

@@ -319,7 +319,7 @@ def _no_halos(held: DerivedModel) -> None:
         def none(bound: Any, part: Any, along: Any, local: Any, real: Any = real) -> Any:
             found = real(bound, part, along, local)
             for f, window in bound.windows.items():
-                if f in part.held:
+                if f in part.indices:
                     here = rank_of(needed(bound, part, f), stands(part, f, window.n))
                     mask = torch.zeros(found[window.place].shape[window.dim])
                     mask[elements(here)] = 1

@@ -101,7 +101,7 @@ class SimTensor(Tensor):
 def of_parts(shape: Sequence[int], parts: Sequence[Tensor], layout: Layout, world: SimWorld) -> SimTensor:
     """A tensor of these parts, one for each rank."""
     made = cast(Any, Tensor)._make_wrapper_subclass(SimTensor, tuple(shape), dtype=parts[0].dtype)
-    made.parts, made.lies, made.world = list(parts), layout, world
+    made.parts, made.own_layout, made.world = list(parts), layout, world
     return made
 
 
