@@ -74,8 +74,8 @@ def plan_fits(cluster: Cluster, ask: Ask) -> bool:
         return False
 
 
-def test_what_runs_the_plan_knows_neither_other_optimisers_nor_the_host() -> None:
+def test_what_runs_the_plan_knows_few_other_optimisers_and_not_the_host() -> None:
     found = changes(plan(DENSE, CLUSTER, replace(ASK, memory=9e9, able=RUNS)))
-    assert "optimiser" not in found
+    assert found.get("optimiser") in (None, "adamw-8bit"), "the trainer has that one, and no other"
     assert "offload" not in found
     assert "devices" in found

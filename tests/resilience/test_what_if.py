@@ -52,6 +52,6 @@ def test_the_command(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = plan_file(text.parent / "plan.toml", text)
     assert main(["launch", str(file), "--what-if-lost", "rank:1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["only"] == found["held"] > 0
+    assert found["only"] == found["nbytes"] > 0
     assert main(["launch", str(file), "--what-if-lost", "rank:1"]) == 0
     assert capsys.readouterr().out.startswith("lost         rank 1 of 2: ")

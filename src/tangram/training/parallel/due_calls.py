@@ -44,8 +44,10 @@ from tangram.training.parallel.schedule_runtime import times_gathered
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV = (
     OPS.index(op) for op in ("all-reduce", "all-gather", "reduce-scatter", "send", "recv")
 )
-NORM_NUMBERS = 6
-"""Loss, norm, routers' loss, share of dropped choices, and two wishes to stop: float64."""
+NORM_NUMBERS = 4
+"""Loss, norm, routers' loss, share of dropped choices: float64; behind them the wishes."""
+WISHES = 3
+"""Of any rank, in each step of a run: to stop for its time, to stop by a signal, to save ahead."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class _Unit:
     """Numbers of a rank's part, padded to that of the first rank."""
 
 
-def due_calls(model: ParallelModel, stop_requests: int = 2) -> PlannedCalls:
-    """The calls of a step on this rank, of the kinds that the plan says. `stop_requests`: as given to each step."""
+def due_calls(model: ParallelModel, wishes: int = WISHES) -> PlannedCalls:
+    """The calls of a step on this rank, of the kinds that the plan says. `wishes`: how many are given to each step."""
     plan, world = model.plan, model.world
     if world.size == 1 or plan.lora is not None or not all(p.requires_grad for p in model.module.parameters()):
         return {}
@@ -67,9 +69,7 @@ def due_calls(model: ParallelModel, stop_requests: int = 2) -> PlannedCalls:
     if any(part.routers is not None or part.capacity is not None for part in model.parts):
         return {}
     data = _copies(model) if is_plain_ddp(plan) else _shards(model)
-    ends = PlannedCall(
-        (NORM_NUMBERS - 2 + stop_requests) * 8, torch.float64, what="loss, gradient norm, wishes to stop"
-    )
+    ends = PlannedCall((NORM_NUMBERS + wishes) * 8, torch.float64, what="loss, gradient norm, wishes to stop")
     whole = {CallKind(_axes(world, range(world.size)), ALL_REDUCE, late=True): CallsOfKind([ends], alone=False)}
     model_axes = {axis for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
     found = {**data, **_between_stages(model), **whole}

@@ -39,6 +39,7 @@ from tangram.training.objective.loss import token_loss
 from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
 from tangram.training.observe.events import Evaluated, Note, StepDone, StepSkipped
+from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import PipelineRun
@@ -119,6 +120,7 @@ def train_steps(
         late = world.index == 0 and time.monotonic() - started + hooks.spent >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         stops = (late, hooks.stop_requested(), checkpointer.due())
+        assert len(stops) == WISHES  # what a trace expects with the norm
         try:
             done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
         except AstrayError as error:
