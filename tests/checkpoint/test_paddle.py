@@ -478,7 +478,7 @@ def test_damaged_pickles_are_refused_or_read(tmp_path: Path, name: str, noise: b
 def test_metadata_of_anything(tmp_path: Path, value: Any) -> None:
     """Fields of other kinds than Paddle's."""
     file = tmp_path / "0.metadata"
-    for field in ("offset", "shape", "dtype", "whole", "flat", "file"):
+    for field in ("offset", "shape", "dtype", "full_shape", "flat", "file"):
         file.write_bytes(metadata([replace(ONE, **{field: value})]))
         with contextlib.suppress(UserError):
             read_metadata(file)

@@ -55,7 +55,10 @@ def said(path: Path, text: str, changes: dict[str, str] | None = None) -> str:
             ("sequence = 16", 'sequence = 16\npacking = "singel"'),
             """: data.packing = 'singel': did you mean "single"?""",
         ),
-        (("sequence = 16", "sequence = 16\npacking = 3"), ": data.packing = 3: input should be 'auto', 'packed' or"),
+        (
+            ("sequence = 16", "sequence = 16\npacking = 3"),
+            ": data.packing = 3: input should be 'packed', 'best-fit', 'single' or 'auto'",
+        ),
         (("steps = 300", "steps = 20"), ", line 21: optimiser.warmup_steps: warming up takes 20 steps of the 20"),
         (("lr = 2e-3", "lr = -1"), ", line {line}: optimiser.lr = -1: input should be greater than 0"),
         (("lr = 2e-3", "lr = inf"), ", line {line}: optimiser.lr = inf: input should be a finite number"),

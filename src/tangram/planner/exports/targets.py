@@ -31,8 +31,8 @@ ENDS = (NOTHING, ALL_BLOCKS)
 
 def _by_layers(facts: Facts, g: Grid) -> NDArray[np.float64]:
     """How many virtual stages there are where each has as many layers as an even cut gives the largest."""
-    blocks = facts.layers + g.ahead + g.behind
-    return np.ceil(blocks / np.maximum(np.ceil(blocks / (g.pipeline * g.virtual)), 1))
+    blocks = np.maximum(facts.layers + g.ahead + g.behind, 1)
+    return np.ceil(blocks / np.ceil(blocks / (g.pipeline * g.virtual)))
 
 
 def _beside_experts(g: Grid) -> Mask:

@@ -62,14 +62,32 @@ NO_PARTS: PlainParts = MappingProxyType({})
 
 
 class LocalParts:
-    """Wraps the forwards of a model's modules. `cut`: names of parameters; `brought`: a name and part, as used."""
+    """Wraps the forwards of a model's modules. `cut`: names of parameters; `brought`: a name and part, as used.
 
-    def __init__(self, model: nn.Module, cut: Set[str], brought: Callable[[str, Tensor], Tensor]) -> None:
+    `at_once`: those that the whole model's forward sees as plain tensors, and not only their modules': they are all on
+    each rank, and may be used within a transform of torch.func, through which no DTensor becomes a plain tensor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Set[str],
+        brought: Callable[[str, Tensor], Tensor],
+        at_once: Collection[str] = (),
+    ) -> None:
         self._model, self._cut, self._brought, self._graph = model, cut, brought, cast("Graph | None", None)
+        self._before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        """What stands in the model outside of its forward, while that runs."""
         self._others: dict[str, list[Place]] = {}
         """By module. Its wrapper has the list, and no path: equal blocks are compiled once."""
         names = {p: name for name, p in model.named_parameters()}
         own = {path: _cut_ones(module, names, cut) for path, module in named_modules(model)}
+        self._at_once = [
+            (cast("dict[str, Any]", module._parameters), key, name, p)  # pyright: ignore[reportPrivateUsage]
+            for _, module in named_modules(model)
+            for key, p in module.named_parameters(recurse=False)
+            if (name := names[p]) in at_once
+        ]
         for path, module in named_modules(model):
             inside = any(keys and _inside(other, path) for other, keys in own.items())
             if own[path] or inside:
@@ -91,6 +109,19 @@ class LocalParts:
             self._wrap(path, self._model.get_submodule(path), {})
         for path, others in self._others.items():
             others[:] = [self._place(name) for name in taken.get(path, ())]
+
+    def enter(self) -> None:
+        """The whole model's forward begins. What somebody else has put in the place of a parameter, as FSDP2, stays."""
+        for there, key, name, p in self._at_once:
+            if there[key] is p:
+                self._before.append((there, key, p))
+                there[key] = self._brought(name, local(p))
+
+    def leave(self) -> None:
+        """It has ended."""
+        while self._before:
+            there, key, p = self._before.pop()
+            there[key] = p
 
     def _wrap(self, path: str, module: nn.Module, keys: Mapping[str, str]) -> None:
         others = self._others[path] = []

@@ -181,10 +181,9 @@ class DerivedModel:
         self._routes = RankRoutes(self._groups)
         self.plain = as_dtensors(model, states, mesh, self._coords, devices, plain or (), plain is None)
         """Parameters of which a plain tensor is this rank's part."""
-        cut = {
-            name for name, own in states.items() if plain is None or any(state.kind == "cut" for state in own.values())
-        }
-        self._local = LocalParts(model, cut, self._gathered)
+        cut = {name for name, own in states.items() if any(state.kind == "cut" for state in own.values())}
+        replicated: Collection[str] = states.keys() - cut if plain is None else ()
+        self._local = LocalParts(model, cut.union(replicated), self._gathered, replicated)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
 
@@ -230,11 +229,15 @@ class DerivedModel:
 
         # What is derived at the first call of a compiled model is no part of what is compiled.
         begin = cast("Callable[..., tuple[dict[str, Any], bool]]", torch.compiler.disable(self._begin))
+        end = cast("Callable[[], None]", torch.compiler.disable(self._local.leave))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given, cuts_queries = begin(args, kwargs)
-            with without_fast_path(), as_captured() if cuts_queries else nullcontext():
-                return forward(**given)
+            try:
+                with without_fast_path(), as_captured() if cuts_queries else nullcontext():
+                    return forward(**given)
+            finally:
+                end()
 
         return run
 
@@ -249,6 +252,7 @@ class DerivedModel:
             self._number(now.program, given)
         self._runtime.begin(now)
         self._local.begin(now.program.derived.folded.graph)
+        self._local.enter()
         return given, now.program.cuts_queries
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
