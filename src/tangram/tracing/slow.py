@@ -26,6 +26,8 @@ LINKS_COMPARED = 8
 """Other groups, whose calls are read one by one."""
 FEWEST = 5
 """Steps below which nobody is called slow."""
+FEWEST_OF_LINKS = 10
+"""And no link: of fewer steps on a machine that others use, some group's calls are always the longest."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def slow_links(traces: Sequence[RankTrace]) -> list[SlowLink]:
         if not np.array_equal(trace.rows["step"], shared):
             shared = np.intersect1d(shared, trace.rows["step"])
     steps = shared[1:-1]
-    if len(steps) < FEWEST:
+    if len(steps) < FEWEST_OF_LINKS:
         return []
     at = {rank: np.searchsorted(trace.rows["step"], steps) for rank, trace in by_rank.items()}
     found: list[SlowLink] = []
