@@ -9,7 +9,6 @@ from typing import Any
 import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,24 +21,18 @@ from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.relayout import bind
 from tests.checkpoint.peers.models import save
+from tests.s3 import point_to, serve
 
 
 @pytest.fixture(scope="module")
 def server() -> Generator[str]:
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
+    yield from serve()
 
 
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    keys = {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "REGION": "us-east-1", "DEFAULT_REGION": "us-east-1"}
-    for key, value in {**keys, "ENDPOINT_URL": server, "ENDPOINT": server, "ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(f"AWS_{key}", value)
     name = f"b{abs(hash(monkeypatch)) % 10**9}"
-    boto3.client("s3", endpoint_url=server).create_bucket(Bucket=name)
+    point_to(server, monkeypatch, name)
     return name
 
 

@@ -1,14 +1,15 @@
 """A run that sends its checkpoints to an object store, on a real S3 server of this machine, and goes on from there."""
 
+import http.server
 import json
 import shutil
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
 import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.loading.block_source import DamagedError
@@ -21,25 +22,19 @@ from tangram.errors import UserError
 from tangram.training.observe.events import CheckpointSaved, Note
 from tangram.training.run import uploads
 from tangram.training.run.uploads import bring_here, sending
+from tests.s3 import point_to, serve
 from tests.training.small import plan_file, small_plan, write_text
 
 
 @pytest.fixture(scope="module")
 def server() -> Generator[str]:
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
+    yield from serve()
 
 
 @pytest.fixture
 def address(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    keys = {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "REGION": "us-east-1", "DEFAULT_REGION": "us-east-1"}
-    for key, value in {**keys, "ENDPOINT_URL": server, "ENDPOINT": server, "ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(f"AWS_{key}", value)
     bucket = "b" + "".join(letter for letter in tmp_path.name.lower() if letter.isalnum())[:40]
-    boto3.client("s3", endpoint_url=server).create_bucket(Bucket=bucket)
+    point_to(server, monkeypatch, bucket)
     return f"s3://{bucket}/run"
 
 
@@ -186,6 +181,34 @@ def test_what_cannot_begin_says_why(address: str, server: str, tmp_path: Path, m
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="cannot be looked at"):
         begin(address)
+
+
+class Refuses(http.server.BaseHTTPRequestHandler):
+    """A store that knows nobody."""
+
+    def do_GET(self) -> None:
+        body = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def test_missing_and_wrong_credentials_are_told_apart(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as refusing:
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{refusing.server_port}")
+        monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{refusing.server_port}")
+        with pytest.raises(UserError, match="it refuses the credentials"):
+            remote.committed_in(store_of(address, quick=True))
+        refusing.shutdown()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="no credentials were found: set those of the store"):
+        remote.committed_in(store_of(address, quick=True))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ What a store does not do is said in one sentence that names it.
 import contextlib
 import datetime
 import itertools
+import re
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,29 @@ class ObjectStore:
         try:
             yield
         except (BaseError, OSError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f'"{self.address}" cannot be {what}: {first[:300]}') from None
+            raise UserError(f'"{self.address}" cannot be {what}: {_reason(error)}') from None
+
+
+_REASONS = (
+    (
+        r"/latest/(api/token|meta-data)|metadata\.google\.internal",
+        "no credentials were found: set those of the store in the environment, as AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY",
+    ),
+    (
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|AccessDenied|\b40[13] (Forbidden|Unauth)",
+        "it refuses the credentials of the environment, or these may not do it",
+    ),
+)
+"""By what stands in an error: where nobody gives credentials, the machine's own service for them is asked."""
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip()
+    for pattern, words in _REASONS:
+        if re.search(pattern, text):
+            return words
+    return (text.splitlines() or [type(error).__name__])[0][:300]
 
 
 def store_of(address: str, quick: bool = False) -> ObjectStore:
@@ -109,5 +131,4 @@ def store_of(address: str, quick: bool = False) -> ObjectStore:
             more["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=10)}
         return ObjectStore(address, from_url(address.rstrip("/"), **more))
     except Exception as error:  # noqa: BLE001  each kind of store refuses in its own way
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f'"{address}" is no address of an object store that is known: {first[:300]}') from None
+        raise UserError(f'"{address}" is no address of an object store that is known: {_reason(error)}') from None

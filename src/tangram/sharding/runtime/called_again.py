@@ -43,6 +43,15 @@ def refuse_parts_again(found: Derived) -> None:
             )
 
 
+def read_late(found: Derived) -> set[str]:
+    """The parameters that a backward reads outside of any module's forward: as they stand in the model then."""
+    graph = found.folded.graph
+    calls = (call for call in graph.calls if call.again)
+    values = {v for call in calls for node in graph.nodes[call.first : call.stop] for v in node.inputs}
+    values |= {v for one in graph.customs for v in one.late}
+    return {graph.values[v].name for v in values if graph.values[v].kind == "parameter"}
+
+
 def _cut(found: Derived, values: Sequence[int]) -> Iterator[str]:
     """The names of parameters of which a rank has a part."""
     for v in values:

@@ -61,6 +61,20 @@ PlainParts = Mapping[str, PlainPart]
 NO_PARTS: PlainParts = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class AsTorch:
+    """What parameters are to whoever holds the model outside of its forward: DTensors over the axes that cut each."""
+
+    plain: Collection[str] = ()
+    """Of those that are cut, the ones that are plain tensors instead."""
+    over_all: Collection[str] = ()
+    """DTensors over all axes, also where nothing cuts them: torch's own functions over many tensors (`clip_grad_norm_`,
+    foreach optimisers) take DTensors of one mesh, and none beside plain tensors."""
+
+
+CUT_ALONE = AsTorch()
+
+
 class LocalParts:
     """Wraps the forwards of a model's modules. `cut`: names of parameters; `brought`: a name and part, as used.
 
@@ -176,14 +190,11 @@ def as_dtensors(
     mesh: Mesh,
     coords: Mapping[str, int],
     devices: Devices,
-    plain: Collection[str] = (),
-    over_all: bool = False,
+    as_torch: AsTorch = CUT_ALONE,
 ) -> PlainParts:
     """Make DTensors of the parameters that are cut, over the axes that cut each; those that are plain tensors instead.
 
-    Every rank has all of each, so nothing is sent. `plain`: more of these, beside what torch has no word for.
-    `over_all`: of every parameter, over all axes, replicated over those that do not cut it. torch's own functions over
-    many tensors (`clip_grad_norm_`, foreach optimisers) take DTensors of one mesh, and none beside plain tensors.
+    Every rank has all of each, so nothing is sent.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -192,13 +203,17 @@ def as_dtensors(
     for _, module in named_modules(model):
         for key, whole in [*module.named_parameters(recurse=False)]:
             states = states_of[whole]
-            axes = [(axis, n) for axis, n in mesh.views[0] if over_all or states[axis].kind == "cut"]
+            axes = [
+                (axis, n)
+                for axis, n in mesh.views[0]
+                if names[whole] in as_torch.over_all or states[axis].kind == "cut"
+            ]
             if not axes:
                 continue
             if whole not in made:
                 cutting = {axis: states[axis] for axis, _ in axes}
                 part = own_part(whole.data, cutting, mesh, coords)
-                placements = _placements(whole, cutting, axes) if names[whole] not in plain else None
+                placements = _placements(whole, cutting, axes) if names[whole] not in as_torch.plain else None
                 if placements is None:
                     found[names[whole]] = PlainPart(tuple(whole.shape), cutting, mesh, coords)
                     made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)

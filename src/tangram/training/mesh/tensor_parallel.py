@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ from tangram.sharding.eager.api import marks_in
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.samples import places_of
 from tangram.sharding.runtime.apply_change import brought
+from tangram.sharding.runtime.called_again import read_late
 from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.lower import refuse_cut_buffers
@@ -58,7 +59,7 @@ from tangram.sharding.runtime.routes import RankRoutes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import Devices, add_up, devices_of, proved_rules
 from tangram.training.mesh.layout_to_torch import ParameterCuts
-from tangram.training.mesh.local_parts import LocalParts, PlainParts, as_dtensors, local, own_part
+from tangram.training.mesh.local_parts import CUT_ALONE, AsTorch, LocalParts, PlainParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -79,7 +80,7 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, ParameterC
     plain = [name for name, cut in own.items() if cut.plain]
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     dtype = getattr(torch, plan.precision.compute)
-    derived = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan), plain)
+    derived = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan), AsTorch(plain))
     derived.gradients_seen = plan.pipeline is None
     derived.rings = plan.axes.context if plan.context.keys == "ring" else ()
     return derived
@@ -111,7 +112,9 @@ def parallel(
     found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
         found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).derived
-    return DerivedModel(model, marks, mesh, devices_of(devices), parameter_states(found), dtype, text)
+    states = parameter_states(found)
+    over_all = AsTorch(over_all=states.keys() - read_late(found))
+    return DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
 
 
 @dataclass(frozen=True)
@@ -155,9 +158,8 @@ class DerivedModel:
         states: Mapping[str, States],
         dtype: torch.dtype,
         rules: str = "",
-        plain: Collection[str] | None = None,
+        as_torch: AsTorch = CUT_ALONE,
     ) -> None:
-        """`plain`: parameters that are plain tensors for FSDP2 to take over; None: all become DTensors of the mesh."""
         self._model, self._mesh, self._lies, self._dtype, self._rules = model, mesh, states, dtype, rules
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
@@ -179,10 +181,10 @@ class DerivedModel:
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
         self._routes = RankRoutes(self._groups)
-        self.plain = as_dtensors(model, states, mesh, self._coords, devices, plain or (), plain is None)
+        self.plain = as_dtensors(model, states, mesh, self._coords, devices, as_torch)
         """Parameters of which a plain tensor is this rank's part."""
         cut = {name for name, own in states.items() if any(state.kind == "cut" for state in own.values())}
-        replicated: Collection[str] = states.keys() - cut if plain is None else ()
+        replicated = {*as_torch.over_all} - cut
         self._local = LocalParts(model, cut.union(replicated), self._gathered, replicated)
         self._runtime.wrap(model)
         model.forward = self._begun(model.forward)
