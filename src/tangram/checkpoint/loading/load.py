@@ -11,7 +11,7 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,15 +19,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tangram.checkpoint.loading import optimiser_load
 from tangram.checkpoint.loading.read import MEMORY, DamagedError, Want, read_wants
+from tangram.checkpoint.state import values
 from tangram.checkpoint.state.describe import describe, parameter_names
 from tangram.checkpoint.state.entries import Described, LocalPart, State, StateEntry
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import UserError
+from tangram.layout import Region
 from tangram.relayout.exchange.peers import Peers
 
 IMPORTED = "imported"
@@ -81,11 +84,12 @@ def load(
         _together(peers, lambda: _prepared(state, manifest, only, made))
         described = _together(peers, lambda: _fitting(state, peers, manifest, only))
         loaded = load_described(described, manifest, path, peers, strict=strict, only=only, cast=cast, memory=memory)
+        read = _together(peers, lambda: replace(loaded, objects=_values(state, described, manifest)))
     except BaseException:
         made.undo()
         raise
-    _put_back(state, loaded, only)
-    return loaded
+    _put_back(state, read, only)
+    return read
 
 
 def load_described(
@@ -179,7 +183,30 @@ def _fitting(state: State, peers: Peers, manifest: Manifest, only: Sequence[str]
     described = describe(state, peers)
     _refuse_copies(state, described)
     optimiser_load.check(state, described, {n: v for n, v in manifest.objects.items() if _chosen(n, only)})
-    return described
+    own = [value for name, value in manifest.objects.items() if name.partition(".")[0] in state and _chosen(name, only)]
+    return _with_stored_values(described, own, manifest)
+
+
+def _with_stored_values(described: Described, objects: Iterable[Any], manifest: Manifest) -> Described:
+    """With memory for the tensors in stored values, which are as many and as large as when they were saved."""
+    stored = {name for value in objects for name in values.tensors_in(value)}
+    have = dict(described.in_values)
+    kept = [
+        e for e in described.entries if e.name not in have or (e.name in stored and _fits(have[e.name], e, manifest))
+    ]
+    for name in sorted(stored - {entry.name for entry in kept}):
+        spec, device = manifest.tensors[name].spec, getattr(have.get(name), "device", "cpu")
+        have[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        kept.append(StateEntry(name, spec, Region.full(spec.shape), have[name]))
+    return replace(described, entries=tuple(kept), in_values=have)
+
+
+def _fits(value: Any, entry: StateEntry, manifest: Manifest) -> bool:
+    """Whether a tensor in a value is filled where it lies: those with a layout always are, arrays never."""
+    if isinstance(value, DTensor | LocalPart):
+        return True
+    known = manifest.tensors.get(entry.name)
+    return isinstance(value, Tensor) and known is not None and known.spec == entry.spec
 
 
 def _together(peers: Peers, act: Callable[[], T]) -> T:
@@ -234,6 +261,15 @@ def _arrays(name: str, content: Any) -> Iterator[tuple[str, Tensor | np.ndarray[
 # ---------------------------------------------------------------- what is no tensor
 
 
+def _values(state: State, described: Described, manifest: Manifest) -> dict[str, Any]:
+    """The stored objects: those of the state's sections as what they were, with their tensors, others as JSON."""
+    have, read = described.in_values, dict(manifest.objects)
+    for name, value in manifest.objects.items():
+        if name.partition(".")[0] in state and all(one in have for one in values.tensors_in(value)):
+            read[name] = values.from_json(value, have.__getitem__)
+    return read
+
+
 def _put_back(state: State, manifest: Manifest, only: Sequence[str]) -> None:
     objects = {name: value for name, value in manifest.objects.items() if _chosen(name, only)}
     for section, content in state.items():
@@ -243,6 +279,8 @@ def _put_back(state: State, manifest: Manifest, only: Sequence[str]) -> None:
         elif isinstance(content, MutableMapping):
             for key, value in own.items():
                 _put(cast("MutableMapping[str, Any]", content), key, value)
+        elif isinstance(content, values.Stateful) and section in objects:
+            content.load_state_dict(objects[section])
 
 
 def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
@@ -251,4 +289,8 @@ def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
         if key.startswith(f"{name}.") and isinstance(inner, MutableMapping):
             _put(cast("MutableMapping[str, Any]", inner), key.removeprefix(f"{name}."), value)
             return
-    table[key] = value
+    now = table.get(key)
+    if isinstance(now, values.Stateful):
+        now.load_state_dict(value)
+    else:
+        table[key] = value

@@ -2,9 +2,10 @@
 
     {"model": model, "optim": optimiser, "rng": {"cpu": tensor}, "progress": {"step": 100}}
 
-A section is a module, an optimiser, or a table of tensors and of anything that JSON can say. Tensors are DTensors, as
-FSDP2 makes them, plain ones, which are whole on every rank, numpy arrays, or `LocalPart`: a part with its layout. The
-states of an optimiser go by the names of its parameters, so its module must be in the same state.
+A section is a module, an optimiser, a table of tensors and values, or what has `state_dict` and `load_state_dict`, as a
+scheduler has. Tensors are DTensors, as FSDP2 makes them, plain ones, which are whole on every rank, numpy arrays, or
+`LocalPart`: a part with its layout. The states of an optimiser go by the names of its parameters, so its module must be
+in the same state.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tangram.checkpoint.state import values
 from tangram.checkpoint.state.entries import Described, LocalPart, State, StateEntry, replicas, uneven_share
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
@@ -47,15 +49,16 @@ def describe(state: State, peers: Peers | None = None) -> Described:
         if not section or "." in section or section.startswith("__"):
             raise UserError(f"the section {section!r} of the state needs a name without dots")
         for name, value in _leaves(section, content, state):
-            if isinstance(value, Tensor | np.ndarray | LocalPart):
-                tensors[name] = value
+            if values.is_tensor(value):
+                values.add(tensors, name, value)
             else:
-                objects[name] = _json(name, value)
+                values.add(objects, name, values.to_json(name, value, tensors))
     places = _Places(peers, tensors)
     still = {f"{section}.{n}" for section, one in state.items() if isinstance(one, nn.Module) for n in frozen(one)}
     entries = [places.entry(name, value) for name, value in tensors.items()]
     entries = [replace(entry, frozen=True) if entry.name in still else entry for entry in entries]
-    return Described(tuple(_with_replicas(entries, peers)), objects)
+    in_values = {name: tensors[name] for value in objects.values() for name in values.tensors_in(value)}
+    return Described(tuple(_with_replicas(entries, peers)), objects, in_values)
 
 
 def _with_replicas(entries: list[StateEntry], peers: Peers) -> list[StateEntry]:
@@ -103,7 +106,7 @@ def _of_table(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_tensor(v) for v in cast("Mapping[str, Any]", value).values())
-    return isinstance(value, Tensor | np.ndarray | LocalPart)
+    return values.is_tensor(value)
 
 
 def _of_module(section: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -167,21 +170,15 @@ def _of_optimiser(section: str, optimiser: Optimizer, names: Mapping[int, str]) 
             states: Mapping[str, Any] = optimiser.state.get(parameter, {})
             for key, value in states.items():
                 yield f"{section}.{name}.{key}", value
-        groups.append({k: _number(v) for k, v in settings.items()} | {"params": members})
+        groups.append({k: _setting(v) for k, v in settings.items()} | {"params": members})
     yield f"{section}.param_groups", groups
 
 
-def _number(value: Any) -> Any:
+def _setting(value: Any) -> Any:
+    """As other programs read it: a tensor of one number as a number, a tuple as a list."""
+    if isinstance(value, tuple):
+        return [_setting(one) for one in cast("tuple[Any, ...]", value)]
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _json(name: str, value: Any) -> Any:
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError):
-        raise UserError(
-            f"{name} is a {type(value).__name__}: a checkpoint holds tensors and what JSON can say; give its state"
-        ) from None
 
 
 # ---------------------------------------------------------------- where each lies

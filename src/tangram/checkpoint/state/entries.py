@@ -4,7 +4,7 @@ Values alone: processes that only write files read this module, and pay for no i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -64,7 +64,9 @@ class Described:
 
     entries: tuple[StateEntry, ...]
     objects: Mapping[str, Any]
-    """What is no tensor, by section and name."""
+    """What is no tensor, by section and name, as `state.values` has it in JSON."""
+    in_values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The tensors that `objects` refer to, by name, as the state has them."""
 
 
 @lru_cache(1 << 12)
