@@ -183,6 +183,34 @@ def test_what_cannot_begin_says_why(address: str, server: str, tmp_path: Path, m
         begin(address)
 
 
+def test_two_runs_do_not_share_an_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "PAUSES", (0.0,))
+    plan, notes = small_plan(tmp_path, checkpoint={"store": address, "keep": 1}), list[object]()
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert not bring_here(plan, one, resume=False, tell=notes.append)
+    assert not bring_here(plan, one, resume=False, tell=notes.append), "the same run, started again"
+    with pytest.raises(UserError, match=r"belongs to another run, begun on .* without a checkpoint so far"):
+        bring_here(plan, other, resume=False, tell=notes.append)
+    with sending(plan, one, notes.append) as hear:
+        hear(write(one, 1))
+    with pytest.raises(UserError, match="has checkpoints of a run"):
+        bring_here(plan, other, resume=False, tell=notes.append)
+    with (  # noqa: PT012  the end of the block raises
+        pytest.raises(UserError, match=r"step 2 could not be sent .* belongs to another run"),
+        sending(plan, one, notes.append) as hear,
+    ):
+        assert bring_here(plan, other, resume=True, tell=notes.append), "taken over while the first one trains"
+        hear(write(one, 2))
+    assert steps(store_of(address)) == [1], "who was put out sends and removes nothing"
+    with sending(plan, other, notes.append) as hear:
+        hear(write(other, 3))
+    assert steps(store_of(address)) == [3]
+    assert not store_of(address).create("owner.json", b"{}"), "of two that begin in the same moment one comes first"
+    store_of(address).send("owner.json", [b"torn"])
+    with pytest.raises(UserError, match="belongs to another run, begun on an unknown machine"):
+        remote.refuse_other_owner(store_of(address), "own")
+
+
 class Refuses(http.server.BaseHTTPRequestHandler):
     """A store that knows nobody."""
 

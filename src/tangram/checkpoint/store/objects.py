@@ -62,6 +62,23 @@ class ObjectStore:
         with self._as_user_error(f"read ({name})"):
             return bytes(obstore.get(self.store, name).bytes())
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a small object where there is none by that name; False where there is one.
+
+        A store that cannot tell puts it: two that begin in the same moment are then not kept apart.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+
+        with self._as_user_error(f"written ({name})"):
+            try:
+                obstore.put(self.store, name, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            except (NotSupportedError, NotImplementedError):
+                obstore.put(self.store, name, data, use_multipart=False)
+            return True
+
     def send(self, name: str, blocks: Iterable[bytes]) -> None:
         """Send what comes block by block, in parts, a few at once; it is there as a whole or not at all."""
         import obstore

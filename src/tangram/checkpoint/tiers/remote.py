@@ -6,15 +6,19 @@ The marker goes last, and without it nothing is a checkpoint; it goes first wher
 somebody who died had sent of one is gone on from: objects appear whole, so one of the right size is there. Every block
 is compared with its checksum as it is sent and as it is fetched.
 
-Trade-off: who sends has the prefix for itself, as a run has its folder; nothing in a store keeps a second one out.
+Who sends has the prefix for itself, as a run has its folder: an object `owner.json` says who. It is looked at before
+each checkpoint, so a run whose place another has taken (with --resume) sends and removes nothing more.
 """
 
 import contextlib
 import datetime
 import hashlib
+import json
 import os
+import platform
 import shutil
 from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from tangram.checkpoint.loading.block_source import DamagedError
@@ -25,7 +29,9 @@ from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
 from tangram.checkpoint.store.objects import ObjectStore
 from tangram.errors import UserError
 
-__all__ = ["committed_in", "download", "prune", "upload"]
+__all__ = ["Owner", "committed_in", "download", "owner_of", "prune", "refuse_other_owner", "take", "upload"]
+
+OWNER = "owner.json"
 
 AT_ONCE = 4
 """Blocks that are asked for together."""
@@ -59,6 +65,51 @@ def _folders(store: ObjectStore) -> dict[str, dict[str, int]]:
         if len(parts) == LEVELS:
             found.setdefault(parts[0], {})[parts[1]] = size
     return found
+
+
+# ---------------------------------------------------------------- who sends
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that has a prefix for itself."""
+
+    run: str
+    """Drawn when its folder was made."""
+    host: str
+    since: str
+    """As ISO 8601 has it."""
+
+    def __str__(self) -> str:
+        return f"another run, begun on {self.host} at {self.since}"
+
+
+def owner_of(store: ObjectStore) -> Owner | None:
+    """The run that sends to a store. Raises UserError as the store refuses."""
+    if OWNER not in store.sizes():
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return Owner(**json.loads(store.get(OWNER)))
+    return Owner("", "an unknown machine", "an unknown time")
+
+
+def take(store: ObjectStore, run: str, *, over: bool) -> None:
+    """Have a run be the one that sends; `over`: also where another was. Raises UserError where another is."""
+    owner = Owner(run, platform.node(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    data = json.dumps(asdict(owner)).encode()
+    if over:
+        store.send(OWNER, [data])
+    elif not store.create(OWNER, data):
+        refuse_other_owner(store, run)
+
+
+def refuse_other_owner(store: ObjectStore, run: str) -> None:
+    """Raise UserError where another run sends to a store; be the one that does where none is."""
+    owner = owner_of(store)
+    if owner is None:
+        take(store, run, over=False)
+    elif owner.run != run:
+        raise UserError(f'"{store.address}" belongs to {owner}: each run needs an address of its own')
 
 
 # ---------------------------------------------------------------- sending

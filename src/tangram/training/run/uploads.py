@@ -9,6 +9,7 @@ told and tried again with the next; only the last of a run has to get there.
 
 import contextlib
 import queue
+import secrets
 import shutil
 import threading
 import time
@@ -26,6 +27,8 @@ from tangram.training.observe.events import CheckpointSaved, Doing, Note
 
 __all__ = ["bring_here", "sending"]
 
+RUN_NAME = ".run-in-store"
+"""In the folder of a run's checkpoints."""
 PAUSES = (1.0, 5.0)
 """Seconds before another attempt; none is made where a newer checkpoint waits."""
 
@@ -37,6 +40,7 @@ class Uploads:
         """`folder`: of the run's checkpoints, which nobody else trains into."""
         self._store = store_of(plan.checkpoint.store)
         self._address = self._store.address.rstrip("/")
+        self._run = _name_of_run(folder)
         self._keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
         self._waiting: tuple[int, Path] | None = None
         self._lock = threading.Condition()
@@ -102,6 +106,7 @@ class Uploads:
     def _attempt(self, step: int, pinned: Path) -> str:
         """Its name in the store; nothing where that failed."""
         try:
+            remote.refuse_other_owner(self._store, self._run)
             return remote.upload(pinned, self._store)
         except Exception as error:  # noqa: BLE001  whatever it is, it is told, and the next one is tried
             self._fail(step, error)
@@ -150,11 +155,21 @@ def sending(plan: Plan, folder: Path, tell: Callable[[object], None]) -> Generat
     uploads.close(tell)
 
 
+def _name_of_run(folder: Path) -> str:
+    """What a store calls the run of a folder: drawn once."""
+    file = folder / RUN_NAME
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(16), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
 def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object], None]) -> bool:
     """Whether there is a checkpoint to go on from: the newest of the plan's store is fetched into `folder` where that
     has none as new. Nobody trains into the folder meanwhile.
 
-    Raises UserError where the store cannot be reached, or has checkpoints and the run is to begin.
+    From then on this run is the one that sends to the store. Raises UserError where the store cannot be reached, or has
+    checkpoints or another run and this one is to begin.
     """
     store = store_of(plan.checkpoint.store, quick=True)
     found = remote.committed_in(store)
@@ -163,6 +178,13 @@ def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object
             f'"{store.address}" has checkpoints of a run, up to step {found[-1][1].step}: go on from them with '
             "--resume, or give another address as checkpoint.store"
         )
+    run, owner = _name_of_run(folder), remote.owner_of(store)
+    if owner is not None and owner.run != run and not resume:
+        raise UserError(
+            f'"{store.address}" belongs to {owner}, without a checkpoint so far: give another address as '
+            "checkpoint.store, or take it over with --resume"
+        )
+    remote.take(store, run, over=owner is not None)
     here = commits.committed(folder)
     newest = max((marker.serial for _, marker in here), default=0)
     for name, marker in reversed(found):
