@@ -317,7 +317,7 @@ def test_stages_of_a_pipeline_save_each_their_groups_and_objects(tmp_path: Path)
         own = {"step": 7 + peers.index, f"of stage {peers.index}": [peers.index]}
         save_described(describe({"model": net, "optim": optimiser, "own": own}, peers), tmp_path / "a", peers, About())
 
-    with pytest.warns(UserWarning, match=r"own\.step differ between ranks, and the first rank's are kept"):
+    with pytest.warns(UserWarning, match=r"own\.step: ranks differ, and what the first one has"):
         Threads(2).run(rank)
     objects = commits.read_manifest(tmp_path / "a").objects
     assert objects["own.step"] == 7, "what several have is as the first has it"

@@ -226,7 +226,7 @@ def on_ranks(rank: int, folder: str) -> None:
         save({"app": trained(0, 2), "own": own}, f"{folder}/two")
     other = trained(1, 0)
     load({"app": other}, f"{folder}/two")
-    words = [str(one.message) for one in caught if "between ranks" in str(one.message)]
+    words = [str(one.message) for one in caught if "ranks differ" in str(one.message)]
     Path(f"{folder}/{rank}").write_text(json.dumps([numbers(other), words]))
     dist.destroy_process_group()
 
@@ -244,7 +244,7 @@ def test_an_application_as_torch_s_dcp_has_it_is_loaded_on_other_ranks(tmp_path:
     for found in (numbers(alone), by_rank[0][0], by_rank[1][0]):
         assert found == pytest.approx(expected, rel=1e-6)
     said = by_rank[0][1] + by_rank[1][1]  # by whoever commits, once
-    assert [words.partition(",")[0] for words in said] == ["own.loss differ between ranks"]
+    assert [words.partition(",")[0] for words in said] == ["own.loss: ranks differ"]
 
 
 def test_a_stored_value_refers_to_its_tensors() -> None:

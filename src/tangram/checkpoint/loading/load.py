@@ -180,7 +180,7 @@ def _prepared(state: State, manifest: Manifest, only: Sequence[str], made: optim
 
 
 def _fitting(state: State, peers: Peers, manifest: Manifest, only: Sequence[str]) -> Described:
-    described = describe(state, peers)
+    described = describe(state, peers, compare=False)
     _refuse_copies(state, described)
     optimiser_load.check(state, described, {n: v for n, v in manifest.objects.items() if _chosen(n, only)})
     own = [value for name, value in manifest.objects.items() if name.partition(".")[0] in state and _chosen(name, only)]

@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import json
 import secrets
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -124,25 +123,19 @@ def part_of(
 def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
     """The manifest of all that was written; `fields` are its others: id, step, created, mesh.
 
-    Ranks may have different objects, as stages of a pipeline do; one that several have is as the first of them has it
-    (a warning says where others differ), but that the groups of an optimiser have the parameters of all. Raises
-    ManifestError where some elements of a tensor were written by nobody, or by two.
+    Ranks may have different objects, as stages of a pipeline do; one that several have is as the first of them has it,
+    but that the groups of an optimiser have the parameters of all. Raises ManifestError where some elements of a
+    tensor were written by nobody, or by two.
     """
     files: dict[str, StoredFile] = {}
     sums: dict[str, Sums] | None = {}
     objects: dict[str, Any] = {}
-    other: list[str] = []
     laid: list[PartTensors] = []
     for part in parts:
         files |= part.files
         laid.append(part.tensors)
         for name, value in part.objects.items():
-            if name not in objects:
-                objects[name] = value
-            elif (one := merged_groups(objects[name], value)) is not objects[name]:
-                objects[name] = one
-            elif value != one and repr(value) != repr(one):  # which says of NaN that it is NaN
-                other.append(name)
+            objects[name] = merged_groups(objects[name], value) if name in objects else value
         if part.sums is None or sums is None:
             sums = None
             continue
@@ -152,12 +145,6 @@ def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
     join = _joined if few else _joined.__wrapped__
     tensors = join(tuple(laid), tuple((name, file.size) for name, file in files.items()))
     check_names(objects)
-    if other:
-        warnings.warn(
-            f"{', '.join(sorted(set(other))[:3])} differ between ranks, and the first rank's are kept: "
-            "put what every rank needs under a name of its own",
-            stacklevel=2,
-        )
     manifest = Manifest(tensors=tensors, files=files, objects=objects, **fields)
     return manifest if sums is None else with_digests(manifest, sums)
 

@@ -8,9 +8,7 @@ scheduler has. Tensors are DTensors, as FSDP2 makes them, plain ones, which are 
 in the same state.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -25,6 +23,7 @@ from torch.optim import Optimizer
 
 from tangram.checkpoint.state import values
 from tangram.checkpoint.state.entries import Described, LocalPart, State, StateEntry, replicas, uneven_share
+from tangram.checkpoint.state.replicated import with_replicas
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, region
 from tangram.relayout import TensorSpec
@@ -36,11 +35,12 @@ _COMPILED = "_orig_mod."
 """In the names of what is inside a compiled module."""
 
 
-def describe(state: State, peers: Peers | None = None) -> Described:
+def describe(state: State, peers: Peers | None = None, *, compare: bool = True) -> Described:
     """Every tensor of a state as it lies on this rank. Collective over `peers`.
 
-    Ranks may hold different tensors, as pipeline stages do; who holds the same finds out here. Raises UserError for
-    what a checkpoint cannot hold.
+    Ranks may hold different tensors, as pipeline stages do; who holds the same finds out here, and whether it is the
+    same, unless `compare` is False: what is to be filled may differ. Raises UserError for what a checkpoint cannot
+    hold.
     """
     peers = peers or Peers()
     tensors: dict[str, Any] = {}
@@ -58,27 +58,12 @@ def describe(state: State, peers: Peers | None = None) -> Described:
     entries = [places.entry(name, value) for name, value in tensors.items()]
     entries = [replace(entry, frozen=True) if entry.name in still else entry for entry in entries]
     in_values = {name: tensors[name] for value in objects.values() for name in values.tensors_in(value)}
-    return Described(tuple(_with_replicas(entries, peers)), objects, in_values)
-
-
-def _with_replicas(entries: list[StateEntry], peers: Peers) -> list[StateEntry]:
-    """Fill in who holds the same of the entries whose layout does not say it: their `replicas` are empty.
-
-    Mostly every rank has all of them, which a few bytes tell; only else are names exchanged.
-    """
-    loose = [entry for entry in entries if not entry.replicas]
-    keys = [f"{entry.name} {entry.region}" for entry in loose]
-    word = hashlib.sha256(json.dumps(keys).encode()).hexdigest()
-    if len(set(peers.all_words(word))) == 1 and all(e.region == Region.full(e.spec.shape) for e in loose):
-        known = dict.fromkeys(keys, tuple(range(peers.size)))
-    else:
-        found: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(peers.all_words(keys)):
-            for key in theirs:
-                found.setdefault(key, []).append(rank)
-        known = {key: tuple(ranks) for key, ranks in found.items()}
-    filled = {id(entry): replace(entry, replicas=known[key]) for entry, key in zip(loose, keys, strict=True)}
-    return [filled.get(id(entry), entry) for entry in entries]
+    parameters = {
+        f"{section}.{n}" for section, one in state.items() if isinstance(one, nn.Module) for n in _parameters(one)
+    }
+    optimisers = {section for section, one in state.items() if isinstance(one, Optimizer)}
+    agreeing = parameters | {name for name in tensors if name.partition(".")[0] in optimisers}
+    return Described(tuple(with_replicas(entries, objects, peers, agreeing, compare=compare)), objects, in_values)
 
 
 # ---------------------------------------------------------------- what is in a section
@@ -143,9 +128,13 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: one for name, one in named_tensors(module).items() if isinstance(one, nn.Parameter)}
+
+
 def frozen(module: nn.Module) -> set[str]:
     """The parameters that training leaves as they are; none where that is all of them, or none is."""
-    parameters = {name: one for name, one in named_tensors(module).items() if isinstance(one, nn.Parameter)}
+    parameters = _parameters(module)
     still = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     return still if len(still) < len(parameters) else set()
 
