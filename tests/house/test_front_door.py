@@ -6,10 +6,12 @@ What a user does with them: a state saved and loaded in five lines, a model deri
 import ast
 import importlib
 import inspect
+import json
 import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tangram
 import tangram.checkpoint
@@ -314,7 +317,7 @@ def test_fsdp_dtensors_and_a_parallel_model_on_two_ranks(tmp_path: Path) -> None
 
 
 def test_a_model_is_derived_without_ranks() -> None:
-    found = tangram.derive(linear(), ["weight: out/tp in"], "tp=2", inputs={"input": torch.empty(4, 8, device="meta")})
+    found = tangram.derive(linear(), "tp=2", ["weight: out/tp in"], inputs={"input": torch.empty(4, 8, device="meta")})
     assert {name: str(layout) for name, layout in found.parameters.items()} == {
         "weight": "_=12/tp _=8",
         "bias": "_=12/tp",
@@ -322,7 +325,9 @@ def test_a_model_is_derived_without_ranks() -> None:
     assert [one.forward for one in found.communication] == ["all-gather"]
     assert "a rank receives" in str(found)
     with pytest.raises(UserError, match="wait"):
-        tangram.derive(linear(), ["wait: out/tp in"], "tp=2", inputs={"input": torch.empty(4, 8)})
+        tangram.derive(linear(), "tp=2", "wait: out/tp in", inputs={"input": torch.empty(4, 8)})
+    with pytest.raises(UserError, match="inputs is a tuple: give a table"):
+        tangram.derive(linear(), "tp=2", inputs=(torch.empty(4, 8),))  # pyright: ignore
 
 
 def test_a_cluster_is_planned_from_python() -> None:
@@ -331,3 +336,64 @@ def test_a_cluster_is_planned_from_python() -> None:
     assert len(found.choices) == 3
     assert found.best.step == min(one.step for one in found.choices)
     assert "h100-8x8, predicted" in str(found).splitlines()[0]
+
+
+UP = "up.weight: inner/tp hidden"
+
+
+def mistakes_on_ranks(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    said: dict[str, str] = {}
+
+    def trying(name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except UserError as error:
+            said[name] = str(error)
+
+    def begun(model: nn.Module, mesh: str = "tp=2", marks: Sequence[str] = (UP,)) -> nn.Module:
+        tangram.parallelize(model, mesh, marks, inputs={"x": torch.ones(4, 8)})
+        return model
+
+    torch.manual_seed(rank)
+    trying("weights", lambda: begun(Feed()))
+    torch.manual_seed(0)
+    trying("no marks", lambda: begun(Feed(), marks=()))
+    trying("idle axis", lambda: begun(Feed(), "dp=2 tp=1"))  # a size-1 axis may be named, or not
+    model = begun(Feed())
+    trying("values", lambda: model(torch.ones(4, 8) + rank))
+    trying("sizes", lambda: model(torch.ones(4 + rank, 8)))
+    assert model(torch.ones(6, 8)).shape == (6, 8)
+    known = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    ids = torch.arange(8).reshape(2, 4)
+    expected = known(input_ids=ids).logits
+    tangram.parallelize(known, "tp=2", inputs={"input_ids": ids})  # by the marks that come for Llama
+    assert [*known.model.layers[0].self_attn.q_proj.weight.to_local().shape] == [8, 16]
+    assert torch.allclose(known(input_ids=ids).logits, expected, atol=1e-5)
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_ranks_that_are_not_alike_are_told_so(tmp_path: Path) -> None:
+    start(mistakes_on_ranks, str(tmp_path), ranks=2)
+    for rank in range(2):
+        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert said.keys() == {"weights", "no marks", "idle axis", "values", "sizes"}
+        assert said["weights"].startswith(
+            "up.weight (and 3 more) has other values on some ranks: give torch.manual_seed"
+        )
+        assert said["no marks"].startswith("no mark names the axis tp, so its 2 ranks would compute the same")
+        assert said["idle axis"].startswith("no mark names the axis dp, so its 2 ranks would compute the same")
+        assert said["values"].startswith("the ranks give the model other values of x: each gives all of the batch")
+        assert said["sizes"].startswith("the ranks give the model other inputs, or of other sizes")

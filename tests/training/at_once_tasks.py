@@ -123,6 +123,8 @@ def run(work: Work) -> Ran:
     joints = _joints(program)
     if work.mistake:
         _unsummed(held)
+    with torch.no_grad():
+        _loss(work, model)  # at the first call, ranks compare their inputs
     with Tally() as tally:
         _loss(work, model).backward()
         held.sum_gradients()

@@ -248,6 +248,7 @@ def refused(rank: Rank) -> dict[str, str]:
     said: dict[str, str] = {}
 
     def hear(name: str, between: Callable[[Kinds, Tensor], Tensor], calls: int = 1, **more: Any) -> None:
+        torch.manual_seed(0)
         model = Kinds(between)
         try:
             parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x": torch.empty(6, 8)})

@@ -11,7 +11,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_model, graph_of
-from tangram.training.mesh.tensor_parallel import refuse_cut_inputs
+from tangram.sharding.runtime.lower import refuse_cut_inputs
 from tangram.training.run.launch import RankError, run_ranks
 from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_of, named, run_all
 from tests.training.oracle.warm import once as run_once

@@ -1,6 +1,6 @@
 """Derive the layout of every tensor of a model from marks on a few, without ranks and without memory for weights.
 
-    print(derive(model, ["*.up.weight: inner/tp hidden"], "dp=2 tp=4", inputs={"x": torch.empty(8, 16)}))
+    print(derive(model, "dp=2 tp=4", ["*.up.weight: inner/tp hidden"], inputs={"x": torch.empty(8, 16)}))
 
 What `tangram shard` prints for models by name is here for modules of one's own, as values.
 """
@@ -21,11 +21,11 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain import show
 from tangram.sharding.derive.layouts import Moved, moved, value_layout
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.of_model import derive_model, graph_of
+from tangram.sharding.derive.of_model import derive_model, graph_of, marks_or_known, refuse_idle_axes
 from tangram.sharding.eager.api import marks_in
 from tangram.text import plain
 
-__all__ = ["Derivation", "derive", "marks_from"]
+__all__ = ["Derivation", "derive", "marks_from", "refuse_unnamed"]
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,37 @@ class Derivation:
         return "\n".join([*lines, f"a rank receives {show.amount(self.received)}"])
 
 
-def derive(model: nn.Module, marks: Sequence[str | Mark], mesh: Mesh | str, *, inputs: Mapping[str, Any]) -> Derivation:
+def derive(
+    model: nn.Module, mesh: Mesh | str, marks: Sequence[str | Mark] = (), *, inputs: Mapping[str, Any]
+) -> Derivation:
     """The layouts that follow from marks; needs no processes, and no memory where the model is on meta.
 
-    `marks`: as `"*.up.weight: inner/tp hidden"`, beside those in the model's own code (`tangram.mark`). `mesh`: as
-    `"dp=2 tp=4"`. `inputs`: keyword arguments of the model's forward, of which only sizes count (tensors on meta will
-    do). Results that no mark names are replicated, as `tangram.parallelize` runs them. Raises UserError for marks that
-    name nothing or contradict each other, and for what cannot be captured.
+    `mesh`: as `"dp=2 tp=4"`. `marks`: as `"*.up.weight: inner/tp hidden"`, beside those in the model's own code
+    (`tangram.mark`); with none in either, those that are known for a transformers model's type, over `tp`. `inputs`:
+    keyword arguments of the model's forward, of which only sizes count (tensors on meta will do). Results that no mark
+    names are replicated, as `tangram.parallelize` runs them. Raises UserError for marks that name nothing or contradict
+    each other, an axis that none names, and what cannot be captured.
     """
+    refuse_unnamed(inputs)
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     if not mesh.axes:
         raise UserError('the mesh has no axis: write each with its number of ranks, as in "dp=2 tp=4"')
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return Derivation(derive_model(graph_of(model, inputs, dtype), [*marks_in(model), *marks_from(marks)], mesh))
+    graph = graph_of(model, inputs, dtype)
+    found = derive_model(graph, marks_or_known(graph, [*marks_in(model), *marks_from(marks)], mesh, model), mesh)
+    refuse_idle_axes(found)
+    return Derivation(found)
 
 
 def marks_from(marks: Sequence[str | Mark]) -> list[Mark]:
     """Marks as text, read. Raises UserError for one that cannot be."""
-    return [Mark.parse(mark) if isinstance(mark, str) else mark for mark in marks]
+    some = [marks] if isinstance(marks, str) else marks
+    return [Mark.parse(mark) if isinstance(mark, str) else mark for mark in some]
+
+
+def refuse_unnamed(inputs: object) -> None:
+    """Refuse inputs that are not by name, as the arguments of a forward are given by keyword."""
+    if not isinstance(inputs, Mapping):
+        raise UserError(
+            f'inputs is a {type(inputs).__name__}: give a table of the forward\'s arguments by name, as {{"x": x}}'
+        )

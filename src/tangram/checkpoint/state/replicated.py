@@ -102,11 +102,14 @@ def _digest(data: bytes) -> str:
 
 
 def _sample(local: Tensor) -> str:
-    """A few elements over the whole of a tensor, to their bits."""
-    if not local.numel():
-        return ""
-    if local.dim() == 0:
-        local = local.reshape(1)
-    places = torch.linspace(0, local.numel() - 1, min(_SAMPLED, local.numel()), dtype=torch.float64).long()
-    taken = local[torch.unravel_index(places.to(local.device), local.shape)]
-    return _digest(taken.resolve_conj().view(torch.uint8).cpu().numpy().tobytes())
+    return _digest(some_elements(local).cpu().numpy().tobytes())
+
+
+def some_elements(x: Tensor) -> Tensor:
+    """Up to 32 elements from first to last, as bytes: tensors of other values hardly ever agree in all of them."""
+    x = x.detach().resolve_conj()
+    if not x.numel():
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
+    places = torch.linspace(0, x.numel() - 1, min(_SAMPLED, x.numel()), dtype=torch.float64).long()
+    taken = x[torch.unravel_index(places.to(x.device), x.shape)] if x.dim() else x.reshape(1)
+    return taken.contiguous().view(torch.uint8)

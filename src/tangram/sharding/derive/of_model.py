@@ -19,6 +19,7 @@ from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import input_states
 from tangram.sharding.derive.marking.mark_ops import noted
 from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, states
+from tangram.sharding.derive.marking.published import marks_known_for
 from tangram.sharding.derive.problem.states import SAME, State
 
 States = Mapping[str, State]
@@ -59,6 +60,22 @@ def derive_model(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool 
     in_code = {v for mark in marks for v in (mark.on(graph) or {}).values()}
     free = [name for name, v in graph.outputs.items() if name not in named and v not in in_code]
     return _derived(graph, [*marks, *(Mark.parse(f"{name}: ...") for name in free)], mesh)
+
+
+def marks_or_known(graph: Graph, marks: Sequence[Mark], mesh: Mesh, model: nn.Module) -> list[Mark]:
+    """The marks, or, where there are none and none in the model's code, those known for its type as far as they fit."""
+    return [*marks] if marks or noted(graph) else fitting(graph, marks_known_for(model), mesh)
+
+
+def refuse_idle_axes(found: Derived) -> None:
+    """Raise UserError for an axis of several ranks that no mark names: they would all compute the same."""
+    named = {over.axis for over in found.axes}
+    for axis, (k, _) in found.mesh.axes.items():
+        if k > 1 and axis not in named:
+            raise UserError(
+                f"no mark names the axis {axis}, so its {k} ranks would compute the same: name it in one, as in "
+                f'"embed: batch/{axis} ...", or leave it out, and use DDP or FSDP over those ranks'
+            )
 
 
 def _derived(graph: Graph, marks: Sequence[Mark], mesh: Mesh) -> Derived:

@@ -284,6 +284,18 @@ class _Lowering:
             action.why = "a tensor moves between its operators"
 
 
+def refuse_cut_inputs(found: Derived) -> None:
+    """Raise UserError where a mark cuts what every rank is given."""
+    graph = found.folded.graph
+    for v, value in graph.of_kind("input", "buffer"):
+        axis = next((a for a, s in input_states(found, found.folded.classes[v]).items() if s != SAME), None)
+        if axis is not None:
+            raise UserError(
+                f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "
+                "made of it"
+            )
+
+
 def refuse_cut_buffers(found: Derived) -> None:
     """Raise UserError where a forward leaves but a part of a buffer, of which every rank has all."""
     graph, steps, maker = found.folded.graph, steps_of_nodes(found), makers(found.folded.graph)

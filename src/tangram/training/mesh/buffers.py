@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
+from tangram.training.mesh.groups import unlike
 from tangram.training.mesh.local_parts import PlainParts
 from tangram.training.mesh.world import World, dim_of, of_stage
 
@@ -85,17 +86,10 @@ def undo(parts: Sequence[nn.Module], before: Before) -> None:
 
 def refuse_unlike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """Raise UserError, on all ranks of a group, where one has other values than another. Collective."""
-    if not buffers:
-        return
-    digests = torch.stack([_digest(one) for one in buffers.values()])
-    both = torch.cat([digests, -digests])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    unlike = both[: len(buffers)] != -both[len(buffers) :]
-    if bool(unlike.any()):
-        name = [*buffers][int(unlike.nonzero()[0])]
+    if names := unlike(buffers, [group]):
         raise UserError(
-            f"{name} is a buffer that steps change, and it is not alike on all ranks: make it of what all ranks have "
-            "(torch.distributed.all_reduce in the model's forward), or have no data axes"
+            f"{names[0]} is a buffer that steps change, and it is not alike on all ranks: make it of what all ranks "
+            "have (torch.distributed.all_reduce in the model's forward), or have no data axes"
         )
 
 
@@ -159,14 +153,6 @@ def _reduce(tensors: Sequence[Tensor], rule: str, group: dist.ProcessGroup) -> N
         parts = cast("Sequence[Tensor]", torch.split(flat, [one.numel() for one in some]))
         for one, part in zip(some, parts, strict=True):
             one.copy_(part.view_as(one))
-
-
-def _digest(x: Tensor) -> Tensor:
-    """A number of the bytes, that any other value would change: each byte times a number of its place."""
-    flat = x.detach().contiguous().reshape(-1).view(torch.uint8).long()
-    places = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x9E3779B1
-    mixed = (flat + 1) * (places ^ (places >> 15))
-    return (mixed ^ (mixed >> 17)).sum() >> 1  # its negative is a number, too
 
 
 # ----------------------------------------------------------------

@@ -9,11 +9,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from tangram.checkpoint.state.replicated import some_elements
 from tangram.errors import UserError
+from tangram.models.capturing.opened import plain
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
 
 T = TypeVar("T")
@@ -88,3 +91,54 @@ def on_first(groups: Iterable[dist.ProcessGroup], make: Callable[[], T]) -> T:
     if found[1]:
         raise UserError(found[1])
     return found[0]
+
+
+def unlike(tensors: Mapping[str, Tensor], groups: Iterable[dist.ProcessGroup]) -> list[str]:
+    """The names of those that some ranks of groups have otherwise than others. Collective: all ranks give as many."""
+    if not tensors:
+        return []
+    device = max((one.device for one in tensors.values()), key=lambda one: one.type != "cpu")  # where its groups are
+    digests = torch.stack([_digest(one).to(device) for one in tensors.values()])
+    both = torch.cat([digests, -digests])
+    for group in groups:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    differ = both[: len(tensors)] != -both[len(tensors) :]
+    flags = cast("list[bool]", differ.tolist())
+    return [name for name, one in zip(tensors, flags, strict=True) if one]
+
+
+def _digest(x: Tensor) -> Tensor:
+    """A number of the bytes, that any other value would change: each byte times a number of its place."""
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8).long()
+    places = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x9E3779B1
+    mixed = (flat + 1) * (places ^ (places >> 15))
+    return (mixed ^ (mixed >> 17)).sum() >> 1  # its negative is a number, too
+
+
+def refuse_unlike_weights(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise UserError on all ranks where a parameter or buffer has other values on one. Collective.
+
+    A few elements of each tell: ranks that drew their own weights differ in nearly all. What is on meta has none.
+    """
+    buffers = cast("Iterable[tuple[str, Tensor]]", model.named_buffers())
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *buffers]
+    some = {name: some_elements(one) for name, one in tensors if not one.is_meta and not isinstance(one, DTensor)}
+    if names := unlike(some, groups):
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise UserError(
+            f"{names[0]}{more} has other values on some ranks: give torch.manual_seed the same number on all "
+            "before the model is built, or load the same weights"
+        )
+
+
+def refuse_unlike_inputs(inputs: Mapping[str, Any], device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raise UserError on all ranks where one gives a model other inputs than another. Collective."""
+    own = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and not x.is_meta and plain(x)}
+    kinds = repr([(name, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else name for name, x in inputs.items()])
+    if unlike({"kinds": torch.tensor(list(kinds.encode()), device=device)}, groups):
+        raise UserError(f"the ranks give the model other inputs, or of other sizes: {_ALL}")
+    if names := unlike({name: some_elements(x).to(device) for name, x in own.items()}, groups):
+        raise UserError(f"the ranks give the model other values of {names[0]}: {_ALL}")
+
+
+_ALL = "each gives all of the batch, and marks say what it computes of it; for batches of their own use DDP or FSDP"

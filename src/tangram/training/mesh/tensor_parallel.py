@@ -35,10 +35,18 @@ from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.opened import without_fast_path
 from tangram.planner.local.own_rules import rules_of
 from tangram.schema.plan import Plan
-from tangram.sharding.derive.derive import ConflictError, Derived
-from tangram.sharding.derive.layouts import input_states, layout_of, used
+from tangram.sharding.derive.derive import ConflictError
+from tangram.sharding.derive.layouts import layout_of, used
 from tangram.sharding.derive.marking.marks import Mark, matched, names_any
-from tangram.sharding.derive.of_model import States, derive_model, graph_of, leaves_nothing, parameter_states
+from tangram.sharding.derive.of_model import (
+    States,
+    derive_model,
+    graph_of,
+    leaves_nothing,
+    marks_or_known,
+    parameter_states,
+    refuse_idle_axes,
+)
 from tangram.sharding.derive.problem.states import SAME
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.discover.own_rules import OwnRules
@@ -49,7 +57,7 @@ from tangram.sharding.runtime.apply_change import brought
 from tangram.sharding.runtime.called_again import read_late
 from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.install import Now, Runtime
-from tangram.sharding.runtime.lower import refuse_cut_buffers
+from tangram.sharding.runtime.lower import refuse_cut_buffers, refuse_cut_inputs
 from tangram.sharding.runtime.neighbour_ops import Linked
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import Program
@@ -57,7 +65,14 @@ from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import RingMark, Rings
 from tangram.sharding.runtime.routes import RankRoutes
 from tangram.training.mesh import modes
-from tangram.training.mesh.groups import Devices, add_up, devices_of, proved_rules
+from tangram.training.mesh.groups import (
+    Devices,
+    add_up,
+    devices_of,
+    proved_rules,
+    refuse_unlike_inputs,
+    refuse_unlike_weights,
+)
 from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.local_parts import CUT_ALONE, AsTorch, LocalParts, PlainParts, as_dtensors, local, own_part
 from tangram.training.mesh.world import World, dim_of
@@ -106,15 +121,20 @@ def parallel(
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    marks = [*marks_in(model), *marks]
+    refuse_unlike_weights(model, devices.get_all_groups())
     inputs = modes.without_cache(inputs, model)
     text, template = proved_rules(rules, devices), without_memory(model)
-    found = derive_model(graph_of(template, inputs, dtype, rules=text), marks, mesh)
+    graph = graph_of(template, inputs, dtype, rules=text)
+    marks = marks_or_known(graph, [*marks_in(model), *marks], mesh, model)
+    found = derive_model(graph, marks, mesh)
+    refuse_idle_axes(found)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
         found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).derived
     states = parameter_states(found)
     over_all = AsTorch(over_all=states.keys() - read_late(found))
-    return DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
+    derived = DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
+    derived.compared = set()
+    return derived
 
 
 @dataclass(frozen=True)
@@ -177,6 +197,8 @@ class DerivedModel:
         self._places: dict[tuple[int, tuple[Sizes, modes.Mode]], Mapping[tuple[int, ...], int]] = {}
         self.gradients_seen = True
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
+        self.compared: set[Sizes] | None = None
+        """The sizes of which inputs were compared between ranks, at the first call of each; None: of none they are."""
         self.rings: Sequence[str] = ()
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
@@ -246,6 +268,9 @@ class DerivedModel:
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The arguments of a forward by their names, and whether queries of attention are cut; its program begins."""
         given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._model)
+        if self.compared is not None and (sizes := self._key(given)[0]) not in self.compared:
+            refuse_unlike_inputs(given, next(self._model.parameters()).device, [*self._groups.values()])
+            self.compared.add(sizes)
         now = self._now(given)
         if torch.is_grad_enabled():
             self._sum_alike(now.program)
@@ -370,15 +395,3 @@ def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
     """
     flows = all(graph.values[v].kind != "parameter" for v in matched(graph, mark).values())
     return flows and leaves_nothing(graph, mark, mesh)
-
-
-def refuse_cut_inputs(found: Derived) -> None:
-    """Raise UserError where a mark cuts what every rank is given."""
-    graph = found.folded.graph
-    for v, value in graph.of_kind("input", "buffer"):
-        axis = next((a for a, s in input_states(found, found.folded.classes[v]).items() if s != SAME), None)
-        if axis is not None:
-            raise UserError(
-                f"a mark cuts {value.name} over {axis}, but every rank has all of what a model is given: mark what is "
-                "made of it"
-            )

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.sharding.derivation import marks_from
+from tangram.sharding.derivation import marks_from, refuse_unnamed
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 
@@ -32,14 +32,15 @@ def parallelize(
 
     `model`: with the same values on all ranks, or on meta; its parameters become DTensors over the whole mesh.
     `mesh`: a DeviceMesh whose dims are named, or text as `"dp=2 tp=4"` over all ranks of the process group that was
-    begun. `marks`: as of `tangram.derive`, beside those in the model's own code. `inputs`: keyword arguments of the
-    forward, of which only sizes count; other sizes are derived when they come.
+    begun. `marks`: as of `tangram.derive`. `inputs`: keyword arguments of the forward, of which only sizes count;
+    other sizes are derived when they come.
 
     Each rank calls the model with all of its inputs, and gets results that no mark names in full. After the backward,
     `sum_gradients()` of what is returned adds up the gradients of parameters that ranks have used for different parts.
-    Clip after that, and build the optimiser after this call. Raises UserError for what does not fit the mesh, or cannot
-    be run.
+    Clip after that, and build the optimiser after this call. Raises UserError for what does not fit the mesh or cannot
+    be run, and where ranks have other weights or, at the first call of each size, give other inputs.
     """
+    refuse_unnamed(inputs)
     return parallel(model, marks_from(marks), _devices(model, mesh), inputs)
 
 

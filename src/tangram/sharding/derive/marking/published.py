@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark, marks_of
 
 
 class Style(NamedTuple):
@@ -39,6 +39,13 @@ STYLES: Mapping[str, Style] = {
 """transformers' words for how the weight of a module, or one that stands by itself, is cut over the tensor axis."""
 EXPERTS = frozenset({"grouped_gemm"})
 """Its words for weights of all experts, cut by expert: the first dim."""
+
+
+def marks_known_for(model: nn.Module, kind: str = "") -> list[Mark]:
+    """The marks over `tp` that come with Tangram for a model's type (`kind`, or what its config says), else those of
+    transformers' own plan of it; none for another module."""
+    kind = kind or str(getattr(getattr(model, "config", None), "model_type", ""))
+    return (marks_of(kind) if kind else None) or published(model, "tp", "tp")
 
 
 def published(model: nn.Module, tensor: str, experts: str | None = None) -> list[Mark]:
