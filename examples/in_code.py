@@ -53,7 +53,7 @@ def task(rank: Rank, alone: float) -> tuple[float, float]:
     devices = init_device_mesh(rank.device.type, (2,), mesh_dim_names=("tp",))
 
     model = block(talks=rank.index == 0)
-    with eager(model, [], devices):  # breakpoints and prints see tensors with layouts
+    with eager(model, devices):  # breakpoints and prints see tensors with layouts
         loss = loss_of(model)
     loss.backward()
 

@@ -148,7 +148,7 @@ def _run(work: Work, way: str, devices: DeviceMesh) -> Ran:
 
 
 def _eagerly(model: nn.Module, xs: Sequence[Tensor], devices: DeviceMesh) -> list[Tensor]:
-    with eager(model, [], devices) as held, DrawMode():
+    with eager(model, devices) as held, DrawMode():
         found = [model(x) for x in xs]
         found = [held.session.full_tensor(relayout(one, " ".join("abc"[: one.ndim]))) for one in found]
     _backward(found)

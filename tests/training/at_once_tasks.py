@@ -188,7 +188,7 @@ def _eager(work: Work, whole: nn.Module) -> float:
     if not work.layouts:
         return 0.0
     model = _model(work)
-    with eager(model, [], devices_of(work.mesh)):
+    with eager(model, devices_of(work.mesh)):
         loss = _loss(work, model)
     loss.backward()
     return furthest(model, dict(whole.named_parameters()))[0]

@@ -190,11 +190,11 @@ def run_refused() -> dict[str, str]:
         "head.wait: v/tp h", "head.weight: v/cp h", "head.weight: (5 v/tp) h", "ids_BS: b/tp s", "head.weight: v h/tp",
         "head.weight: v h sum:tp", "blocks.0.up.weight: f/tp h k",
     ):  # fmt: skip
-        tried(text, lambda text=text: eager(marked(), [Mark.parse(text)], devices))
-    held = eager(model := marked(), [], devices)
+        tried(text, lambda text=text: eager(marked(), devices, [Mark.parse(text)]))
+    held = eager(model := marked(), devices)
     tried("outside", lambda: model(ids()))
 
-    other = eager(marked(), [], devices)
+    other = eager(marked(), devices)
 
     def nested() -> None:
         with held, other:
@@ -212,7 +212,7 @@ def run_marked(mistake: str) -> dict[str, Ran]:
     want = loss_of_marked(whole)
     want.backward()
     first, second = marked(), marked()
-    held = eager(first, [], devices_of("tp=2"))
+    held = eager(first, devices_of("tp=2"))
     if mistake:
         MISTAKES[mistake](held)
     with held:
@@ -276,7 +276,7 @@ def run_model(kind: str, mesh: str, more: tuple[str, ...]) -> dict[str, Ran]:
     found = derive_model(graph_of(without_memory(whole), inputs_of(kind), torch.float32), marks, Mesh.parse(mesh))
     shapes = {name: p.shape for name, p in whole.named_parameters()}
     lies = [Mark(name, layout_from(shapes[name], s)) for name, s in parameter_states(found).items() if name in shapes]
-    held = eager(first, [*marks, *lies], devices_of(mesh))
+    held = eager(first, devices_of(mesh), [*marks, *lies])
     with held:
         loss = loss_of(first, kind)
     loss.backward()
@@ -349,7 +349,7 @@ def run_functions(mistake: str) -> list[str]:
     wrong: list[str] = []
     x0 = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
     w0 = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
-    held = eager(nn.Linear(2, 2), [], devices_of("tp=2"))
+    held = eager(nn.Linear(2, 2), devices_of("tp=2"))
     if mistake:
         MISTAKES[mistake](held)
     for name in FEW if mistake else FUNCTIONS:

@@ -62,13 +62,13 @@ def run(rank: Rank, _: None) -> dict[str, list[list[float]] | str]:
     found: dict[str, list[list[float]] | str] = {}
     for name, act in {"plain": Net().act, "compiled": torch.compile(lambda _, x: x * 1, backend="eager")}.items():
         net = Net(act)
-        with (held := eager(net, [], devices)):
+        with (held := eager(net, devices)):
             found[name] = _ran(net)
         found[f"{name} bias"] = str(held.session.parameters[net.up.bias].states)
     for name, (act, _says) in REFUSED.items():
         net = Net(act)
         try:
-            with eager(net, [], devices):
+            with eager(net, devices):
                 net(torch.ones(4, 8))
         except UserError as error:
             found[name] = str(error)

@@ -59,7 +59,7 @@ def run_both(rank: Rank, rules: str) -> dict[str, dict[str, list[float]]]:
     found = {"captured": {"losses": [_step(one, one(_input()).square().mean(), derived.sum_gradients) for _ in "123"]}}
     found["captured"] |= _values(one)
     own = [*marks, Mark.parse("v: i o/tp"), Mark.parse("down: o/tp i")]
-    held, losses = eager(other, own, devices, rules=rules), list[float]()
+    held, losses = eager(other, devices, own, rules=rules), list[float]()
     for _ in "123":
         with held:
             loss = held.session.full_tensor(other(_input()).square().mean())
@@ -67,7 +67,7 @@ def run_both(rank: Rank, rules: str) -> dict[str, dict[str, list[float]]]:
     found["as it runs"] = {"losses": losses, **_values(other)}
     found["proved here"] = {"often": [float(own_rules._prove_drawn.cache_info().misses)]}  # pyright: ignore
     for way in (
-        lambda: eager(own_operator.Net(), own, devices, rules=f"{rules}.wrong"),
+        lambda: eager(own_operator.Net(), devices, own, rules=f"{rules}.wrong"),
         lambda: parallel(own_operator.Net(), marks, devices, {"x": _input()}, rules=f"{rules}.wrong"),
     ):
         try:

@@ -1,6 +1,6 @@
 """A model whose operators are derived as they run, on the ranks of a mesh: to try marks, with breakpoints and prints.
 
-    parallel = eager(model, marks, devices)
+    parallel = eager(model, devices, marks)
     with parallel:
         loss = loss_of(model(ids))         # `mark`, `relayout`, `layout_of` in the model's code mean this mesh
     loss.backward()
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.capturing.graph import Graph, Value
+from tangram.sharding.derivation import marks_from
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.marking.marks import states as states_of
@@ -40,24 +41,36 @@ from tangram.sharding.eager.api import WrittenMark, marks_in
 from tangram.sharding.eager.session import Eager, ParameterPart
 from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.runtime.apply_change import brought
-from tangram.training.mesh.groups import devices_of, proved_rules
+from tangram.training.mesh.groups import (
+    device_mesh_of,
+    devices_of,
+    proved_rules,
+    refuse_unlike_inputs,
+    refuse_unlike_weights,
+)
 from tangram.training.mesh.layout_to_torch import named_modules
 from tangram.training.mesh.local_parts import as_dtensors
 from tangram.training.mesh.modes import agree_on_draws
 
 
 def eager(
-    model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, rules: Path | str | OwnRules | None = None
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh | str,
+    marks: Sequence[str | Mark] = (),
+    rules: Path | str | OwnRules | None = None,
 ) -> EagerModel:
     """Make a model (whole, with the same values on all ranks) parallel in place, each operator derived as it runs.
 
-    `marks` name parameters, and modules for the first tensor that each gives; those that `mark` keeps in the model
-    count, too. Each rank gives the model all of its inputs. Its results are plain and whole, but for those that the
-    model's code marks: these stay parts, with layouts. After the backward every gradient is right: nothing is left to
-    sum. `rules`: a file of op rules for operators of one's own, each proved first, or what
-    `sharding.discover.own_rules.own_rules` gives. Raises UserError for marks and rules that do not fit.
+    `mesh`: as of `tangram.parallelize`. `marks` name parameters, and modules for the first tensor that each gives;
+    those that `mark` keeps in the model count, too. Each rank gives the model all of its inputs. Its results are plain
+    and whole, but for those that the model's code marks: these stay parts, with layouts. After the backward every
+    gradient is right: nothing is left to sum. `rules`: a file of op rules for operators of one's own, each proved
+    first, or what `sharding.discover.own_rules.own_rules` gives. Raises UserError for marks and rules that do not fit,
+    and where ranks have other weights or give other inputs.
     """
-    return EagerModel(model, [*marks_in(model), *marks], devices, proved_rules(rules, devices))
+    devices = device_mesh_of(model, mesh)
+    refuse_unlike_weights(model, devices.get_all_groups())
+    return EagerModel(model, [*marks_in(model), *marks_from(marks)], devices, proved_rules(rules, devices))
 
 
 class EagerModel:
@@ -65,6 +78,7 @@ class EagerModel:
 
     def __init__(self, model: nn.Module, marks: Sequence[Mark], devices: DeviceMesh, rules: str = "") -> None:
         self._model = model
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         names = devices.mesh_dim_names or ()
         mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
         self._devices = devices_of(devices)
@@ -112,6 +126,9 @@ class EagerModel:
             if api.current.get() is not self.session:
                 raise UserError("this rank has parts of the model: run it in the context that `eager` has given")
             self._agree_on_draws()
+            refuse_unlike_inputs(
+                {**{str(i): x for i, x in enumerate(args)}, **kwargs}, self._device, [*self._devices.groups.values()]
+            )
             self.session.begin()
             return self.session.end(forward(*args, **kwargs))
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.checkpoint.state.replicated import some_elements
 from tangram.errors import UserError
+from tangram.layout import Mesh
 from tangram.models.capturing.opened import plain
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
 
@@ -142,3 +143,21 @@ def refuse_unlike_inputs(inputs: Mapping[str, Any], device: torch.device, groups
 
 
 _ALL = "each gives all of the batch, and marks say what it computes of it; for batches of their own use DDP or FSDP"
+
+
+def device_mesh_of(model: nn.Module, mesh: DeviceMesh | Mesh | str) -> DeviceMesh:
+    """The devices of a mesh; one that is text is over all ranks of the process group. Raises UserError."""
+    if isinstance(mesh, DeviceMesh):
+        if not mesh.mesh_dim_names:
+            raise UserError("the dims of the DeviceMesh have no names, which marks use: give mesh_dim_names")
+        return mesh
+    if not dist.is_initialized():
+        raise UserError(
+            "no process group was begun: start ranks with torchrun and call torch.distributed.init_process_group"
+        )
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if not mesh.axes or mesh.size != dist.get_world_size():
+        raise UserError(f'the mesh "{mesh}" has {mesh.size} ranks and the process group {dist.get_world_size()}')
+    kinds = {p.device.type for p in model.parameters()} - {"meta"}
+    kind = kinds.pop() if kinds else "cpu"
+    return init_device_mesh(kind, tuple(n for n, _ in mesh.axes.values()), mesh_dim_names=tuple(mesh.axes))

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derivation import marks_from, refuse_unnamed
 from tangram.sharding.derive.marking.marks import Mark
+from tangram.training.mesh.groups import device_mesh_of
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 
 __all__ = ["parallelize"]
@@ -41,21 +40,4 @@ def parallelize(
     be run, and where ranks have other weights or, at the first call of each size, give other inputs.
     """
     refuse_unnamed(inputs)
-    return parallel(model, marks_from(marks), _devices(model, mesh), inputs)
-
-
-def _devices(model: nn.Module, mesh: DeviceMesh | Mesh | str) -> DeviceMesh:
-    if isinstance(mesh, DeviceMesh):
-        if not mesh.mesh_dim_names:
-            raise UserError("the dims of the DeviceMesh have no names, which marks use: give mesh_dim_names")
-        return mesh
-    if not dist.is_initialized():
-        raise UserError(
-            "no process group was begun: start ranks with torchrun and call torch.distributed.init_process_group"
-        )
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    if not mesh.axes or mesh.size != dist.get_world_size():
-        raise UserError(f'the mesh "{mesh}" has {mesh.size} ranks and the process group {dist.get_world_size()}')
-    kinds = {p.device.type for p in model.parameters()} - {"meta"}
-    kind = kinds.pop() if kinds else "cpu"
-    return init_device_mesh(kind, tuple(n for n, _ in mesh.axes.values()), mesh_dim_names=tuple(mesh.axes))
+    return parallel(model, marks_from(marks), device_mesh_of(model, mesh), inputs)
