@@ -56,11 +56,13 @@ def save_described(
     described: Described, path: Path, peers: Peers, about: About, ring: Ring | None = None
 ) -> Manifest | None:
     """The same for a state that is described already. `ring`: memory to write through, kept by the caller."""
+    # One rank looks and makes the folder: on a shared file system each could see another state of it.
     word = peers.from_first(_begin(path) if peers.index == 0 else None)
     if word["error"]:
         raise SaveError(word["error"])
     partial = commits.partial_path(path, word["id"])
     error = _try(lambda: write_share(described, partial, peers.index, peers.size, word["id"], ring))
+    # Also the wait for the slowest: nothing is committed before all have written and said so.
     errors = [f"rank {rank}: {text}" for rank, text in enumerate(peers.all_words(error)) if text]
     manifest: Manifest | None = None
     if peers.index == 0:
@@ -69,7 +71,7 @@ def save_described(
             error = _try(lambda: made.append(finish(partial, path, peers.size, word["id"], about)))
             manifest = made[0] if made else None
             errors = [error] if error else []
-        if errors:
+        if errors:  # nobody else would: its name is known to this save alone
             shutil.rmtree(partial, ignore_errors=True)
     verdict = peers.from_first({"errors": errors})
     if verdict["errors"]:

@@ -72,7 +72,7 @@ def search(
         )
     every = joined(rows)
     bounds = least_of(outline, every, setting, scales, fewer=True)
-    order = np.argsort(bounds, kind="stable")
+    order = np.argsort(bounds, kind="stable")  # the most promising first, so that the rest is cut off soon
 
     def branches() -> Iterator[tuple[float, Grid]]:
         start, count = 0, FIRST
@@ -84,6 +84,7 @@ def search(
     def laid_out(rows: Grid, last: float) -> Grid:
         found = remade(outline, request, rows)
         if np.isfinite(last):
+            # The same sum in another order may differ in its last digit: a tie must not be lost to that.
             found = found.take(least_of(outline, found, setting, scales) <= last * (1 + 1e-12))
         return expanded(outline, request, found)
 
@@ -141,6 +142,7 @@ def _take(
     smallest: tuple[float, Grid] | None = None
     slow: list[Grid] = []  # branches of which nothing was as quick as `within`, until something was
     for bound, rows in branches:
+        # Bounds only grow from here on. Where nothing fits, the answer is what needs least, of which one must be known.
         if bound > last and (slow or smallest is not None):
             break
         g = laid_out(rows, last)
@@ -148,7 +150,7 @@ def _take(
             slow += [] if smallest else [rows]
             continue
         looked += len(g)
-        if best and not whole:
+        if best and not whole:  # before anything fits, what cannot fit still says how much memory would do
             g = g.take(~hopeless(wanted, g))
             if not len(g):
                 continue
@@ -164,7 +166,7 @@ def _take(
             continue
         g, need, step = cuts.grid.take(fits), cuts.need[fits], cuts.step[fits]
         keep = np.argsort(step, kind="stable")[:most]
-        keep = keep[step[keep] <= within]
+        keep = keep[step[keep] <= within]  # a bound is of the best cut, which may have turned out longer
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
         if sum(map(len, steps)) >= most:
             last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
@@ -178,7 +180,7 @@ def _take(
         empty = smallest[1].take(slice(0, 0))
         return BestConfigurations(empty, np.zeros(0), np.zeros(0), looked, -1, smallest[1], smallest[0])
     step, need, g = np.concatenate(steps), np.concatenate(needs), joined(best)
-    order = np.lexsort((need, step))[:most]
+    order = np.lexsort((need, step))[:most]  # of equally quick ones first what needs less memory
     return BestConfigurations(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])
 
 

@@ -80,6 +80,7 @@ def plan(
         if stands_there(seen, want, family):
             raise RelayoutError(f"{want.tensor} is wanted twice at {want.place!r}: each element is written once")
         target = Piece(want.place, family.name, region)
+        # Cells of a mapping do not overlap, so what they write adds up to the region exactly where nothing is missing.
         total = 0
         for cell in bound.cells[family.name]:
             boxes = [b for box in region.boxes for b in cell.target.boxes(box)]
@@ -119,6 +120,7 @@ def _holders(
     """Which pieces hold these boxes of a part, all of them, or CoverageError."""
     found: dict[int, tuple[Piece, list[Box]]] = {}  # by identity: hashing a region costs more than finding it
     for box in boxes:
+        # A holder gives each element from one piece. Fewer are missing, more would have two sources: both are refused.
         size = 0
         for piece, got in holders.find(part, box, target.place):
             found.setdefault(id(piece), (piece, []))[1].append(got)

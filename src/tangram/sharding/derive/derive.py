@@ -107,6 +107,7 @@ def derive(
     read = {v for one in graph.answers for v in one.values}
     whole |= {folded.classes[v] for v in (*graph.changed.values(), *read)}  # what every rank has all of
     wanted = fixed_by(folded, marks, mesh)
+    # An axis that no mark cuts anything over leaves all as it is, so nothing is derived for it.
     named = {axis for own in wanted.values() for axis, state in own.items() if state != SAME}
     mesh.require_independent(sorted(named), "the marks")
     wanted |= {v: {**dict.fromkeys(named, SAME), **wanted.get(v, {})} for v in whole}
@@ -179,6 +180,7 @@ class AxisProblem:
         found: dict[int, dict[State, None]] = {}
         for v in self._values():
             shape = self.folded.value(v).shape
+            # Even cuts only, for uneven ones multiply the choices: one has to be asked for by a mark.
             own = [cut_state(d) for d, n in enumerate(shape) if n > 1 and n % self.k == 0]
             found[v] = dict.fromkeys([*own, *([self.fixed[v]] if self.fixed.get(v, SAME).kind == "cut" else [])])
         for step in self.folded.steps:
@@ -191,6 +193,7 @@ class AxisProblem:
             for v in dict.fromkeys((*step.inputs, *step.outputs)):
                 if v is not None:
                     near.setdefault(v, []).append(step)
+        # To a fixed point, in both directions: a view that merges dims gives its input a state, and that one's maker.
         waiting = {step.number for step in todo}
         while todo:
             step = todo.pop()
@@ -218,6 +221,7 @@ class AxisProblem:
         sides = [*zip(step.inputs, step.bound.inputs, strict=True)]
         sides += [*zip(step.outputs, step.bound.outputs, strict=False)]
         there = [(v, dims) for v, dims in sides if v is not None and dims is not None]
+        # A label is a factor of the operator that is cut, so what one tensor has by it each of the others may have.
         known = {label_of(step.bound, dims, state) for v, dims in there for state in found[v] if state.kind == "cut"}
         grown: list[int] = []
         for label in known:
@@ -240,7 +244,7 @@ class AxisProblem:
         some = [self.states[v] if v is not None else () for v in step.inputs]
         some += [self.states[v] for v in step.outputs]
         count = len(step.bound.inputs) + len(step.bound.outputs)
-        some = (some + [()] * count)[:count]
+        some = (some + [()] * count)[:count]  # optional inputs that were left out
         differentiable = [v in self.folded.differentiable for v in step.outputs]
         found_labels = labels(step.bound, some, self.k, linked=self._links(step))
         allowed = [label for label in found_labels if fits(step, label, self.k, self._before(step))]
@@ -251,6 +255,7 @@ class AxisProblem:
             *self.regions.communication(step, self.outers, self.k),
         ]
         before = [over.communication[step.number] for over in self.done]
+        # What an operator does over the axes before leaves it some of these: two cuts of one dim must nest.
         found = [move for move in dict.fromkeys(found) if together(self.regions, step, move, before)]
         found = [move for move in found if beside(self._shapes(step), move, self.k, self._before(step))]
         return self.customs.allowed(step, found)
@@ -288,7 +293,7 @@ class AxisProblem:
         """The cheapest states and moves. Raises ConflictError."""
         costs = self.costs()
         found = bounded(costs)
-        if not np.isfinite(found.bound):
+        if not np.isfinite(found.bound):  # even the cheapest breaks something, so the marks contradict each other
             because = self._because()
             said = because or "they contradict each other, or an operator needs whole what one of them cuts"
             raise ConflictError(f"no layout over {self.axis} fits the marks: {said}", self.axis, because)
@@ -374,11 +379,13 @@ class AxisProblem:
         for i, a in enumerate(sources):
             for j, b in enumerate(targets):
                 moved = price(a, b, nbytes, self.k, differentiable=differentiable)
+                # A search for marks wants layouts that stay: each change of a cut costs it more than its bytes.
                 if self.rates.follow and a.kind == "cut" and a != b:
                     moved *= self.k if b.kind == "cut" else 1
                     moved += self.rates.follow * nbytes * (v in self.led)
                 if v in self.folded.standing and not isinstance(a, Gathered):
                     moved *= self.rates.summed
+                # A parameter is used where it lies. Only a mark that says so has it gathered for each use.
                 if v in self.folded.standing and a != b and "cut" in (a.kind, b.kind) and not isinstance(a, Gathered):
                     moved = _NEVER
                 moved += _FAR * far * nbytes * (a != b)
