@@ -61,6 +61,20 @@ def test_every_name_is_there_and_documented(face: str) -> None:
             assert value.__doc__, f"{module.__name__}.{name} has no docstring"
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_a_path_may_be_text(face: str) -> None:
+    module = importlib.import_module(module_of(face))
+    public = [getattr(module, name) for name in module.__all__]
+    functions = [one for one in public if inspect.isfunction(one)]
+    for kind in (one for one in public if inspect.isclass(one)):
+        own = [one for name, one in vars(kind).items() if name == "__init__" or not name.startswith("_")]
+        functions += [one for one in own if inspect.isfunction(one) and not hasattr(kind, "__dataclass_fields__")]
+    for function in functions:
+        for name, parameter in inspect.signature(function).parameters.items():
+            text = str(parameter.annotation)
+            assert "Path" not in text or "str" in text, f"{function.__qualname__}({name}) takes no text"
+
+
 def typed(tree: ast.Module) -> set[str]:
     """What a face imports for type checkers, as `module name` or `module name as other`."""
     block = next(one for one in tree.body if isinstance(one, ast.If))

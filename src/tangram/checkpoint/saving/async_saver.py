@@ -90,10 +90,10 @@ class AsyncSaver:
     """
 
     def __init__(
-        self, folder: Path, peers: Peers, settings: Settings | None = None, spare: Detached | None = None
+        self, folder: str | Path, peers: Peers, settings: Settings | None = None, spare: Detached | None = None
     ) -> None:
         """`spare`: a helper that has no job yet, to be the first process that writes."""
-        self.folder = folder.absolute()
+        self.folder = Path(folder).absolute()
         self.settings = settings or Settings()
         self._peers = peers
         self._pool: Pool | None = None

@@ -77,11 +77,12 @@ def read_marker(path: Path) -> Marker:
     return marker
 
 
-def read_manifest(path: Path, marker: Marker | None = None) -> Manifest:
+def read_manifest(path: str | Path, marker: Marker | None = None) -> Manifest:
     """The manifest of the checkpoint in the folder `path`. Raises UserError when it is not the one committed.
 
     What is wrong with the checkpoint comes with the one to go back to, where there is one.
     """
+    path = Path(path)
     try:
         return _manifest(path, marker or read_marker(path))
     except UserError as error:
@@ -179,9 +180,9 @@ def committed(folder: Path) -> list[tuple[Path, Marker]]:
     return sorted(found, key=lambda item: (item[1].serial, item[0].name))
 
 
-def newest(folder: Path) -> Path | None:
+def newest(folder: str | Path) -> Path | None:
     """The checkpoint that was committed last, of those in a folder that are whole."""
-    found = committed(folder)
+    found = committed(Path(folder))
     return found[-1][0] if found else None
 
 

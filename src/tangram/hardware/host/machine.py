@@ -95,7 +95,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def describe(folder: Path | None = None) -> Machine:
+def describe(folder: str | Path | None = None) -> Machine:
     """Look at the machine; disk space is that of `folder` (the current one by default)."""
     allowed = limits()
     memory, available = _memory(allowed)

@@ -52,7 +52,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         plan: Plan,
         world: World | None,
         *,
@@ -62,7 +62,7 @@ class Checkpointer:
     ) -> None:
         """`snapshots`: into memory, so often that one is left out where the one before is still being written.
         `spare`: a helper without a job. `pace`: says how often, by what saves cost."""
-        self.folder = folder
+        self.folder = Path(folder)
         self.blocked_seconds = 0.0
         """How long training stood still for saves that have ended."""
         self._keep = ("last=3",) if snapshots else (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)

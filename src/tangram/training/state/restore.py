@@ -19,13 +19,14 @@ from tangram.training.mesh.world import World
 from tangram.training.state.state import JobState, Progress, TensorPlaces, entries, frozen
 
 
-def load(path: Path, state: JobState, plan: Plan, world: World | None) -> Progress:
+def load(path: str | Path, state: JobState, plan: Plan, world: World | None) -> Progress:
     """Fill a job's state from a checkpoint of any layout and any number of ranks; how far it was.
 
     `plan` and `world` are of the job that goes on; without a world everything is whole in this process. Collective over
     the world: the ranks of a node read each byte that they need once. Raises UserError for a checkpoint that is not
     whole, is damaged, or is of another model.
     """
+    path = Path(path)
     manifest = read_manifest(path)
     progress = _progress(path, manifest)
     targets = entries(state, TensorPlaces(plan, world))

@@ -224,10 +224,10 @@ def refuse_unlike(found: Mapping[str, State], axis: str, state: State, n: int, l
                 )
 
 
-def read_marks(file: Path) -> list[Mark]:
+def read_marks(file: str | Path) -> list[Mark]:
     """The marks of a file, one a line; `#` begins a comment. Raises UserError with the line."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'the marks "{file}" cannot be read: {error}') from None
     return _parsed(text, str(file))
