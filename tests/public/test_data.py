@@ -185,6 +185,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path, tokenizer: Path) -> None
     own = {"tokenizer": str(tokenizer)}
     refused(tmp_path / "a.txt", "käse".encode("latin-1"), r'a\.txt" is no UTF-8 text \(byte 1 is 0xe4\)', **own)
     refused(tmp_path / "b.txt", "text".encode("utf-16"), r'b\.txt" is UTF-16 text: write it as UTF-8', **own)
+    refused(tmp_path / "b.txt", "text".encode("utf-32"), r"is UTF-32 text: write it as UTF-8 \(iconv -f UTF-32", **own)
     refused(tmp_path / "c.csv", "text\nkäse\n".encode("latin-1"), r'c\.csv" is no UTF-8 text', **own)
     refused(tmp_path / "d.jsonl", '{"text": "käse"}'.encode("latin-1"), r'line 1 of ".*d\.jsonl" is no JSON', **own)
 
@@ -247,7 +248,7 @@ def ids_of(tokens: Tokens, text: str) -> list[int]:
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a", "a.dat"])
 @pytest.mark.parametrize("rows", [b'{"text": "one"}\n{"text": "two"}\n', b'[{"text": "one"},\n {"text": "two"}]'])
 def test_rows_are_rows_whatever_the_file_is_called(name: str, rows: bytes, tmp_path: Path) -> None:
-    """ru-gpts#30: (and levanter#394) are lines of JSON text or rows, where the name of their file does not say it?"""
+    """ru-gpts#30: are lines of JSON text or rows, where the name of their file does not say it?"""
     (tmp_path / name).write_bytes(rows)
     corpus = corpus_of(data_plan(tmp_path / "cache", tmp_path / name, held_out=0.0))
     assert sorted(texts_of(corpus)) == [b"one", b"two"]
@@ -278,5 +279,6 @@ def test_a_pointer_of_git_lfs_is_no_text(name: str, tmp_path: Path) -> None:
     refused(tmp_path / name, pointer, "is a pointer of git-lfs, not the file itself: run `git lfs pull`")
 
 
-def test_utf_32_is_not_called_utf_16(tmp_path: Path) -> None:
-    refused(tmp_path / "a.txt", "text".encode("utf-32"), r"is UTF-32 text: write it as UTF-8 \(iconv -f UTF-32")
+def test_json_lines_that_are_called_json(tmp_path: Path) -> None:
+    """levanter#394: files that end in .json have an object in each line, and one more line that is empty."""
+    assert texts(tmp_path / "in", a__json=b'{"text": "one"}\n{"text": "two"}\n\n') == [b"one", b"two"]
