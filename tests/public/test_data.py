@@ -185,6 +185,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path, tokenizer: Path) -> None
     own = {"tokenizer": str(tokenizer)}
     refused(tmp_path / "a.txt", "käse".encode("latin-1"), r'a\.txt" is no UTF-8 text \(byte 1 is 0xe4\)', **own)
     refused(tmp_path / "b.txt", "text".encode("utf-16"), r'b\.txt" is UTF-16 text: write it as UTF-8', **own)
+    refused(tmp_path / "b.txt", "text".encode("utf-32"), r"is UTF-32 text: write it as UTF-8 \(iconv -f UTF-32", **own)
     refused(tmp_path / "c.csv", "text\nkäse\n".encode("latin-1"), r'c\.csv" is no UTF-8 text', **own)
     refused(tmp_path / "d.jsonl", '{"text": "käse"}'.encode("latin-1"), r'line 1 of ".*d\.jsonl" is no JSON', **own)
 
@@ -242,3 +243,42 @@ def ids_of(tokens: Tokens, text: str) -> list[int]:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(tokens.folder))([text], add_special_tokens=False)["input_ids"][0]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a", "a.dat"])
+@pytest.mark.parametrize("rows", [b'{"text": "one"}\n{"text": "two"}\n', b'[{"text": "one"},\n {"text": "two"}]'])
+def test_rows_are_rows_whatever_the_file_is_called(name: str, rows: bytes, tmp_path: Path) -> None:
+    """ru-gpts#30: are lines of JSON text or rows, where the name of their file does not say it?"""
+    (tmp_path / name).write_bytes(rows)
+    corpus = corpus_of(data_plan(tmp_path / "cache", tmp_path / name, held_out=0.0))
+    assert sorted(texts_of(corpus)) == [b"one", b"two"]
+
+
+NO_TEXT = (
+    b"%PDF-1.7\n%\xe2\xe3", b"\x89PNG\r\n\x1a\n", b"PK\x03\x04abc", b"\x04\x22\x4d\x18abc", b"\x1f\x9dabc",
+    b"\x80\x04\x95abc", b"\x93NUMPY", b"\xff\xd8\xff\xe0", b"7z\xbc\xaf", b"Rar!\x1a\x07", b"Obj\x01abc", b"ARROW1abc",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", NO_TEXT)
+def test_what_is_no_text_is_not_trained_on(begin: bytes, tmp_path: Path) -> None:
+    """lltk#1: files that end in .txt are no text."""
+    refused(tmp_path / "a", begin, "is no text")
+    (tmp_path / "b.txt").write_bytes(b"b")
+    folder = data_plan(tmp_path / "cache", tmp_path, held_out=0.0)
+    folder = folder.model_copy(update={"sources": (SourcePlan(path=str(tmp_path), pattern="*"),)})
+    corpus = corpus_of(folder)
+    assert texts_of(corpus) == [b"b"]
+    assert "left out: 1 binary" in corpus.read[0]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.csv", "a"])
+def test_a_pointer_of_git_lfs_is_no_text(name: str, tmp_path: Path) -> None:
+    """benedekrozemberczki/datasets#10: the CSV files of a data set are three lines of git-lfs each."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+    refused(tmp_path / name, pointer, "is a pointer of git-lfs, not the file itself: run `git lfs pull`")
+
+
+def test_json_lines_that_are_called_json(tmp_path: Path) -> None:
+    """levanter#394: files that end in .json have an object in each line, and one more line that is empty."""
+    assert texts(tmp_path / "in", a__json=b'{"text": "one"}\n{"text": "two"}\n\n') == [b"one", b"two"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
@@ -68,6 +69,39 @@ class Ran:
     results: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    refused: Mapping[str, str]
+
+
+class Renormed(nn.Module):
+    """Vectors that are shortened in the table where they are longer than 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.embed(x))
+
+
+class Shortened(nn.Module):
+    """A block that is passed over at some calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.5 else self.block(x)
+
+
+def what_is_said(make: type[nn.Module], mark: str, x: Tensor, devices: DeviceMesh) -> str:
+    model = make()
+    try:
+        parallel(model, [Mark.parse(mark)], devices, {"x": x})
+        model(x)
+    except UserError as error:
+        return str(error)
+    return "nothing"
 
 
 def block(again: bool = False) -> Outer:
@@ -97,7 +131,11 @@ def run_all(rank: Rank, text: Path) -> bytes:
         model(X).square().sum().backward()
         held.sum_gradients()
         gradients[name] = cast(Any, model.block.up.weight.grad).full_tensor()
-    return pickle.dumps(Ran(results, gradients, train_normed(rank, text, "...")[0]))
+    refused = {
+        "renormed": what_is_said(Renormed, "up.weight: o/tp i", torch.arange(8), devices),
+        "shortened": what_is_said(Shortened, "*.up.weight: o/tp i", X, devices),
+    }
+    return pickle.dumps(Ran(results, gradients, train_normed(rank, text, "...")[0], refused))
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +176,18 @@ def test_nothing_is_dropped_in_evaluation(ran: list[Ran]) -> None:
     for one in ran:
         for name in ("plain", "again", "sequence"):
             assert torch.allclose(one.results[f"{name}, evaluated"], want, atol=1e-5)
+
+
+def test_a_layer_that_is_dropped_by_chance_is_not_fixed_at_the_first_call(ran: list[Ran]) -> None:
+    """pytorch/pytorch#95425: a layer that Python's random drops was there or not in all calls of a compiled model."""
+    for one in ran:
+        assert "Shortened draws from Python's random" in one.refused["shortened"]
+
+
+def test_a_table_that_is_renormed_in_the_forward_is_told(ran: list[Ran]) -> None:
+    """pytorch/pytorch#37246: max_norm of an embedding ended in a trace about views on several devices."""
+    for one in ran:
+        assert "writes into a tensor that is taken under another name after that" in one.refused["renormed"]
 
 
 def test_masks_differ_between_data_ranks_and_not_within_a_group() -> None:

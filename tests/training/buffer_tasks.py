@@ -242,6 +242,12 @@ def _other_modules(model: Kinds, x: Tensor) -> Tensor:
     return model.drop(x)
 
 
+def _renormed(model: Kinds, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.down.weight.div_(model.down.weight.norm(dim=1, keepdim=True))
+    return x
+
+
 def refused(rank: Rank) -> dict[str, str]:
     """What is said to models that no program could stand for."""
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -262,6 +268,7 @@ def refused(rank: Rank) -> dict[str, str]:
     hear("called again", _called_again)
     hear("other modules", _other_modules, 2)
     hear("cache", _same, use_cache=True)
+    hear("renormed", _renormed)
     hear("in a list", _same, more=[torch.zeros(2)])
     return said
 

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from tangram.errors import UserError
+from tangram.planner.local.own_rules import code_digest
 from tangram.schema.files import dumps
 from tangram.schema.job import Job
 from tangram.schema.parallelism import PipelinePlan
@@ -36,12 +37,14 @@ ALL: Unlike = {
     "learning rate": "another rate",
     "text": "another text",
     "configuration": "another configuration",
+    "code": "another code",
     "global micro-batch": "another micro-batch",
 }
 WORDS = {
     "learning rate": "learning rate",
     "text": "tokens of the text",
     "configuration": "configuration",
+    "code": "code",
     "global micro-batch": "global micro-batch",
     "unreadable": "cannot be read",
 }
@@ -130,11 +133,25 @@ def test_each_class_does_what_it_says(key: str, plan: Plan) -> None:
 
 def test_what_no_key_says_is_seen_all_the_same(plan: Plan) -> None:
     assert compared(plan, plan, {}) == []
-    found = compared(plan, plan, {"text": "others", "configuration": "rope_theta"})
+    found = compared(plan, plan, {"text": "others", "configuration": "rope_theta", "code": "edited"})
     assert [(change.key, change.refused, change.why) for change in found] == [
         ("data.sources", True, "others"),
         ("model.path", True, "rope_theta"),
+        ("model.code", True, "edited"),
     ]
+
+
+def test_code_is_told_by_what_is_in_its_file(tmp_path: Path, plan: Plan) -> None:
+    """Under another name it is the same; edited in its place it is another."""
+    file, moved = tmp_path / "ops.py", tmp_path / "moved.py"
+    file.write_text("WIDTH = 1")
+    moved.write_text("WIDTH = 1")
+    digest = code_digest(with_key(plan, "model.code", str(file)))
+    assert digest
+    assert code_digest(with_key(plan, "model.code", f"{moved}:samples")) == digest
+    file.write_text("WIDTH = 2")
+    assert code_digest(with_key(plan, "model.code", f"{file}:samples")) not in ("", digest)
+    assert code_digest(plan) == ""
 
 
 def test_of_tables_what_is_not_alike_is_shown(plan: Plan) -> None:

@@ -111,7 +111,7 @@ def test_one_line_says_what_was_taken_and_left_out(tmp_path: Path) -> None:
             corpus_of(data_plan(tmp_path / "cache", source, held_out=0.0))
     corpus = corpus_of(data_plan(tmp_path / "cache", SourcePlan(path=str(root), pattern="*[gt]"), held_out=0.0))
     assert corpus.read == ("3 taken (3 text), 2 documents; left out: 1 binary, 1 documents without text",)
-    with pytest.raises(UserError, match="is no text, it has zero bytes"):
+    with pytest.raises(UserError, match="is no text by its first bytes"):
         corpus_of(data_plan(tmp_path / "cache", root / "picture.png", held_out=0.0))
 
 

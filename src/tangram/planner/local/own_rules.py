@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def split_code(text: str) -> tuple[str, str]:
     """`FILE.py:function` as the file and the function, which is "" of a file alone."""
     file, colon, function = text.rpartition(".py:")
     return (f"{file}.py", function) if colon else (text, "")
+
+
+def code_digest(job: Job) -> str:
+    """A fixed text for what is in the file that a job names as its code; "" without one, or where it is gone."""
+    file = Path(split_code(job.model.code or "")[0])
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else ""
 
 
 def rules_of(job: Job) -> str:

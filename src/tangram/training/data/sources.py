@@ -20,7 +20,7 @@ from tangram.training.data.opened import OpenedDataset, opened
 from tangram.training.data.rows import ROW, NoField, TextRow, no_field, row_text, text_of, unreadable
 from tangram.training.data.tables import cell_rows, dataset_rows, parquet_rows
 
-READING = 2
+READING = 3
 """The rules by which files are read; to be raised when the same files come to give other documents."""
 
 EMPTY = f"{LEFT_OUT}: documents without text"
@@ -73,7 +73,7 @@ def _file_rows(path: Path, choice: str, field: str, first: int, tally: Counter[s
         with opened(path, field) as file:
             if file.kind == "binary":
                 if choice != "pattern":
-                    raise UserError(f'the file "{path}" is no text, it has zero bytes: leave it out by a pattern')
+                    raise UserError(f'the file "{path}" is no text by its first bytes: leave it out by a pattern')
                 tally[f"{LEFT_OUT}: binary"] += 1
                 return
             if field == ROW and file.kind == "text":

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
@@ -64,6 +65,7 @@ from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import RingMark, Rings
 from tangram.sharding.runtime.routes import RankRoutes
+from tangram.sharding.runtime.writes import Writes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import (
     Devices,
@@ -350,11 +352,22 @@ class DerivedModel:
         program = rehearsed(found, self._template, inputs, self._dtype)
         refuse_cut_inputs(program.derived)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.derived)
+        self._refuse_written(program.derived.folded.graph)
         operators = Operators(program.derived, self._rank, Linked(self._groups), self.numbers)
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
         )
+
+    def _refuse_written(self, graph: Graph) -> None:
+        """Raise UserError where a forward that has gradients writes into a parameter that has one: the module sees a
+        view of the DTensor then, and autograd knows no writes into such."""
+        written = {graph.values[v].name for v in Writes.of(graph).nodes if graph.values[v].kind == "parameter"}
+        for name, p in self._model.named_parameters():
+            if name in written and p.requires_grad and isinstance(p, DTensor) and torch.is_grad_enabled():
+                raise UserError(
+                    f"a forward writes into {name}, which is trained: write into it after the optimiser's step instead"
+                )
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         """What a module uses of a parameter, of which a rank holds a part."""

@@ -18,6 +18,7 @@ from tangram.hardware.host.machine import peak_resident_mb, repeatable
 from tangram.models.building.source import Source
 from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
 from tangram.planner.local.estimate import Memory
+from tangram.planner.local.own_rules import code_digest
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.job import Packing
@@ -197,6 +198,7 @@ def about(plan: Plan, corpus: Corpus) -> dict[str, Any]:
     return {
         "plan": dumps(plan),
         "stream": stream_of(plan, corpus),
+        "code": code_digest(plan),
         "tangram": tangram.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

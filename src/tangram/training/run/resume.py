@@ -25,6 +25,7 @@ from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.models.building.source import read_source
+from tangram.planner.local.own_rules import code_digest
 from tangram.schema.files import loads
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus
@@ -35,7 +36,7 @@ from tangram.training.state.restore import Description
 from tangram.training.step.optimiser_step import lr_at
 
 Kind = Literal["free", "reported", "refused"]
-Condition = Literal["", "learning rate", "text", "configuration", "global micro-batch", "unreadable"]
+Condition = Literal["", "learning rate", "text", "configuration", "code", "global micro-batch", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "seed": _REFUSED,
         "model.preset": _MODEL,
         "model.path": _MODEL,
-        "model.code": _REFUSED,
+        "model.code": ResumeRule("refused", "code"),
         "model.rules": _REPORTED,
         "model.change": _MODEL,
         "model.freeze": _REFUSED,
@@ -249,6 +250,7 @@ def changes(
         "learning rate": other_rate(before, plan, step),
         "text": "" if stream.get("text") == corpus.digest else "the tokens of the text are others",
         "configuration": _other_configuration(path, config),
+        "code": "" if past.about.get("code", code := code_digest(plan)) == code else "the code is another",
         "global micro-batch": other_micro_batch(before, plan),
     }
     return compared(before, plan, unlike, f"the learning rate of step {step + 1} stays {_rate(plan, step):.3g}")
@@ -279,7 +281,9 @@ def compared(before: Plan, now: Plan, unlike: Unlike, same_rate: str = "") -> li
     return found
 
 
-_OF_FILES: Mapping[Condition, str] = MappingProxyType({"text": "data.sources", "configuration": "model.path"})
+_OF_FILES: Mapping[Condition, str] = MappingProxyType(
+    {"text": "data.sources", "configuration": "model.path", "code": "model.code"}
+)
 """What may be another without a key that says so, and the key by which that is allowed."""
 
 
@@ -312,12 +316,11 @@ def other_rate(before: Plan, now: Plan, step: int) -> str:
         return ""
     times = f"{new / old:.2g} times " if old else "not "
     said = f"the learning rate of step {step + 1} becomes {new:.3g}, {times}the {old:.3g} of the run so far"
-    if not old:
-        return said
     steady = {"optimiser.schedule": "constant", "optimiser.lr": f"{old:.7g}"}
     steady |= {"optimiser.warmup_steps": "0"} if now.optimiser.warmup_steps > step else {}
     steady |= {"optimiser.decay_steps": "0"} if now.optimiser.decay_steps else {}
-    return f"{said}, which {' '.join(f'--set {key}={value}' for key, value in steady.items())} keeps"
+    keep = " ".join(f"--set {key}={value}" for key, value in steady.items())
+    return f"{said}, which {keep} keeps" if old else said
 
 
 def _other_configuration(path: Path, config: PreTrainedConfig) -> str:
