@@ -10,8 +10,8 @@ So what is returned is what trying all would return.
 
 As soon as something fits, what needs too much on one rank by any cut, with all layers recomputed, is left out
 (`planner.search.uneven_stages.hopeless`). Of each configuration that is left, the quickest cut of the layers into
-virtual stages that fits is taken (`planner.search.uneven_stages`), with as few layers recomputed as fit or more where
-that is quicker (`planner.space.recompute`); bounds are of the best that any could be.
+virtual stages that fits is taken (`planner.search.uneven_stages`), with as few layers recomputed as fit
+(`planner.space.recompute`); bounds are of the best that any could be.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _take(
             g = g.take(~hopeless(wanted, g))
             if not len(g):
                 continue
-        g, step, need = wanted.tried(g) if whole else wanted.evaluated(g, last)
+        g, step, need = wanted.tried(g) if whole else wanted.evaluated(g)
         least = _least(g, need)
         smallest = least if smallest is None or least[0] < smallest[0] else smallest
         if (step <= last).sum() >= most:  # a better cut of these is as quick at least
@@ -191,6 +191,6 @@ def _smallest(wanted: CutRequest, grids: Iterator[Grid]) -> tuple[float, Grid] |
     """Of the first that has any."""
     for g in grids:
         if len(g):
-            g, _, need = wanted.evaluated(g, 0.0)
+            g, _, need = wanted.evaluated(g)
             return _least(g, need)
     return None
