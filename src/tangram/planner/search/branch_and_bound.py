@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,14 +65,13 @@ def search(
 
     `within`: seconds that a step may take.
     """
-    rows = [of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)]
-    if not any(map(len, rows)):
+    every = _branches(outline, request)
+    if not len(every):
         raise UserError(
             f"{request.devices} devices and {request.batch} samples of {request.sequence} tokens have no legal layout "
             f"for {outline.name}: change the batch to a multiple of the devices, or leave less out"
         )
-    every = joined(rows)
-    bounds = least_of(outline, every, setting, scales, fewer=True)
+    bounds = _bounds(outline, request, setting, tuple(sorted((scales or {}).items())))
     order = np.argsort(bounds, kind="stable")
 
     def branches() -> Iterator[tuple[float, Grid]]:
@@ -89,6 +89,17 @@ def search(
 
     wanted = CutRequest(outline, setting, limit, scales, request.able)
     return _take(wanted, most, len(every), branches(), laid_out, within)
+
+
+@lru_cache(maxsize=1)
+def _branches(outline: Outline, request: Request) -> Grid:
+    """Of all meshes. What would be with other memory is a search of the same ones."""
+    return joined([of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)])
+
+
+@lru_cache(maxsize=1)
+def _bounds(outline: Outline, request: Request, setting: Setting, scales: tuple[tuple[str, float], ...]) -> Floats:
+    return least_of(outline, _branches(outline, request), setting, dict(scales) or None, fewer=True)
 
 
 def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, fewer: bool = False) -> Floats:

@@ -94,7 +94,9 @@ class Grid:
         """Some of the configurations, by a mask or places."""
         if isinstance(index, np.ndarray) and cast(Array, index).dtype == np.bool_:
             index = np.flatnonzero(cast(Array, index))  # once, not for each column
-        return Grid(**{name: values[index] for name, values in self.columns().items()})
+        if isinstance(index, slice):
+            return Grid(**{name: values[index] for name, values in self.columns().items()})
+        return Grid(**{name: values.take(index) for name, values in self.columns().items()})  # quicker than [index]
 
 
 _CODES = ("recompute", "schedule", "optimiser", "offload")
