@@ -68,6 +68,8 @@ FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("cross-entropy-loss-fusion",), {"loss": "parallel-fused"}),
 )
 """What flags that a row names change of its framework."""
+PARTS = {("H100", 96.0): "h100-96"}
+"""Devices of the catalogue by what tables call them and GB of memory, where that tells a part of its own."""
 VOCABULARIES = {"internlm": 103168, "mistral": 32000, "mixtral": 32000}
 
 
@@ -101,7 +103,7 @@ class Case:
     def group(self) -> tuple[str, str, str, str]:
         """What errors are told by: gpu, precision, kind of model, source."""
         sixteen = "bf16/fp16" if self.precision in ("bf16", "fp16") else self.precision
-        return (self.gpu, sixteen, self.kind, self.source)
+        return (self.row["gpu"], sixteen, self.kind, self.source)
 
 
 def read(path: Path) -> list[Row]:
@@ -134,6 +136,8 @@ def why_not(row: Row) -> str:
         return f"{row['arch']} is no decoder of one kind of block"
     if row["task"] not in ("pretrain", "sft", ""):
         return row["task"]
+    if "power-limited" in row.get("note", ""):
+        return "the power of its devices is limited, to what is not known"
     if row["recompute"].strip() == "?":
         return "what is recomputed is not known"
     ranks = [number(row, name, 1) for name in ("tp", "pp", "cp")]
@@ -148,7 +152,7 @@ def case(row: Row) -> Case:
         outline(row),
         configuration(row),
         as_flagged(_framework(row["framework"], date if re.match(r"\d{4}", date) else ""), row),
-        row["gpu"],
+        PARTS.get((row["gpu"], number(row, "gpu_mem_gb", 0)), row["gpu"]),
         precision(row["precision"]),
         int(number(row, "gpus_per_node", 8)) or 8,
         "full_iteration" in row["extra"],

@@ -58,6 +58,15 @@ def test_bad_rows_do_not_count() -> None:
     assert off(learn([*runs, *wrong]), runs) < off(learn(runs), runs) + 0.02
 
 
+def test_a_machine_that_is_slow_as_a_whole_is_not_taken_for_its_device() -> None:
+    """Three of a place's machines are as predicted, the only one with a B200 takes twice as long."""
+    others = [replace(run, place="one", device=of) for of in ("h100", "h200", "gb200") for run in made(1, 30, 4)]
+    slow = [replace(run, place="one", device="b200", measured=2 * run.measured) for run in made(1, 30, 6)]
+    taught = learn([*others, *slow]).elsewhere()
+    of_b200 = taught.scales("b200", Setting(None, framework("megatron-core")))["streams"]
+    assert 1 < of_b200 / taught.scales("h100", Setting(None, framework("megatron-core")))["streams"] < 1.25
+
+
 def test_swapped_rows_are_seen() -> None:
     """A planted mistake: who learns from runs with the seconds of others predicts worse."""
     runs = made(4, 40, 0, slow=2.0)
@@ -219,13 +228,14 @@ def test_what_two_runs_have_in_common_does_not_tell_them_apart() -> None:
 
 
 def test_what_is_left_out_is_as_if_it_had_never_been_learned() -> None:
-    """In closed form, of a place: errors and spreads are those of learning anew without it."""
+    """In closed form, of a place: errors and spreads are those of learning anew without it, but for how wide effects of
+    machines are, which is of all."""
     runs = made(6, 30, 0)
     taught = learn(runs)
     ((off, spread),) = left_out(taught, runs, [range(30)])
     steps, sure = learn(runs[30:], taught.noise).correct(runs[:30])
     assert off == pytest.approx(np.log([run.measured for run in runs[:30]]) - np.log(steps), abs=2e-3)
-    assert spread == pytest.approx(sure, rel=0.01)
+    assert spread == pytest.approx(sure, rel=0.03)
     kept = np.log([run.measured for run in runs[:30]]) - np.log(taught.correct(runs[:30])[0])
     assert np.abs(off).mean() > 1.5 * np.abs(kept).mean()  # who scores rows that were learned from sees less
 

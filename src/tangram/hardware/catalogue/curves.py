@@ -58,10 +58,13 @@ FAR: Values = {"start": 20e-6, "hop": 4e-6, "reach": 0.9}
 NEWEST = "newest"
 KERNELS = (NEWEST, "flash-2")
 """Of attention: what the tables measured, each device's newest; FlashAttention-2, whose instructions are Ampere's."""
-HOPPER = ("h100", "h100-pcie", "h100-nvl", "h200", "h800")
+HOPPER = ("h100", "h100-96", "h100-pcie", "h100-nvl", "h200", "h800")
 SLOWER: Mapping[str, Mapping[str, float]] = {name: {"flash-2": 1.6} for name in HOPPER}
 """How much longer a kernel takes than the newest. FlashAttention-2 on an H100: 335 forward and 322 TFLOP/s backward at
 16k tokens and heads of 128 (Shah et al. 2024, figures 5 and 6), where the curve has 528 and 465."""
+
+LIKE = {"h100-96": "h100"}
+"""Whose curves a device has that differs in memory and power alone; its matmuls reach its `best_matmul`."""
 
 
 @cache
@@ -72,7 +75,7 @@ def _file() -> Mapping[str, Any]:
 @cache
 def _values(kind: str, key: str, of: str) -> Values:
     known = _file()[kind]
-    own: Values | None = known.get(key, {}).get(of)
+    own: Values | None = known.get(LIKE.get(key, key), {}).get(of)
     return own if own is not None else known["*"][of]
 
 
@@ -83,8 +86,8 @@ def _own(device: Figures, kind: str, of: str) -> Values | None:
 
 def _product(device: Figures, kind: str) -> Values:
     own = _own(device, "product", kind)
-    if own is None and device.best_matmul and not measured(device.name):
-        return {**_values("product", "*", _typed(kind)), "reach": device.best_matmul / device.peak("bf16")}
+    if own is None and device.best_matmul:
+        return {**_values("product", device.name, _typed(kind)), "reach": device.best_matmul / device.peak("bf16")}
     return own or _values("product", device.name, _typed(kind))
 
 
@@ -118,7 +121,7 @@ def assumed(device: Figures) -> list[str]:
 
 def measured(name: str) -> bool:
     """Whether there are curves of matmuls on a device of the catalogue itself."""
-    return name in _file()["product"]
+    return LIKE.get(name, name) in _file()["product"]
 
 
 def spread(device: Figures, kind: str, of: str = "bf16") -> float:
@@ -167,6 +170,8 @@ def attention_seconds(
 ) -> Array:
     """Of one call of fused attention, by a kernel of `KERNELS`."""
     slower = SLOWER.get(device.name, {}).get(kernel, 1.0)
+    if device.name in LIKE and device.best_matmul:  # power limits all matmuls
+        slower *= _values("product", device.name, "bf16")["reach"] * device.peak("bf16") / device.best_matmul
     return slower * attention(_attention(device, kind), device, kind, of, backward=backward)
 
 

@@ -5,11 +5,13 @@ The logarithm of measured over predicted seconds is modelled as a sum of few eff
     log(measured / predicted) = sum_j w_j x_j + noise
 
 whose features x are the shares of a step's parts ("matmuls are a tenth slower than their curve"), alone and within a
-device, a framework or a place, and one constant for each of those. Every weight has a normal prior around zero with
-the width of its family (`WIDTHS`), so what has not been seen stays at the physics, with an interval as wide as such
-effects are; noise has the heavy tails of Student's t with four degrees of freedom, so single bad rows do not count
-(iterated weights; Gelman et al., Bayesian Data Analysis, 3rd edition, 17.2). The posterior is normal and is kept: a
-few runs of a new place move that place's own effects most, since what is common is known better already.
+device, a framework or a place, and one constant for each of those and for each machine: a device with a framework at a
+place. Every weight has a normal prior around zero with the width of its family (`WIDTHS`), so what has not been seen
+stays at the physics, with an interval as wide as such effects are; noise and machines have the heavy tails of Student's
+t with four degrees of freedom, so that single bad rows do not count, and a machine that is off as a whole (throttled,
+set up badly) is not taken for its device (iterated weights; Gelman et al., Bayesian Data Analysis, 3rd edition, 17.2).
+The posterior is normal and is kept: a few runs of a new place move that place's own effects most, since what is common
+is known better already.
 
 `Learned` is what `tangram plan` corrects its predictions by. The trade-off: effects are linear in logarithms, so what
 overlaps differently is met only on average.
@@ -47,6 +49,7 @@ WIDTHS = {
     "framework part": 0.11,
     "place": 0.085,
     "place part": 0.175,
+    "place machine": 0.05,
 }
 """How large effects of each family are: the standard deviation of a weight before anything is seen."""
 NO_CURVE = 0.35
@@ -102,6 +105,7 @@ class Run:
         found["device", self.device, ""] = 1.0
         found["framework", self.framework, ""] = 1.0
         found["place", self.place, ""] = 1.0
+        found["place machine", f"{self.place} {self.device} {self.framework}", ""] = 1.0
         return found
 
 
@@ -219,13 +223,17 @@ def published() -> Learned:
 def learn(runs: Sequence[Run], noise: float = 0.08) -> Learned:
     """From runs, starting at the physics. `noise` is where its estimate begins."""
     names = _names(runs, ())
-    start = Learned(names, np.zeros(len(names)), np.diag([WIDTHS[family] ** 2 for family, _, _ in names]), noise)
+    one = Learned(names, np.zeros(len(names)), np.diag(_widths(names) ** 2), noise)
     if not runs:
-        return start
+        return one
     values, _ = _matrix(runs, names)
     targets = _targets(runs)
-    left = targets - values @ _condition(start, values, targets, noise).mean
-    return _condition(start, values, targets, max(0.02, float(np.median(np.abs(left))) / 0.6745))
+    one = _condition(one, values, targets, noise)
+    noise = max(0.02, float(np.median(np.abs(targets - values @ one.mean))) / 0.6745)
+    for _ in range(TURNS):
+        prior = Learned(names, np.zeros(len(names)), np.diag(_widths(names, one.mean) ** 2), noise)
+        one = _condition(prior, values, targets, noise)
+    return one
 
 
 def left_out(learned: Learned, runs: Sequence[Run], blocks: Sequence[Sequence[int]]) -> list[tuple[Array, Array]]:
@@ -240,7 +248,7 @@ def left_out(learned: Learned, runs: Sequence[Run], blocks: Sequence[Sequence[in
     weights = _weights(targets - values @ learned.mean, learned.noise) / learned.noise**2
     # Of just these weights: with others what a block alone tells of would not be taken out whole.
     scaled = values * np.sqrt(weights)[:, None]
-    covariance = np.linalg.inv(np.diag([WIDTHS[family] ** -2 for family, _, _ in learned.names]) + scaled.T @ scaled)
+    covariance = np.linalg.inv(np.diag(_widths(learned.names, learned.mean) ** -2) + scaled.T @ scaled)
     left = targets - values @ (covariance @ (values.T @ (weights * targets)))
     found: list[tuple[Array, Array]] = []
     for block in blocks:
@@ -308,6 +316,15 @@ def _matrix(runs: Sequence[Run], names: tuple[tuple[str, str, str], ...]) -> tup
             else:
                 unseen[i] += (_width(name) * value) ** 2
     return values, unseen
+
+
+def _widths(names: Sequence[tuple[str, str, str]], mean: Array | None = None) -> Array:
+    """Of the prior of each effect; of machines' as wide as tails are that reach what they are taken for, `mean`."""
+    widths = np.array([WIDTHS[family] for family, _, _ in names])
+    if mean is None:
+        return widths
+    machines = np.array([family == "place machine" for family, _, _ in names], dtype=bool)
+    return np.where(machines, widths * np.sqrt((TAILS + (mean / widths) ** 2) / (TAILS + 1)), widths)
 
 
 def _width(name: tuple[str, str, str]) -> float:

@@ -10,14 +10,15 @@ So what is returned is what trying all would return.
 
 As soon as something fits, what needs too much on one rank by any cut, with all layers recomputed, is left out
 (`planner.search.uneven_stages.hopeless`). Of each configuration that is left, the quickest cut of the layers into
-virtual stages that fits is taken (`planner.search.uneven_stages`), with as few layers recomputed as fit or more where
-that is quicker (`planner.space.recompute`); bounds are of the best that any could be.
+virtual stages that fits is taken (`planner.search.uneven_stages`), with as few layers recomputed as fit
+(`planner.space.recompute`); bounds are of the best that any could be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,14 +65,13 @@ def search(
 
     `within`: seconds that a step may take.
     """
-    rows = [of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)]
-    if not any(map(len, rows)):
+    every = _branches(outline, request)
+    if not len(every):
         raise UserError(
             f"{request.devices} devices and {request.batch} samples of {request.sequence} tokens have no legal layout "
             f"for {outline.name}: change the batch to a multiple of the devices, or leave less out"
         )
-    every = joined(rows)
-    bounds = least_of(outline, every, setting, scales, fewer=True)
+    bounds = _bounds(outline, request, setting, tuple(sorted((scales or {}).items())))
     order = np.argsort(bounds, kind="stable")  # the most promising first, so that the rest is cut off soon
 
     def branches() -> Iterator[tuple[float, Grid]]:
@@ -90,6 +90,17 @@ def search(
 
     wanted = CutRequest(outline, setting, limit, scales, request.able)
     return _take(wanted, most, len(every), branches(), laid_out, within)
+
+
+@lru_cache(maxsize=1)
+def _branches(outline: Outline, request: Request) -> Grid:
+    """Of all meshes. What would be with other memory is a search of the same ones."""
+    return joined([of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)])
+
+
+@lru_cache(maxsize=1)
+def _bounds(outline: Outline, request: Request, setting: Setting, scales: tuple[tuple[str, float], ...]) -> Floats:
+    return least_of(outline, _branches(outline, request), setting, dict(scales) or None, fewer=True)
 
 
 def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, fewer: bool = False) -> Floats:
@@ -154,7 +165,7 @@ def _take(
             g = g.take(~hopeless(wanted, g))
             if not len(g):
                 continue
-        g, step, need = wanted.tried(g) if whole else wanted.evaluated(g, last)
+        g, step, need = wanted.tried(g) if whole else wanted.evaluated(g)
         least = _least(g, need)
         smallest = least if smallest is None or least[0] < smallest[0] else smallest
         if (step <= last).sum() >= most:  # a better cut of these is as quick at least
@@ -193,6 +204,6 @@ def _smallest(wanted: CutRequest, grids: Iterator[Grid]) -> tuple[float, Grid] |
     """Of the first that has any."""
     for g in grids:
         if len(g):
-            g, _, need = wanted.evaluated(g, 0.0)
+            g, _, need = wanted.evaluated(g)
             return _least(g, need)
     return None

@@ -12,8 +12,8 @@ the first or the last gets fewer, so what is left out cannot be the best:
     fits only with layers recomputed                    one more from either may need fewer of them
     no cut at all would be as quick as what is wanted       none is tried
 
-Otherwise both ways are gone. "Fits" is: with as few layers recomputed as fit, or more where
-that is quicker (`planner.space.recompute`). Tests compare with trying all cuts, and plant a mistake.
+Otherwise both ways are gone. "Fits" is: with as few layers recomputed as fit (`planner.space.recompute`). Tests
+compare with trying all cuts, and plant a mistake.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def best_cuts(wanted: CutRequest, g: Grid, step: Array, need: Array, last: float
         hopes = paces.hopes(found, best, at) | wanted.most_again(best.grid.take(at))
         fewer = _further(wanted, at, found, fits, paces.slow(found, at), hopes)
         at, found = _children(wanted, at, found, *fewer)
-        found, steps, needs = wanted.evaluated(wanted.least_again(found), last)
+        found, steps, needs = wanted.evaluated(wanted.least_again(found))
         fits = needs <= wanted.limit
         best.take(at, found, steps, needs)
     return best

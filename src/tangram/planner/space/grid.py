@@ -94,7 +94,10 @@ class Grid:
         """Some of the configurations, by a mask or places."""
         if isinstance(index, np.ndarray) and cast(Array, index).dtype == np.bool_:
             index = np.flatnonzero(cast(Array, index))  # once, not for each column
-        return Grid(**{name: values[index] for name, values in self.columns().items()})
+        if isinstance(index, slice):
+            return Grid(**{name: values[index] for name, values in self.columns().items()})
+        places = cast(Array, index)  # `take` is quicker than an index
+        return Grid(**{name: values.take(places) for name, values in self.columns().items()})
 
 
 _CODES = ("recompute", "schedule", "optimiser", "offload")

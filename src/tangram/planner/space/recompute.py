@@ -1,9 +1,8 @@
 """What is recomputed in the backward: its names, and how many of the layers that need be.
 
 Sets of operators are recomputed in all layers. Whole layers are so in as few as memory asks for: of a configuration
-the least share that fits is taken (`fitted`), and from it on the next as long as that is quicker (`uneven.Wanted`):
-more computation may cover more of what ranks send, and with corrections that are learned cover more than it takes.
-Shares are whole numbers of a virtual stage's layers, or those that a framework has.
+the least share that fits is taken (`fitted`). Shares are whole numbers of a virtual stage's layers, or those that a
+framework has.
 """
 
 from __future__ import annotations
