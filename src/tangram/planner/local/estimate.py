@@ -143,7 +143,7 @@ def estimate(
     return Estimate(
         max((_memory(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total),
         max((_seconds(plan, stage, held, rates, moves) for stage in stages), key=lambda seconds: seconds.total),
-        plan.data.global_batch * plan.data.sequence,
+        plan.data.global_batch * plan.rows_per_sample * plan.data.sequence,
     )
 
 
@@ -367,7 +367,7 @@ def _sums_seconds(gradients: float, copies: int, rates: Rates) -> float:
 
 def _communication_seconds(plan: Plan, moves: Sequence[CollectiveTraffic], rates: Rates) -> float:
     """Of what moves over the tensor axis, as derived, for a micro-batch."""
-    ranks, samples = plan.model_ranks, plan.data.micro_batch
+    ranks, samples = plan.model_ranks, plan.data.micro_batch * plan.rows_per_sample
     each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
     return sum(one.times * (each + rates.links.seconds(samples * one.nbytes)) for one in moves)
 

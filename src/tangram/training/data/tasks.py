@@ -6,12 +6,14 @@ from types import MappingProxyType
 from tangram.schema.job import DataPlan, Job
 from tangram.schema.tuning import TaskName
 from tangram.training.data.chat import chat_tokens
+from tangram.training.data.pairs import pair_tokens
 from tangram.training.data.tokens import Tokens, load_tokens
 
 TOKENS: Mapping[TaskName, Callable[[Tokens, DataPlan], Tokens]] = MappingProxyType(
     {
         "pretrain": lambda tokens, data: tokens,
         "sft": chat_tokens,
+        "dpo": pair_tokens,
     }
 )
 

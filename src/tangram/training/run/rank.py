@@ -33,6 +33,7 @@ from tangram.training.observe.profiling import profiled
 from tangram.training.parallel.due_calls import due_calls
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.reference import Reference
 from tangram.training.parallel.weight_groups import weight_groups
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
@@ -123,7 +124,9 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     source = source_of(plan, tokens)
     tell(Doing("building the model, cutting it, giving it values"))
     with explained(None, None, job.memory):
-        model = build(plan, source, world, values=job.resume is None)
+        compares = plan.has_reference  # with the values of the begin, whatever a checkpoint has
+        model = build(plan, source, world, values=job.resume is None or compares)
+        model = replace(model, reference=Reference(model.module) if compares else None)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     optimiser = make_adamw(model.module, plan.optimiser, plan.precision.masters, model.plain)
     state = JobState(model.module, optimiser, plain=model.plain)
