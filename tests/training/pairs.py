@@ -22,8 +22,8 @@ Row = tuple[list[int], list[bool]]
 """The tokens of a conversation, and which are answer."""
 
 
-def write_pairs(folder: Path) -> Path:
-    """A chat model, pairs of answers of unequal lengths as messages and as text, and a job of five lines."""
+def write_pairs(folder: Path, kind: str = "pairs") -> Path:
+    """A chat model, pairs of answers of unequal lengths as messages and as text, and a job of five lines on a kind."""
     write_folder(folder)
     said = [(f"{n} + {n}?", f"that is {2 * n}" + "!" * (n % 7), "no idea" + " at all" * (n % 3)) for n in range(40)]
     turn = lambda role, text: {"role": role, "content": text}  # noqa: E731
@@ -37,7 +37,7 @@ def write_pairs(folder: Path) -> Path:
         (folder / name).mkdir()
         (folder / name / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "dpo.toml").write_text(
-        'version = 3\ntask = "dpo"\nmodel.path = "chat-model"\ndata.sources = [{ path = "pairs" }]\nrun.steps = 6\n'
+        f'version = 3\ntask = "dpo"\nmodel.path = "chat-model"\nrun.steps = 6\ndata.sources = [{{ path = "{kind}" }}]\n'
     )
     return folder
 

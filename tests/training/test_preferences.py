@@ -22,6 +22,7 @@ from tangram.training.data import prepare, tokens_of
 from tangram.training.objective.preferences import FORMULAS, Scores
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
+from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.pairs import Mistake, oracle, write_pairs
 from tests.training.tuning_tasks import Traced, run_in_turn
 
@@ -148,27 +149,34 @@ def test_formulas_are_those_that_were_published(c: float, r: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_as_a_user_runs_it(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_page_is_what_happens(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, held-out pairs, a save on the way, on two processes; and what it leaves."""
-    monkeypatch.chdir(folder)
+    """Its job and its commands, with dropout, held-out pairs, a save on the way, on two processes; and going on."""
+    job, commands, *others = blocks_of(ROOT / "docs" / "preferences.md")
+    example = ROOT / "examples" / "preferences"
+    assert job.text == (example / "dpo.toml").read_text()
+    assert not others
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat-model").symlink_to(folder / "chat-model")
+    (tmp_path / "pairs").symlink_to(example / "pairs")
+    (tmp_path / "dpo.toml").write_text(job.text)
+    show, train = (list(command.arguments) for command in commands_of(commands))
     some = [x for key, value in {
-        "lora.rank": "4", "lora.dropout": "0.1", "data.sequence": "64", "data.cache": str(folder / "cache"),
-        "data.held_out": "0.2", "run.evaluate_every": "1", "checkpoint.every_steps": "1", "optimiser.lr": "1e-3",
-        "data.global_batch": "4",
+        "lora.dropout": "0.1", "data.sequence": "128", "data.cache": str(tmp_path / "cache"), "data.held_out": "0.3",
+        "run.evaluate_every": "1", "checkpoint.every_steps": "1", "optimiser.lr": "1e-3", "data.global_batch": "3",
     }.items() for x in ("--set", f"{key}={value}")]  # fmt: skip
-    assert main(["data", "show", "dpo.toml", *some]) == 0
+    assert main([*show, *some]) == 0
     shown = capsys.readouterr().out
     assert shown.count(", chosen: ") == shown.count(", rejected: ") == 3
     assert shown.count("<|im_start|>assistant\n[[") == 6
-    assert "Be short.[[" not in shown
-    assert main(["train", "dpo.toml", *some, "--steps", "2", "-n", "2", "--out", "out"]) == 0
+    assert shown.count("<|im_start|>user\n[[") == 0
+    assert main([*train, *some, "--steps", "2", "-n", "2"]) == 0
     said = capsys.readouterr().out
     assert "margins" in said
     assert "accuracies" in said
-    assert main(["train", "dpo.toml", *some, "--steps", "3", "-n", "1", "--resume", "--out", "out"]) == 0
-    base, tuned = (AutoModelForCausalLM.from_pretrained(name) for name in ("chat-model", "out/export"))
+    assert main(["train", "dpo.toml", *some, "--steps", "3", "-n", "1", "--resume", "--out", "runs/dpo"]) == 0
+    base, tuned = (AutoModelForCausalLM.from_pretrained(name) for name in ("chat-model", "runs/dpo/export"))
     ids = torch.arange(40)[None]
     assert not torch.equal(base(ids).logits, tuned(ids).logits)
 

@@ -384,9 +384,7 @@ class Job(TomlTable):
                 f"{steps} in run.steps",
             )
         if self.run.recompute_keep and not self.run.recompute:
-            raise Mistake(
-                "run.recompute_keep", "no module is recomputed: name some in run.recompute, or leave this out"
-            )
+            raise Mistake("run.recompute_keep", "no module is recomputed: name some in run.recompute, or leave it out")
         if self.run.recompute_keep and self.run.compile:
             raise Mistake(
                 "run.recompute_keep",
