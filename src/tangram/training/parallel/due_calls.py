@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tangram.layout import intervals
 from tangram.models.outlines.outlined import FIELDS, int_field
-from tangram.planner.local.estimate import is_plain_ddp
+from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.tracing.format import OPS
 from tangram.tracing.groups import axes_of_ranks

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tangram.hardware.host.machine import resident_mb
-from tangram.planner.local.estimate import Memory, megabytes
+from tangram.planner.local.estimate import megabytes
+from tangram.planner.local.peak_memory import Memory
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 """What torch says on the CPU, where it has no exception of its own for it."""

@@ -17,7 +17,7 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import peak_resident_mb, repeatable
 from tangram.models.building.source import Source
 from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
-from tangram.planner.local.estimate import Memory
+from tangram.planner.local.peak_memory import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.job import Packing

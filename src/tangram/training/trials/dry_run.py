@@ -43,7 +43,7 @@ from tangram.layout import Layout, Mesh
 from tangram.models.building.build import build_on_meta
 from tangram.models.building.source import Source
 from tangram.planner.legality.check_plan import legal
-from tangram.planner.local.estimate import fullest
+from tangram.planner.local.peak_memory import fullest
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
