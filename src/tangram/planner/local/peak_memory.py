@@ -109,7 +109,7 @@ def memory_of(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> M
     parameters, trained = stage.parameters, [one for one in stage.parameters if one.trained]
     reference = trained if plan.has_reference else []
     gathered = _gathered(plan, parameters, held)
-    moments = _moments(plan, stage, held, _logits(plan, stage.local, kind), _made(plan, parameters, held))
+    moments = _moments(plan, stage, held, _logits(plan, stage.local, kind), *_made(plan, parameters, held))
     most = max(moments, key=sum)
     return Memory(
         parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*parameters, *reference]),
@@ -131,7 +131,9 @@ class _Moment(NamedTuple):
     made: float = 0.0
 
 
-def _moments(plan: Plan, stage: Share, held: Mapping[str, int], logits: float, made: float) -> Iterator[_Moment]:
+def _moments(
+    plan: Plan, stage: Share, held: Mapping[str, int], logits: float, made: float, making: float
+) -> Iterator[_Moment]:
     """The loss; each layer's backward, which begins with all that it keeps and ends with its gradients; the update.
 
     Of a pipeline all at once, as its micro-batches are not in step.
@@ -146,16 +148,17 @@ def _moments(plan: Plan, stage: Share, held: Mapping[str, int], logits: float, m
     every = float(of_block.total())
     if plan.pipeline is not None:
         again = [part.kept_bytes for part in local.blocks if recomputed(plan, part.name)]
-        yield _Moment(every, stage.activations + max(again, default=0.0), logits, made)
+        yield _Moment(every, stage.activations + max(again, default=0.0), logits, made + making)
         return
     before = every if plan.micro_steps > 1 else 0.0  # of the micro-batches before
     yield _Moment(before, stage.activations, logits)
     there, left = before or of_block[OUTSIDE], sum(kept_bytes(plan, part) for part in local.blocks)
     for part in reversed(local.blocks):
         left -= kept_bytes(plan, part)
+        yield _Moment(there, left + part.kept_bytes + part.input_bytes, 0.0, made + making)
         yield _Moment(there, left + part.kept_bytes + _flowing(plan, local, part), 0.0, made)
         there = before or there + of_block[part.name]
-        yield _Moment(there, left + part.input_bytes, 0.0, made)
+        yield _Moment(there, left + part.input_bytes, 0.0, made + making)
     yield _Moment(every, 0.0)
 
 
@@ -186,13 +189,13 @@ def _states_bytes(plan: Plan, one: Parameter) -> float:
     return moments + (0 if own_masters(plan) else master)
 
 
-def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
-    """Of a quantised base, what the largest layer's weight takes: the part that TP leaves, and some of it in float32,
-    two times, while it is made."""
+def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> tuple[float, float]:
+    """Of a quantised base, what the largest layer's weight takes, the part that TP leaves; and before that, while it is
+    made, some of it in float32 two times."""
     shards = shard_size(plan)
     largest = max((min(one.size, held[one.name] * shards) for one in parameters if one.quantised), default=0)
     types = {plan.precision.parameters, plan.precision.compute}
-    return float(sum(BYTES[name] for name in types) * largest + 8 * min(largest, nf4.AT_ONCE))
+    return float(sum(BYTES[name] for name in types) * largest), 8.0 * min(largest, nf4.AT_ONCE)
 
 
 def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:
