@@ -23,7 +23,7 @@ from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, materialise
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.run.launch import Rank, run_ranks
-from tangram.training.step.evaluate import next_token_loss
+from tangram.training.step.objectives import next_token_loss
 from tangram.training.step.optimiser_step import make_adamw
 
 SEQUENCE = 8

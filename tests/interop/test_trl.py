@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tangram.training.data import open_corpus, prepare, sample_ids, tokens_of
 from tangram.training.data.samples import best_fit
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
+from tests.training.pairs import write_pairs
 from tests.training.tuning_tasks import Traced, begin_as, run_plans, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of accelerators that are not here, and of what TRL will change
@@ -31,8 +32,8 @@ ALONE = Strategy("one process", "dp=1", ("dp",), shard="dp")
 SET = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
 
 
-def planned(folder: Path, **more: str) -> Plan:
-    asked = load(folder / "sft.toml", {**SET, "lora.alpha": "16.0", "data.cache": str(folder / "cache"), **more})
+def planned(folder: Path, file: str = "sft.toml", **more: str) -> Plan:
+    asked = load(folder / file, {**SET, "lora.alpha": "16.0", "data.cache": str(folder / "cache"), **more})
     prepare(asked.data, tokens_of(asked), lambda event: None)
     return plan_of(ALONE, asked, Counted(asked, source_of(asked, tokens_of(asked)).config))
 
@@ -68,6 +69,11 @@ def settings(plan: Plan, folder: Path) -> dict[str, Any]:
 
 def trained(trainer: type[Any], plan: Plan, config: Any, rows: Sequence[Any], folder: Path) -> list[float]:
     """The losses of a trainer of TRL that begins with the job's adapters and takes these rows in order."""
+    return [one["loss"] for one in logged(trainer, plan, config, rows, folder)]
+
+
+def logged(trainer: type[Any], plan: Plan, config: Any, rows: Sequence[Any], folder: Path) -> list[dict[str, float]]:
+    """What it says of each step."""
     from datasets import Dataset
     from peft import LoraConfig
     from torch.utils.data import SequentialSampler
@@ -88,7 +94,7 @@ def trained(trainer: type[Any], plan: Plan, config: Any, rows: Sequence[Any], fo
     )  # fmt: skip
     begin_as(made.model, plan)
     made.train()
-    return [one["loss"] for one in made.state.log_history if "loss" in one]
+    return [one for one in made.state.log_history if "loss" in one]
 
 
 def test_samples_are_as_few_as_those_of_trl() -> None:
@@ -113,3 +119,36 @@ def test_a_chat_model_is_tuned_as_by_trl(tmp_path: Path) -> None:
     assert own.losses[-1] < own.losses[0] - 0.1
     every = trl.SFTConfig(assistant_only_loss=False, **settings(plan, folder / "theirs"))
     assert trained(trl.SFTTrainer, plan, every, rows, folder)[:3] != pytest.approx(own.losses[:3], rel=1e-3)
+
+
+PREFERENCES: Mapping[str, dict[str, str]] = {
+    "sigmoid": {}, "ipo": {}, "hinge": {}, "robust": {"label_smoothing": "0.1"}, "sigmoid_norm": {}, "apo_zero": {},
+    "apo_down": {}, "simpo": {"beta": "2.0"}, "orpo": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", PREFERENCES)
+def test_preferences_are_learnt_as_by_trl(tmp_path: Path, loss: str) -> None:
+    """30 steps of DPO, a few of the others: losses, the norm of each gradient, and the rewards that people watch."""
+    trl: Any = pytest.importorskip("trl")
+    # These two of TRL's trainers put an end behind every answer, which templates do not, so they are given texts.
+    folder = write_pairs(tmp_path, "texts" if loss in ("simpo", "orpo") else "pairs")
+    own = {"beta": "0.1", **PREFERENCES[loss]}
+    asked = {f"preference.{key}": value for key, value in {"loss_type": loss, **own}.items()}
+    plan = planned(folder, "dpo.toml", **asked, **{"lora.rank": "4", "run.steps": "30" if loss == "sigmoid" else "4"})
+    mine = ran(plan, folder)
+    rows, same = rows_in_order(plan, "a.jsonl"), settings(plan, folder / "theirs")
+    numbers = {key: float(value) for key, value in own.items()}
+    if loss in ("simpo", "orpo"):
+        simpo = {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.5} if loss == "simpo" else {}
+        cpo, orpo = (pytest.importorskip(f"trl.experimental.{name}") for name in ("cpo", "orpo"))
+        kind, config = (cpo.CPOTrainer, cpo.CPOConfig) if simpo else (orpo.ORPOTrainer, orpo.ORPOConfig)
+        theirs = logged(kind, plan, config(**same, **numbers, **simpo), rows, folder)
+    else:
+        theirs = logged(trl.DPOTrainer, plan, trl.DPOConfig(loss_type=[loss], **same, **numbers), rows, folder)
+    assert len(theirs) == plan.run.steps
+    assert mine.losses == pytest.approx([one["loss"] for one in theirs], rel=1e-6)
+    assert mine.norms == pytest.approx([one["grad_norm"] for one in theirs], rel=1e-5)
+    for key, values in mine.figures.items():
+        if key.startswith("rewards/"):
+            assert values == pytest.approx([one[key] for one in theirs], rel=1e-4, abs=1e-6), key

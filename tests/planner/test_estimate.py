@@ -7,7 +7,8 @@ import pytest
 from tangram.hardware.measuring import overheads
 from tangram.models.building.build import build_on_meta
 from tangram.models.outlines.costs import ModelCosts, costs
-from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate, is_plain_ddp, largest_parts, shard_size
+from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate
+from tangram.planner.local.peak_memory import is_plain_ddp, largest_parts, shard_size
 from tangram.schema.plan import Plan
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
@@ -48,6 +49,31 @@ def test_memory_by_hand(llama: ModelCosts) -> None:
     assert whole.gathered == 4 * numbers  # the sum of a micro-batch before, beside the gradients of this one
     assert whole.process == overheads.PROCESS_BYTES
     assert whole.total == sum((16 * numbers, whole.activations, whole.logits, whole.gathered, whole.process))
+
+
+def test_of_one_micro_batch_gradients_come_when_activations_go(llama: ModelCosts) -> None:
+    """The loss, each layer's backward and the update, by hand: no two of them at once."""
+    one = {"global_batch": 4}
+    *blocks, outside = llama.parts
+    gradients = {part.name: 4 * llama.block_parameters(part.name) for part in llama.parts}
+    embedding = 4 * 65 * 32  # whose gradient comes last
+    logits = 2 * 4 * 2 * SEQUENCE * 65
+    wide = max(max(one.shape) for one in llama.parameters if one.block and len(one.shape) > 1)
+    for recompute in ([], ["model.layers.*"]):
+        kept = [part.input_bytes if recompute else part.kept_bytes for part in blocks]
+        at_loss = sum(kept) + outside.kept_bytes + logits
+        in_layers = [
+            sum(kept[:n]) + (gradients[""] - embedding) + sum(gradients[late.name] for late in blocks[n + 1 :]) + most
+            for n, part in enumerate(blocks)
+            for flowing in [2 * 4 * 2 * SEQUENCE * wide + part.input_bytes]  # of a product in the widest
+            for most in (part.kept_bytes + flowing, gradients[part.name] + part.input_bytes)
+        ]
+        memory = found(llama, plan("dp=1", "...", data={**one, "micro_batch": 4}, run={"recompute": recompute})).memory
+        flow = memory.gradients + memory.activations + memory.logits
+        assert flow == pytest.approx(max(at_loss, *in_layers, sum(gradients.values())))
+        several = found(llama, plan("dp=1", "...", data=one, run={"recompute": recompute})).memory
+        assert several.gradients == sum(gradients.values())  # of the micro-batch before, beside all that this one keeps
+        assert several.activations + several.logits >= at_loss
 
 
 def test_what_fsdp_cuts(llama: ModelCosts) -> None:

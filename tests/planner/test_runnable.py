@@ -27,8 +27,8 @@ from tangram.planner.imports.files import strategy_of
 from tangram.planner.legality.engine import Rule, facts_of
 from tangram.planner.legality.enumerate import Request, meshes, of_mesh
 from tangram.planner.legality.trainer_support import RULES, RUNS
-from tangram.planner.local.estimate import BYTES, largest_parts
 from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.peak_memory import BYTES, largest_parts
 from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
 from tangram.planner.search.branch_and_bound import exhaustive, search
 from tangram.planner.search.explain import laid_out

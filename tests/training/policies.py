@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tangram.planner.local.estimate import Memory
+from tangram.planner.local.peak_memory import Memory
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, Batch, RankBatches, open_corpus
 from tangram.training.mesh.world import World, make_world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -156,7 +157,7 @@ def _picked(whole: np.ndarray[Any, Any], part: Region) -> np.ndarray[Any, Any]:
 # ---------------------------------------------------------------- on ranks
 
 SET = {
-    "data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "3e-3",
+    "data.sequence": "64", "data.global_batch": "4", "optimiser.schedule": "constant", "optimiser.lr": "3e-3",
     "optimiser.weight_decay": "0.1", "optimiser.moments": '"8-bit"',
 }  # fmt: skip
 STEPS = 6
@@ -188,10 +189,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache
+def counted_for(job: Path, **change: str) -> Counted:
+    """What a model costs, whatever its optimiser is."""
+    asked = load(job, {**SET, "data.cache": str(job.parent / "cache"), **change})
+    prepare(asked.data, tokens_of(asked), lambda event: None)
+    return Counted(asked, source_of(asked, tokens_of(asked)).config)
+
+
 def planned(folder: Path, way: str, steps: int = STEPS, **more: str) -> Plan:
     asked = load(folder / "full.toml", {**SET, "data.cache": str(folder / "cache"), **more})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    plan = plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
+    change = {key: value for key, value in more.items() if key.startswith("model.")}
+    plan = plan_of(WAYS[way], asked, counted_for(folder / "full.toml", **change), 2)
     return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
 
 
@@ -230,8 +239,7 @@ def test_what_is_kept_is_what_is_predicted(folder: Path, ran: dict[tuple[str, st
 
     for key in (("all", "one"), ("all", "fsdp"), ("plain", "one")):
         plan = planned(folder, key[1], **({"optimiser.moments": '"as masters"'} if key[0] == "plain" else {}))
-        counted = Counted(plan, source_of(plan, tokens_of(plan)).config)
-        costs = counted.costs(2)
+        costs = counted_for(folder / "full.toml").costs(2)
         memory = estimate(plan, costs, costs, rates()).memory
         assert ran[key].kept_bytes == pytest.approx(memory.parameters + memory.optimiser, rel=0.02), key
     assert ran["all", "one"].kept_bytes < 0.55 * ran["plain", "one"].kept_bytes
@@ -240,12 +248,17 @@ def test_what_is_kept_is_what_is_predicted(folder: Path, ran: dict[tuple[str, st
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["pp", "fsdp x tp"])
 def test_more_meshes_have_the_losses_of_one_process(folder: Path, ran: dict[tuple[str, str], Traced], way: str) -> None:
-    plan = planned(folder, way)
-    done: list[dict[tuple[str, str], Traced]] = run_ranks(
-        run_in_turn, ({("all", way): plan}, folder / "runs", {}), world=plan.ranks, on_event=print, device="cpu"
-    )
-    for rank in done:
-        assert rank["all", way].losses == pytest.approx(ran["all", "one"].losses, rel=3e-5)
+    skip = {"optimiser.moments_skip": '["*.embed_tokens.weight", "lm_head.weight"]'}  # of 259 rows, which 4 ranks cut
+    more = skip if way == "fsdp x tp" else {}
+    found: dict[str, list[Traced]] = {"one": [ran["all", "one"]]}
+    for one in (way, "one") if more else (way,):
+        plan = planned(folder, one, **more)
+        done: list[dict[tuple[str, str], Traced]] = run_ranks(
+            run_in_turn, ({("more", one): plan}, folder / "runs", {}), world=plan.ranks, on_event=print, device="cpu"
+        )
+        found[one] = [rank["more", one] for rank in done]
+    for rank in found[way]:
+        assert rank.losses == pytest.approx(found["one"][0].losses, rel=3e-5)
 
 
 def test_a_layout_that_cuts_blocks_apart_is_refused(folder: Path) -> None:

@@ -52,6 +52,14 @@ def test_where_all_is_as_predicted_the_machine_has_less() -> None:
     assert "most is optimiser: cut parameters" in said
 
 
+def test_gradients_that_come_as_activations_go_are_no_excess() -> None:
+    """The prediction is of one moment; at another there is more of the one and less of the other."""
+    said = sentence("the backward", replace(WITHIN, gradients=6.2e6, flows=0.1e6), PREDICTED)
+    assert "no part exceeds its prediction" in said
+    said = sentence("the backward", replace(WITHIN, gradients=9e6, flows=0.1e6), PREDICTED)
+    assert "gradients took 9.0 MB" in said
+
+
 def test_without_a_prediction_the_parts_are_told() -> None:
     said = sentence("the forward", WITHIN, None)
     assert "parameters 2.0 MB, gradients 2.0 MB, optimiser 4.0 MB, activations and all else 4.0 MB: lower" in said

@@ -13,8 +13,8 @@ from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.derived_layouts import TensorLayouts
-from tangram.planner.local.estimate import largest_parts
 from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.peak_memory import largest_parts
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan

@@ -25,7 +25,7 @@ from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.run.launch import Rank
 from tangram.training.step import loop
-from tangram.training.step.evaluate import next_token_loss
+from tangram.training.step.objectives import next_token_loss
 from tangram.training.step.optimiser_step import make_adamw
 
 Array = npt.NDArray[np.float32]

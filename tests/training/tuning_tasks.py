@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +41,8 @@ class Traced:
     gradients: Named
     kept_bytes: int = 0
     """Of parameters, buffers and the optimiser's states on the rank, at the end."""
+    figures: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    """What is told beside the losses, by name; on the first rank."""
 
 
 def write_folder(folder: Path, *, tied: bool = False) -> Path:
@@ -102,10 +104,13 @@ def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *
     gradients = {name: whole(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
     model.module.zero_grad()
     norms: list[float] = []
+    figures: dict[str, list[float]] = {}
 
     def hear(event: object) -> None:
         if isinstance(event, StepDone):
             norms.append(event.gradient_norm)
+            for key, value in event.figures.items():
+                figures.setdefault(key, []).append(value)
 
     hooks = loop.Hooks(hear, lambda: False)
     checkpointer = Checkpointer(folder, plan, world)
@@ -113,7 +118,8 @@ def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *
     if keep:
         checkpointer.save(begun.state, wait=True)
     checkpointer.close()
-    return Traced(trained.losses, tuple(norms), gradients, _kept_bytes(model.module, begun.state.optimiser))
+    kept = _kept_bytes(model.module, begun.state.optimiser)
+    return Traced(trained.losses, tuple(norms), gradients, kept, figures)
 
 
 def _kept_bytes(model: nn.Module, optimiser: Any) -> int:

@@ -47,8 +47,9 @@ def show(
     console = Console(highlight=False, soft_wrap=True)
     for line in corpus.read:
         console.print(Text(line))
-    for number, one in enumerate(samples, first):
-        console.print(Text(f"\nsample {number} of {one.source}: {one.counted} of {one.tokens} tokens are in the loss"))
+    for one in samples:
+        what = f"sample {one.number} of {one.source}{one.side and ', '}{one.side}"
+        console.print(Text(f"\n{what}: {one.counted} of {one.tokens} tokens are in the loss"))
         text = Text()
         for counts, run in one.runs:
             text.append(run if console.color_system or not counts else f"[[{run}]]", "bold green" if counts else "dim")

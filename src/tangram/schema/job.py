@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.schema.tables import Beta, Count, Mistake, PathText, Positive, Share, TomlTable
-from tangram.schema.tuning import LoraPlan, TaskName
+from tangram.schema.tuning import ALONE, ROWS, LoraPlan, PreferencePlan, TaskName
 
 VERSION = 3
 
@@ -322,11 +322,23 @@ class Job(TomlTable):
     model: ModelPlan = ModelPlan()
     lora: LoraPlan | None = None
     """None: the model's own parameters are trained."""
+    preference: PreferencePlan | None = None
+    """Of the task "dpo"."""
     data: DataPlan
     optimiser: OptimiserPlan
     precision: PrecisionPlan = PrecisionPlan()
     checkpoint: CheckpointPlan = CheckpointPlan()
     run: RunPlan
+
+    @property
+    def rows_per_sample(self) -> int:
+        """How many rows of `data.sequence` tokens a sample is: of a pair of answers, two."""
+        return ROWS[self.task]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether what is trained is compared with the model as it began."""
+        return self.preference is not None and self.preference.loss_type not in ALONE
 
     @model_validator(mode="after")
     def _base_fits(self) -> Self:
@@ -336,6 +348,19 @@ class Job(TomlTable):
             raise Mistake("lora.dora", "lora.dora reads a base's weights outside of its layers: leave out one of both")
         if self.run.compile:
             raise Mistake("run.compile", "compiled blocks would keep the weights that lora.base makes: set it to false")
+        return self
+
+    @model_validator(mode="after")
+    def _task_fits(self) -> Self:
+        if self.task == "sft" and self.data.packing == "packed":
+            raise Mistake(
+                "data.packing",
+                'windows of packed text cut conversations: for the task "sft" take "best-fit", or "single"',
+            )
+        if ROWS[self.task] > 1 and self.data.packing != "single":
+            raise Mistake("data.packing", f'the two answers of a pair share no row: for "{self.task}" take "single"')
+        if (self.task == "dpo") != (self.preference is not None):
+            raise Mistake("preference", 'preferences are what the task "dpo" learns: give both, or none of them')
         return self
 
     @model_validator(mode="after")
@@ -359,9 +384,7 @@ class Job(TomlTable):
                 f"{steps} in run.steps",
             )
         if self.run.recompute_keep and not self.run.recompute:
-            raise Mistake(
-                "run.recompute_keep", "no module is recomputed: name some in run.recompute, or leave this out"
-            )
+            raise Mistake("run.recompute_keep", "no module is recomputed: name some in run.recompute, or leave it out")
         if self.run.recompute_keep and self.run.compile:
             raise Mistake(
                 "run.recompute_keep",
@@ -370,11 +393,6 @@ class Job(TomlTable):
             )
         if mistake := self.precision.mistake():
             raise mistake
-        if self.task == "sft" and self.data.packing == "packed":
-            raise Mistake(
-                "data.packing",
-                'windows of packed text cut conversations: for the task "sft" take "best-fit", or "single"',
-            )
         if self.lora is not None and self.model.path is None:
             raise Mistake("lora", "adapters stand beside weights that were trained: give their directory as model.path")
         if self.run.evaluate_every and not self.data.held_out:

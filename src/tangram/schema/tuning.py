@@ -1,4 +1,4 @@
-"""Fine-tuning in a job: adapters beside frozen weights, and what a task takes for what its user leaves out.
+"""Fine-tuning in a job: adapters beside frozen weights, preferences, and what a task takes where its user says nothing.
 
 Adapters are peft's, so tensors have the names that peft gives them: `X.base_layer.weight` is the frozen `X.weight`,
 `X.lora_A.default.weight` (rank x in) and `X.lora_B.default.weight` (out x rank) lie beside it. A plan's layouts speak
@@ -9,16 +9,19 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tangram.layout import Layout
 from tangram.layout.syntax import REST, VOID, Dim
 from tangram.schema.tables import PathText, Positive, TomlTable
 
-TaskName = Literal["pretrain", "sft"]
-"""What is trained on: documents from end to end; or conversations, of which only the answers are in the loss."""
+TaskName = Literal["pretrain", "sft", "dpo"]
+"""What is trained on: documents from end to end; conversations, of which only the answers are in the loss; or pairs of
+answers, of which one was preferred."""
+ROWS: Mapping[TaskName, int] = MappingProxyType({"pretrain": 1, "sft": 1, "dpo": 2})
+"""How many rows of tokens a sample of a task is."""
 
 DEFAULTS: Mapping[TaskName, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -26,6 +29,11 @@ DEFAULTS: Mapping[TaskName, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "sft": {
             "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
             "optimiser": {"lr": 2e-4, "betas": [0.9, 0.999]},
+        },
+        "dpo": {
+            "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
+            "optimiser": {"lr": 1e-6, "betas": [0.9, 0.999]},
+            "preference": {},
         },
     }
 )
@@ -69,6 +77,36 @@ class LoraPlan(TomlTable):
     def modules(self) -> dict[str, Any]:
         """What `models.lora.adapters.add_adapters` takes: which modules stand beside which."""
         return self.model_dump(exclude={"start", "base", "base_skip"})
+
+
+LossType = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "simpo", "orpo"
+]  # fmt: skip
+"""Of preferences; `training.objective.preferences` has the formula and the source of each."""
+SMOOTHED = ("sigmoid", "robust", "simpo")
+ALONE = ("simpo", "orpo")
+"""Losses without a reference."""
+
+
+class PreferencePlan(TomlTable):
+    """How a policy learns which of two answers was preferred; names and defaults are TRL's."""
+
+    loss_type: LossType = "sigmoid"
+    """"sigmoid" is DPO."""
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    """How much it costs to leave the reference; of "ipo" its tau, of "orpo" the weight of the odds ratio (lambda)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The share of pairs that are taken to be the wrong way round."""
+    simpo_gamma: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """By how much the chosen answer is to be ahead."""
+
+    @model_validator(mode="after")
+    def _smoothing_is_used(self) -> Self:
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            raise ValueError(
+                f'the loss "{self.loss_type}" has no label_smoothing, only {", ".join(SMOOTHED)} have: leave it out'
+            )
+        return self
 
 
 COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64})

@@ -22,7 +22,8 @@ from tangram.training.parallel import fsdp
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.checkpointer import JobState
 from tangram.training.step import loop, optimiser_step
-from tangram.training.step.evaluate import LossSum
+from tangram.training.step.backward import BackwardSums
+from tangram.training.step.objectives import LossSum
 from tests.training.oracle.cases import FEW
 from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES, not_summed
 from tests.training.oracle.mistakes_of_draws import DRAWN_MISTAKES
@@ -190,12 +191,12 @@ def micro_batches_overwritten(setting: Setting) -> Planted:
     """The gradient of a micro-batch takes the place of those before it."""
     real = loop.backward
 
-    def each(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None, scale: float) -> Tensor:
+    def each(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None, scale: float) -> BackwardSums:
         total = torch.zeros((), dtype=torch.float64)
         for batch, first in zip(batches.micro, batches.firsts, strict=True):
             model.module.zero_grad()
-            total += real(model, replace(batches, micro=(batch,), firsts=(first,)), loss_sum, scale)
-        return total
+            total += real(model, replace(batches, micro=(batch,), firsts=(first,)), loss_sum, scale).loss
+        return BackwardSums(total, torch.zeros(0, dtype=torch.float64))
 
     with swapped(loop, "backward", each):
         yield

@@ -15,7 +15,7 @@ from tangram.relayout.collectives import ring_attention
 from tangram.training.mesh import tensor_parallel
 from tangram.training.objective import expert_capacity, model_inputs, router_loss
 from tangram.training.parallel import pipeline, schedule_runtime
-from tangram.training.step import evaluate, loop
+from tangram.training.step import loop, objectives
 from tests.training.oracle.planting import other_values
 from tests.training.oracle.ranks import Setting, swapped
 
@@ -157,7 +157,7 @@ def labels_left_in_order(setting: Setting) -> Planted:
         found = real(tokens, batch)
         return found._replace(batch=replace(found.batch, labels_BS=batch.labels_BS))
 
-    with swapped(evaluate, "model_inputs", inputs):
+    with swapped(objectives, "model_inputs", inputs):
         yield
 
 

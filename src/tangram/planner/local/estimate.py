@@ -1,19 +1,6 @@
 """What a plan needs: memory of the rank that needs most, and seconds of a step. A simple first estimate.
 
-Memory of a rank, in bytes, with P its numbers of parameters (by the plan's own layouts, so uneven cuts count):
-
-    parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
-                2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters; of a base in
-                NF4 0.516 P (`models.lora.nf4`)
-    activations what the backward of a micro-batch keeps; of layers in run.recompute only their input, and of the one
-                that is recomputed all
-    logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
-    gathered    what FSDP2 holds whole: what lies outside the layers, two layers, and one block's gradient; all of them
-                where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
-                pipeline all of its stages and their gradients. Of full replicas there is no FSDP2, but gradients are
-                there twice where they are summed after each of several micro-batches
-                and of a base in NF4 the weight of the largest layer, while it is made
-    process     a constant (`hardware.measuring.overheads`)
+Memory is that of `planner.local.peak_memory`.
 
 Seconds of a step, with M micro-batches, each operator at the rate of its size, but never quicker than a call can be:
 
@@ -32,46 +19,30 @@ activations and matmuls are counted on the model that one TP rank has. Nothing o
 else. Recomputation inside a block is not seen, only that of layers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 
 from tangram.hardware.measuring import overheads
 from tangram.hardware.measuring.rates import Rates
-from tangram.kernels.cross_entropy import chunk_bytes
-from tangram.layout import Layout, Mesh, region
-from tangram.models.lora import nf4
 from tangram.models.outlines.costs import OUTSIDE, ModelCosts, Parameter, Work
 from tangram.planner.local.derived_layouts import CollectiveTraffic
+from tangram.planner.local.peak_memory import (
+    BYTES,
+    Memory,
+    is_plain_ddp,
+    largest_parts,
+    memory_of,
+    shard_size,
+    unit_numbers,
+)
 from tangram.planner.local.stage_shares import Share, recomputed, shares
-from tangram.planner.space.optimisers_and_offload import OPTIMISERS, optimisers_of
 from tangram.schema.plan import Plan
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODED_BYTES = OPTIMISERS[optimisers_of("adamw-8bit")[0]].nbytes
-VERSION = 2
+VERSION = 3
 """Of what is predicted: runs that another version predicted are not learned from. Raise it with every change here."""
 SPLIT_BACKWARD = 0.2
 """What a backward in two parts takes beyond one in one, as its graph is gone through twice. Chosen, with plans that ran
 on one to eight processes of a CPU before its author; `tangram bench planner --only here` says how well it does."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the rank that needs most."""
-
-    parameters: float
-    gradients: float
-    optimiser: float
-    activations: float
-    logits: float
-    gathered: float
-    process: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -141,134 +112,10 @@ def estimate(
     held = largest_parts(plan, whole.parameters)
     stages = shares(plan, whole.parameters, local)
     return Estimate(
-        max((_memory(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total),
+        max((memory_of(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total),
         max((_seconds(plan, stage, held, rates, moves) for stage in stages), key=lambda seconds: seconds.total),
-        plan.data.global_batch * plan.data.sequence,
+        plan.data.global_batch * plan.rows_per_sample * plan.data.sequence,
     )
-
-
-def largest_parts(plan: Plan, parameters: tuple[Parameter, ...]) -> Mapping[str, int]:
-    """How many numbers of each parameter the rank with the largest part of it holds."""
-    mesh = Mesh.parse(plan.mesh)
-    known: dict[tuple[str, tuple[int, ...]], int] = {}
-    held: dict[str, int] = {}
-    for parameter in parameters:
-        text = plan.layout_of(parameter.name)
-        key = (text, parameter.shape)
-        if key not in known:
-            layout = Layout.parse(text).bind(parameter.shape, **plan.layouts.sizes)
-            known[key] = region(layout, mesh, mesh.rank(fullest([layout]))).size
-        held[parameter.name] = known[key]
-    return held
-
-
-def fullest(layouts: Iterable[Layout]) -> dict[str, int]:
-    """Where on axes of listed sizes the rank stands that has most; on other axes that is the first, as maps cut."""
-    cuts = [cut for layout in layouts for dim in layout.dims for node in dim.nodes for cut in node.cuts]
-    listed = {cut.axis: cut.args for cut in cuts if cut.map == "sizes" and not isinstance(cut.args, str)}
-    return {axis: sizes.index(max(sizes)) for axis, sizes in listed.items()}
-
-
-def shard_size(plan: Plan) -> int:
-    """Over how many ranks FSDP cuts parameters."""
-    cutting = {axis for text in plan.layouts.parameters.values() for axis in Layout.parse(text).axes}
-    return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
-
-
-def is_plain_ddp(plan: Plan) -> bool:
-    """Whether DP ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
-
-    Of several ranks the gradients are summed as they are.
-    """
-    precision = plan.precision
-    types = {precision.parameters, precision.compute, precision.reduce, plan.gradients}
-    return shard_size(plan) == 1 and len(types) == 1
-
-
-def _unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
-    """The numbers of each FSDP unit as it is gathered: whole but for what the tensor axis cuts."""
-    shards = shard_size(plan)
-    units: dict[str, float] = {OUTSIDE: 0.0}
-    for one in parameters:
-        share = nf4.BYTES / BYTES[plan.precision.compute] if one.quantised else 1
-        gathered = min(one.size, held[one.name] * shards) * share
-        units[one.block] = units.get(one.block, 0.0) + gathered
-    return units
-
-
-def _memory(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> Memory:
-    parameters, local = stage.parameters, stage.local
-    kept = sum(held[one.name] * _bytes_of(plan, one) for one in parameters)
-    trained = sum(held[one.name] for one in parameters if one.trained)
-    again = [part for part in local.blocks if recomputed(plan, part.name)]
-    activations = stage.activations + max((part.kept_bytes for part in again), default=0.0)
-    return Memory(
-        parameters=kept,
-        gradients=BYTES[plan.gradients] * trained,
-        optimiser=sum(held[one.name] * _states_bytes(plan, one) for one in parameters if one.trained),
-        activations=activations,
-        logits=_logits(plan, local, kind),
-        gathered=_gathered(plan, parameters, held) + _made(plan, parameters, held),
-        process=overheads.PROCESS_BYTES,
-    )
-
-
-def _bytes_of(plan: Plan, one: Parameter) -> float:
-    """For each number that a rank keeps of a parameter."""
-    return nf4.BYTES if one.quantised else BYTES[plan.precision.parameters]
-
-
-def _states_bytes(plan: Plan, one: Parameter) -> float:
-    """Of the optimiser's states for each number that is trained: two moments, and where it has one the master."""
-    master = BYTES[plan.precision.masters]
-    moments = CODED_BYTES if plan.optimiser.has_codes(one.name, one.shape) else 2.0 * master
-    return moments + (0 if _own_masters(plan) else master)
-
-
-def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
-    """Of a quantised base, what the largest layer's weight takes: the part that TP leaves, and some of it in float32,
-    two times, while it is made."""
-    shards = shard_size(plan)
-    largest = max((min(one.size, held[one.name] * shards) for one in parameters if one.quantised), default=0)
-    types = {plan.precision.parameters, plan.precision.compute}
-    return float(sum(BYTES[name] for name in types) * largest + 8 * min(largest, nf4.AT_ONCE))
-
-
-def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:
-    """The gradient, and the rows that the loss takes at a time on this kind of device."""
-    as_float32 = local.logits_bytes * 4 / BYTES[plan.precision.compute]
-    return local.logits_bytes + min(as_float32, chunk_bytes(kind))
-
-
-def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
-    """What FSDP2 holds whole beside a rank's parts, in bytes; of full replicas, what their sums take."""
-    if is_plain_ddp(plan):
-        return _of_sums(plan, parameters, held)
-    units = _unit_numbers(plan, parameters, held)
-    block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
-    whole = units[OUTSIDE] + 2 * block
-    if plan.pipeline is not None or plan.run.reshard != "after forward":
-        whole = sum(units.values())
-    found = BYTES[plan.precision.compute] * whole + BYTES[plan.precision.reduce] * block
-    if plan.adds_before_reducing:
-        trained = tuple(one for one in parameters if one.trained)
-        found += BYTES[plan.accumulates] * sum(_unit_numbers(plan, trained, held).values())
-    return found
-
-
-def _of_sums(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
-    """Bytes beside the gradients while copies' are summed."""
-    if plan.data_ranks == 1:
-        return 0.0
-    gradients = float(BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained))
-    if plan.pipeline is not None:  # sums begin when all are there; else gradients lie in buckets from the start
-        return min(gradients, overheads.COPY_BUCKET_BYTES)
-    return 0.0 if plan.adds_before_reducing or plan.micro_steps == 1 else gradients
-
-
-def _own_masters(plan: Plan) -> bool:
-    """Whether the parameters are what is updated."""
-    return plan.precision.parameters == plan.precision.masters
 
 
 def _seconds(
@@ -341,7 +188,7 @@ def _data_seconds(
     copies = plan.data_ranks // shards
     over_gloo = rates.device == "cpu"
     gather = reduce = 0.0
-    for name, numbers in _unit_numbers(plan, parameters, held).items():
+    for name, numbers in unit_numbers(plan, parameters, held).items():
         if not numbers:
             continue
         weights = BYTES[plan.precision.compute] * numbers
@@ -367,7 +214,7 @@ def _sums_seconds(gradients: float, copies: int, rates: Rates) -> float:
 
 def _communication_seconds(plan: Plan, moves: Sequence[CollectiveTraffic], rates: Rates) -> float:
     """Of what moves over the tensor axis, as derived, for a micro-batch."""
-    ranks, samples = plan.model_ranks, plan.data.micro_batch
+    ranks, samples = plan.model_ranks, plan.data.micro_batch * plan.rows_per_sample
     each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
     return sum(one.times * (each + rates.links.seconds(samples * one.nbytes)) for one in moves)
 

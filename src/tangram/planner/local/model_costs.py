@@ -60,8 +60,8 @@ class Counted:
         return plan_communication(plan, self._graph())
 
     def costs(self, micro_batch: float) -> ModelCosts:
-        """Of the whole model, for one micro-batch."""
-        return at_micro_batch(*self._pair(), micro_batch)
+        """Of the whole model, for one micro-batch of so many samples."""
+        return at_micro_batch(*self._pair(), micro_batch * self.job.rows_per_sample)
 
     def local_costs(self, lies: TensorLayouts | None, axis: tuple[str, int], micro_batch: float) -> ModelCosts:
         """Of one rank of a tensor axis (name and size), for one micro-batch.
@@ -73,7 +73,7 @@ class Counted:
             return self.costs(micro_batch)
         narrow = self._narrow(axis[1], lies.vocabulary)
         if narrow is not None and narrow.shapes == self._parts(lies, axis):
-            return at_micro_batch(*narrow.costs, micro_batch)
+            return at_micro_batch(*narrow.costs, micro_batch * self.job.rows_per_sample)
         logits = 1 / axis[1] if lies.vocabulary else 1.0  # but for a row
         return scaled(self.costs(micro_batch), lies.share, logits=logits)
 

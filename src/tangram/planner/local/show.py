@@ -30,7 +30,8 @@ def _model(plan: Job) -> list[Row]:
         beside = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
         found.append(("adapters", f"of rank {lora.rank} beside {beside}; all else is frozen{_kept_in(lora)}"))
     if plan.task != "pretrain":
-        found.append(("task", f"{plan.task}: answers are in the loss"))
+        loss = f", by the loss {plan.preference.loss_type}" if plan.preference is not None else ""
+        found.append(("task", f"{plan.task}: answers are in the loss{loss}"))
     total = sum(source.weight for source in plan.data.sources)
     for source in plan.data.sources:
         where = f"{source.path} ({source.pattern})" if source.pattern else source.path

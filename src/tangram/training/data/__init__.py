@@ -4,7 +4,7 @@ files    what a source consists of  opened   what a file is          sources  do
 tokens   text <-> numbers           cache    tokens on disk, made once
 samples  windows over documents    shuffle  an order as a function  mix     sources by weight
 corpus   what a job trains on      stream   what each rank gets of it
-chat     conversations -> numbers  tasks    what a job's task takes of these
+chat     conversations -> numbers  tasks    what a job's task takes of these; preferences -> numbers
 """
 
 from tangram.training.data.corpus import Corpus, open_corpus, prepare, repeats, times_seen

@@ -52,9 +52,7 @@ def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, 
         with _locked(folder, on_event):
             if _is_complete(folder):
                 return
-            writer = TokenWriter(
-                folder, np.uint16 if tokens.vocabulary + (tokens.context or 0) <= 1 << 16 else np.uint32
-            )
+            writer = TokenWriter(folder, np.uint16 if tokens.numbers <= 1 << 16 else np.uint32)
             tally = _write(writer, files, source, data, tokens, on_event, part_bytes)
             if _identity(list_files(source), source, data, tokens) != identity:
                 raise UserError(f'files of the source "{source.path}" changed while they were read: run again')
@@ -163,8 +161,8 @@ def _encoded(
         ) from None
     rows: tuple[list[Any], list[Any]] = ([], [])
     for document, row in zip(part, encoded, strict=True):
-        if len(opened := tokens.document(row)):
-            rows[is_held_out(document.text, data.held_out)].append(opened)
+        if opened := tokens.documents(row):
+            rows[is_held_out(document.text, data.held_out)].extend(opened)
         elif tokens.context is None:  # else it was said why
             tally[EMPTY] += 1
     return rows

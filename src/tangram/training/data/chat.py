@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -32,6 +32,7 @@ CUT = "cut"
 VERSION = 1
 """To be raised when the same rows come to give other tokens."""
 
+C = TypeVar("C", bound="ChatTokens")
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 """The text of some messages; whether what asks for an answer follows them."""
@@ -62,6 +63,10 @@ class ChatTokens(Tokens):
     def context(self) -> int | None:
         return self.vocabulary
 
+    @property
+    def numbers(self) -> int:
+        return 2 * self.vocabulary
+
     def column(self, field: str) -> str:
         return ROW
 
@@ -71,38 +76,48 @@ class ChatTokens(Tokens):
     def encode(self, documents: Sequence[bytes], tally: Counter[str] | None = None) -> list[TokenArray]:
         """The tokens of each conversation, none where no answer is left. Raises BadDocument."""
         tally = Counter() if tally is None else tally
-        rendered: list[Rendered] = []
+        rendered: list[tuple[Rendered, ...]] = []
         for number, document in enumerate(documents):
             try:
                 rendered.append(self._rendered(json.loads(document), tally))
             except BadRow as error:
                 raise BadDocument(number, str(error)) from None
         rows: list[TokenArray] = []
-        for number, one in enumerate(rendered):
+        for number, some in enumerate(rendered):
             try:
-                rows.append(self._row(one, tally))
+                rows.append(self._joined(some, tally))
             except BadRow as error:
                 raise BadDocument(number, str(error)) from None
         return rows
 
-    def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> Rendered:
+    def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> tuple[Rendered, ...]:
+        """The conversations that a row is: one."""
         kind, parts = sample_of(row)
+        self._count_kind(kind, parts, tally)
+        if kind == "text":
+            return (Rendered(parts[0], [(0, len(parts[0]))], bare=True),)
+        if kind == "prompt and completion":
+            return (Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True),)
+        found = answers_of(self._template(row.get("tools")), parts)
+        if found.lost:
+            tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
+        return (found,)
+
+    def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
+        """The tokens of all of them, none where they are left out."""
+        return self._row(some[0], tally)
+
+    def _count_kind(self, kind: str, parts: Sequence[str | Message], tally: Counter[str]) -> None:
+        """Count a row. Raises BadRow for one of another kind than those before it, and for special tokens in it."""
         others = [key for key in tally if key.startswith(f"{KINDS}: ") and key != f"{KINDS}: {kind}"]
         if others:
             before = others[0].partition(": ")[2]
             raise BadRow(f"has {kind}, and rows before it {before}: give each kind a source of its own")
         tally[f"{KINDS}: {kind}"] += 1
         self._refuse_special(parts)
-        if kind == "text":
-            return Rendered(parts[0], [(0, len(parts[0]))], bare=True)
-        if kind == "prompt and completion":
-            return Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True)
-        found = answers_of(self._template(row.get("tools")), parts)
-        if found.lost:
-            tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
-        return found
 
     def _template(self, tools: Any) -> Render:
+        """The tokenizer's own, with the tools of a row. Raises BadRow, as does what it gives."""
         tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
         tokenizer = cast(Any, self._tokenizer)
         if not tokenizer.chat_template:
@@ -122,7 +137,7 @@ class ChatTokens(Tokens):
 
         return render
 
-    def _refuse_special(self, parts: list[Any]) -> None:
+    def _refuse_special(self, parts: Sequence[str | Message]) -> None:
         """Text that would become a special token of its own, as the end of a turn in the middle of one."""
         if self.special == "parse":
             return
@@ -179,25 +194,30 @@ class BadRow(ValueError):
 
 def chat_tokens(tokens: Tokens, data: DataPlan) -> ChatTokens:
     """The tokens of conversations. Raises UserError for a tokenizer that does not say where its tokens stand."""
+    return with_template(ChatTokens, tokens, data, VERSION)
+
+
+def with_template(kind: type[C], tokens: Tokens, data: DataPlan, version: object) -> C:
+    """The tokens of rows of a kind. `version`: of the rules by which they are made. Raises UserError as above."""
     tokenizer = cast(Any, tokens)._tokenizer
     if tokenizer is None or not tokenizer.is_fast:
         raise UserError(
-            f'the task "sft" needs a tokenizer that says which characters a token stands for (tokenizer.json), and '
+            "answers are trained on by a tokenizer that says which characters a token stands for (tokenizer.json), and "
             f"{tokens.name} is none: set data.tokenizer to a directory of one"
         )
-    settings = [tokens.digest, str(tokenizer.chat_template), data.sequence, data.too_long, VERSION]
+    settings = [tokens.digest, str(tokenizer.chat_template), data.sequence, data.too_long, version]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
     own = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return replace(ChatTokens(**own), digest=digest, sequence=data.sequence, too_long=data.too_long)
+    return replace(kind(**own), digest=digest, sequence=data.sequence, too_long=data.too_long)
 
 
 def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
     """What kind of sample a row is, and its messages, or its texts. Raises BadRow."""
     if "chosen" in row and "rejected" in row:
-        raise BadRow('has chosen and rejected answers, which the task "sft" cannot take: give conversations')
+        raise BadRow('has chosen and rejected answers, which the task "dpo" takes: give conversations')
     for key in ("messages", "conversations"):
         if key in row:
-            return "messages", _messages(row[key], key)
+            return "messages", messages_of(row[key], key)
     if "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -206,7 +226,9 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
             return "prompt and completion", [prompt, completion]
         turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt]
         turns += [[{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion]
-        return "messages", [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in _messages(part, key)]
+        return "messages", [
+            one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)
+        ]
     if isinstance(row.get("text"), str):
         return "text", [row["text"]]
     near = [name for key in row for name in difflib.get_close_matches(key, _COLUMNS, n=1)]
@@ -214,7 +236,8 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
     raise BadRow(f'has no "messages", no "prompt" with "completion" and no "text": {hint}')
 
 
-def _messages(value: Any, key: str) -> list[Message]:
+def messages_of(value: Any, key: str) -> list[Message]:
+    """The messages of a column, with the usual names of roles. Raises BadRow."""
     if isinstance(value, str):  # of a table of cells
         try:
             value = json.loads(value)
@@ -249,7 +272,7 @@ def answers_of(render: Render, messages: Sequence[Message]) -> Rendered:
     for turn in turns:
         before, prompt = render(messages[:turn], False), render(messages[:turn], True)
         until = text if turn == len(messages) - 1 else render(messages[: turn + 1], False)
-        start = _alike(prompt, until)
+        start = alike(prompt, until)
         if start < len(before):
             raise BadRow(
                 f"is written by the chat template so that turn {turn + 1} changes what stands before it: its answers "
@@ -264,11 +287,12 @@ def answers_of(render: Render, messages: Sequence[Message]) -> Rendered:
     return Rendered(text, answers, lost)
 
 
-def _alike(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    if other.startswith(one):
-        return len(one)
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, or messages, both begin with."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return next(n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
 def _in_the_middle(text: str, until: str, start: int, content: str) -> int | None:

@@ -27,6 +27,8 @@ class Corpus:
     """A fixed text for the content, by which ranks and resumed runs know that they read the same."""
     fill: int
     """The token in places that count nothing."""
+    rows: int = 1
+    """How many rows of tokens a sample is (`Split.rows`)."""
     read: tuple[str, ...] = ()
     """Of each source, how many files and documents were taken and left out, and why, in words."""
 
@@ -64,7 +66,7 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
     for store in stores:
         content.update(store.digest.encode())
     training, held_out = (
-        tuple(replace(store.splits[split], context=tokens.context, best_fit=best) for store in stores)
+        tuple(replace(store.splits[split], context=tokens.context, rows=tokens.rows, best_fit=best) for store in stores)
         for split in (0, 1)
     )
     for source, split, kept in zip(data.sources, training, held_out, strict=True):
@@ -80,7 +82,7 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
             "run.evaluate_every to 0 to measure none"
         )
     read = tuple(_read(store, data) for store in stores)
-    return Corpus(training, held_out, content.hexdigest(), tokens.end, read)
+    return Corpus(training, held_out, content.hexdigest(), tokens.end, tokens.rows, read)
 
 
 def times_seen(corpus: Corpus, data: DataPlan, steps: int) -> tuple[float, ...]:

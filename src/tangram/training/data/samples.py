@@ -46,7 +46,11 @@ class Split:
     read: Callable[[int, int], Ints]
     """The tokens from a place up to another."""
     context: int | None = None
-    """Numbers from here on are tokens that are so much less and no labels: what an answer answers. None: all are."""
+    """Numbers from here on are tokens that are so much less and no labels: what an answer answers. None: all are. Those
+    from twice as much on are the same of an answer that was rejected."""
+
+    rows: int = 1
+    """How many documents a sample is: of pairs two, chosen and rejected, each in a single window."""
 
     best_fit: bool = False
     """Whether a window that is not single has as many single ones as fit, and else what lies there end to end."""
@@ -59,7 +63,7 @@ class Split:
     def windows(self, sequence: int, *, single: bool = False) -> int:
         """How many samples it makes."""
         if single:
-            return int(self._windows_before(sequence)[-1])
+            return int(self._windows_before(sequence)[-1]) // self.rows
         if self.best_fit:
             return len(self._packed(sequence).first_W) - 1
         return max(0, -(-(self.size - 1) // sequence))
@@ -87,6 +91,10 @@ class Split:
         start, stop = self._single_spans(self._packed(sequence).of(window), sequence)
         return list(zip(start.tolist(), stop.tolist(), strict=True))
 
+    def rows_of(self, samples: npt.ArrayLike) -> Ints:
+        """The windows of these samples, those of each one after the other."""
+        return (np.asarray(samples, np.int64).ravel()[:, None] * self.rows + np.arange(self.rows)).ravel()
+
     def labels(self, windows: npt.ArrayLike, sequence: int, *, single: bool = False) -> Ints:
         """How many labels each of these windows counts; no token has to be read for that."""
         if self.best_fit and not single:
@@ -95,7 +103,7 @@ class Split:
         start, stop = self.spans(windows, sequence, single=single)
         if (context := self.context) is not None:
             spans = zip(start.tolist(), stop.tolist(), strict=True)
-            return np.array([int((self.read(a + 1, b + 1) < context).sum()) for a, b in spans], np.int64)
+            return np.array([int((self.read(a + 1, b + 1) // context % 2 == 0).sum()) for a, b in spans], np.int64)
         ends = np.searchsorted(self.end_D, stop.astype(self.end_D.dtype), "right") - np.searchsorted(
             self.end_D, start.astype(self.end_D.dtype), "right"
         )
@@ -192,7 +200,10 @@ class Batch:
 def collate(
     rows: Sequence[tuple[Split, int] | None], sequence: int, fill: int, device: torch.device, *, single: bool = False
 ) -> Batch:
-    """Stack windows of splits into a batch. None is an empty row; what is empty holds `fill` and counts nothing."""
+    """Stack windows of splits into a batch. None is an empty row; what is empty holds `fill` and counts nothing.
+
+    A sample of several rows is given as its windows (`Split.rows_of`).
+    """
     inputs_BS = np.full((len(rows), sequence), fill, np.int64)
     labels_BS = np.full((len(rows), sequence), IGNORE, np.int64)
     positions_BS = np.tile(np.arange(sequence), (len(rows), 1))
@@ -232,7 +243,7 @@ def _tokens_of(split: Split, start: int, stop: int, inputs_S: Ints, labels_S: In
     inputs_S[:count] = tokens_T[:-1]
     labels_S[:count] = tokens_T[1:]
     if split.context is not None:
-        labels_S[labels_S >= split.context] = IGNORE
+        labels_S[:count] = np.where(tokens_T[1:] // split.context % 2, IGNORE, tokens_T[1:] % split.context)
         inputs_S[:count] %= split.context
     return count
 

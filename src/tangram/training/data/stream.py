@@ -8,10 +8,11 @@ whatever the number of ranks; and every rank knows, without a collective, how ma
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -40,11 +41,15 @@ class RankBatches:
     micro: tuple[Batch, ...]
     counted: int
     firsts: tuple[int, ...]
-    """The number of each micro-batch's first sample in the order of the whole job."""
+    """The number of each micro-batch's first row in the order of the whole job."""
     begin: int = 0
-    """That of the step's first sample, on whatever rank it is."""
+    """That of the step's first row, on whatever rank it is."""
     total: int = 0
-    """The samples of the global batch."""
+    """The rows of the global batch."""
+    samples: int = 0
+    """Those of the global batch, of one row or several."""
+    first_tokens: int = 0
+    """Of the first rows of its samples, how many tokens have one before them: more than are counted."""
 
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -83,21 +88,25 @@ def step_batches(
     Shares are contiguous and differ by one row at most; every rank gets `micro_steps` micro-batches, filled up with
     empty rows, so all of them join in every collective.
     """
-    rows = sample_ids(corpus, data, seed, first_sample, data.global_batch)
-    start, stop = _share(len(rows), index, size)
-    mine: list[tuple[Split, int] | None] = [(corpus.training[source], window) for source, window in rows[start:stop]]
-    if len(mine) > micro_steps * data.micro_batch:
-        raise ValueError(f"{len(mine)} samples do not fit into {micro_steps} micro-batches of {data.micro_batch}")
-    mine += [None] * (micro_steps * data.micro_batch - len(mine))
+    samples, each = sample_ids(corpus, data, seed, first_sample, data.global_batch), corpus.rows
+    start, stop = _share(len(samples), index, size)
+    if stop - start > micro_steps * data.micro_batch:
+        raise ValueError(f"{stop - start} samples do not fit into {micro_steps} micro-batches of {data.micro_batch}")
+    width, first = data.micro_batch * each, (first_sample + start) * each
+    mine = _rows(corpus.training, samples[start:stop])
+    mine += [None] * (micro_steps * width - len(mine))
+    counted, first_tokens = _count(corpus.training, samples, data)
     return RankBatches(
         micro=tuple(
-            collate(mine[at : at + data.micro_batch], data.sequence, corpus.fill, device, single=is_single(data))
-            for at in range(0, len(mine), data.micro_batch)
+            collate(mine[at : at + width], data.sequence, corpus.fill, device, single=is_single(data))
+            for at in range(0, len(mine), width)
         ),
-        counted=_count(corpus.training, rows, data),
-        firsts=tuple(range(first_sample + start, first_sample + start + len(mine), data.micro_batch)),
-        begin=first_sample,
-        total=data.global_batch,
+        counted=counted,
+        firsts=tuple(range(first, first + len(mine), width)),
+        begin=first_sample * each,
+        total=data.global_batch * each,
+        samples=len(samples),
+        first_tokens=first_tokens,
     )
 
 
@@ -124,13 +133,10 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
 
 def held_out_batches(corpus: Corpus, data: DataPlan, *, index: int, size: int, device: torch.device) -> Iterator[Batch]:
     """One rank's share of the held-out samples; empty rows where they run out, so that all get as many batches."""
-    rows: list[tuple[Split, int] | None] = [
-        (corpus.held_out[source], window) for source, window in held_out_samples(corpus, data)
-    ]
-    width = data.micro_batch * size
-    rows += [None] * (-len(rows) % width)
-    for at in range(index * data.micro_batch, len(rows), width):
-        yield collate(rows[at : at + data.micro_batch], data.sequence, corpus.fill, device, single=is_single(data))
+    rows, own = _rows(corpus.held_out, held_out_samples(corpus, data)), data.micro_batch * corpus.rows
+    rows += [None] * (-len(rows) % (own * size))
+    for at in range(index * own, len(rows), own * size):
+        yield collate(rows[at : at + own], data.sequence, corpus.fill, device, single=is_single(data))
 
 
 def unigram_entropy(corpus: Corpus, data: DataPlan) -> float:
@@ -154,14 +160,22 @@ def padding(corpus: Corpus, data: DataPlan) -> float:
     for source, split in zip(data.sources, corpus.training, strict=True):
         # Every token but the last of a window is an input; of single documents that is the last of the document.
         inputs = split.size - (len(split.end_D) if single or split.best_fit else 1)
-        filled += source.weight * inputs / (split.windows(data.sequence, single=single) * data.sequence)
+        filled += source.weight * inputs / (split.windows(data.sequence, single=single) * split.rows * data.sequence)
         weights += source.weight
     return 1 - filled / weights
 
 
-class ShownSample(NamedTuple):
-    """A sample of the stream."""
+SIDES: Mapping[int, tuple[str, ...]] = MappingProxyType({1: ("",), 2: ("chosen", "rejected")})
+"""What each row of a sample is, by their number."""
 
+
+class ShownSample(NamedTuple):
+    """A row of a sample of the stream."""
+
+    number: int
+    """Of the sample."""
+    side: str
+    """Of a pair, which answer it is."""
     source: str
     runs: list[tuple[bool, str]]
     """Its text in order, in pieces that are in the loss or are not."""
@@ -171,21 +185,27 @@ class ShownSample(NamedTuple):
 
 def shown_samples(job: Job, tokens: Tokens, corpus: Corpus, first: int, count: int) -> Iterator[ShownSample]:
     """Samples of the stream from number `first` on, as batches are made of them: a label says what is in the loss."""
-    data, single = job.data, is_single(job.data)
-    for source, window in sample_ids(corpus, data, job.seed, first, count):
+    for number, (source, sample) in enumerate(sample_ids(corpus, job.data, job.seed, first, count), first):
         split = corpus.training[source]
-        batch = collate([(split, window)], data.sequence, corpus.fill, torch.device("cpu"), single=single)
-        marked, at = list[tuple[bool, int]](), 0
-        for start, stop in split.pieces(window, data.sequence, single=single):
-            labels, inputs = (
-                cast("list[int]", x_BS[0, at : at + stop - start].tolist())
-                for x_BS in (batch.labels_BS, batch.inputs_BS)
-            )
-            last, at = int(split.read(stop, stop + 1)[0]), at + stop - start
-            ids = [*inputs, last % (split.context or last + 1)]
-            marked += zip([False, *(label != IGNORE for label in labels)], ids, strict=True)
-        runs = [(counts, tokens.spelled([i for _, i in some])) for counts, some in groupby(marked, lambda one: one[0])]
-        yield ShownSample(data.sources[source].path, runs, len(marked), sum(one for one, _ in marked))
+        for side, window in zip(SIDES[corpus.rows], split.rows_of(sample).tolist(), strict=True):
+            marked = _marked(split, window, job.data, corpus.fill)
+            runs = [(counts, tokens.spelled([i for _, i in some])) for counts, some in groupby(marked, lambda m: m[0])]
+            counted = sum(one for one, _ in marked)
+            yield ShownSample(number, side, job.data.sources[source].path, runs, len(marked), counted)
+
+
+def _marked(split: Split, window: int, data: DataPlan, fill: int) -> list[tuple[bool, int]]:
+    """The tokens of a window, and whether each is in the loss."""
+    single, marked, at = is_single(data), list[tuple[bool, int]](), 0
+    batch = collate([(split, window)], data.sequence, fill, torch.device("cpu"), single=single)
+    for start, stop in split.pieces(window, data.sequence, single=single):
+        labels, inputs = (
+            cast("list[int]", x_BS[0, at : at + stop - start].tolist()) for x_BS in (batch.labels_BS, batch.inputs_BS)
+        )
+        last, at = int(split.read(stop, stop + 1)[0]), at + stop - start
+        ids = [*inputs, last % (split.context or last + 1)]
+        marked += zip([False, *(label != IGNORE for label in labels)], ids, strict=True)
+    return marked
 
 
 class Stream:
@@ -260,12 +280,22 @@ def _choose(windows_N: Sequence[int], seed: int, source_B: Ints, number_B: Ints)
     return source_B, window_B
 
 
-def _count(splits: Sequence[Split], rows: Sequence[tuple[int, int]], data: DataPlan) -> int:
-    pairs_B2 = np.array(rows, np.int64)
-    return sum(
-        int(splits[source].labels(pairs_B2[pairs_B2[:, 0] == source, 1], data.sequence, single=is_single(data)).sum())
-        for source in _distinct(pairs_B2[:, 0])
-    )
+def _rows(splits: Sequence[Split], samples: Sequence[tuple[int, int]]) -> list[tuple[Split, int] | None]:
+    """The windows of samples, each with its split."""
+    return [(splits[source], row) for source, sample in samples for row in splits[source].rows_of(sample).tolist()]
+
+
+def _count(splits: Sequence[Split], samples: Sequence[tuple[int, int]], data: DataPlan) -> tuple[int, int]:
+    """How many labels samples count; and of those of several rows how many tokens of the first have one before them."""
+    pairs_B2, counted, first_tokens = np.array(samples, np.int64), 0, 0
+    for source in _distinct(pairs_B2[:, 0]):
+        split = splits[source]
+        rows_M = split.rows_of(pairs_B2[pairs_B2[:, 0] == source, 1])
+        counted += int(split.labels(rows_M, data.sequence, single=is_single(data)).sum())
+        if split.rows > 1:
+            start_M, stop_M = split.spans(rows_M[:: split.rows], data.sequence, single=True)
+            first_tokens += int((stop_M - start_M).sum())
+    return counted, first_tokens
 
 
 def _distinct(numbers: Ints) -> list[int]:

@@ -1,17 +1,142 @@
-"""What a job's task makes of the rows of its sources: one row of a table for each task."""
+"""What a job's task makes of the rows of its sources: one row of a table for each task; and preferences as tokens.
 
+Of a row of preferences two conversations are made, that with the chosen answer and that with the rejected one. It has
+`chosen` and `rejected`, of text or messages, and a `prompt`, or both begin with what they answer. Only the answers are
+in the loss, of several turns all that follows the prompt. A token of a rejected conversation is written as twice
+`vocabulary` more than it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
 
 from tangram.schema.job import DataPlan, Job
 from tangram.schema.tuning import TaskName
-from tangram.training.data.chat import chat_tokens
-from tangram.training.data.tokens import Tokens, load_tokens
+from tangram.training.data.chat import (
+    BadRow,
+    ChatTokens,
+    Message,
+    Rendered,
+    alike,
+    chat_tokens,
+    messages_of,
+    with_template,
+)
+from tangram.training.data.files import LEFT_OUT
+from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
+
+VERSION = ["pairs", 1]
+"""To be raised when the same rows come to give other tokens."""
+_SIDES = ("chosen", "rejected")
+
+Messages = list[Message]
+
+
+@dataclass(frozen=True)
+class PairTokens(ChatTokens):
+    """Tokens of pairs of answers."""
+
+    @property
+    def numbers(self) -> int:
+        return 4 * self.vocabulary
+
+    @property
+    def rows(self) -> int:
+        return 2
+
+    def documents(self, row: TokenArray) -> list[TokenArray]:
+        if not len(row):
+            return []
+        at = int((row < 2 * self.vocabulary).sum())
+        return [row[:at], row[at:]]
+
+    def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> tuple[Rendered, ...]:
+        found = pair_of(row)
+        prompt, *answers = found
+        parts = [part for some in found for part in ([some] if isinstance(some, str) else some)]
+        self._count_kind(f"chosen and rejected {'text' if isinstance(prompt, str) else 'messages'}", parts, tally)
+        return tuple(self._side(prompt, one, row.get("tools")) for one in answers)
+
+    def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
+        own = Counter[str]()
+        chosen, rejected = (self._row(one, own) for one in some)
+        if lost := [key for key in own if key.startswith(LEFT_OUT)]:
+            tally[lost[0].replace("conversations", "pairs")] += 1
+        elif np.array_equal(chosen, rejected):
+            tally[f"{LEFT_OUT}: pairs of equal answers, as far as they are taken"] += 1
+        else:
+            tally.update(own)
+            return np.concatenate([chosen, rejected + np.uint32(2 * self.vocabulary)])
+        return np.zeros(0, np.uint32)
+
+    def _side(self, prompt: str | Messages, answer: str | Messages, tools: Any) -> Rendered:
+        if isinstance(prompt, str):
+            text = prompt + cast(str, answer)
+            return Rendered(text, [(len(prompt), len(text))], bare=True)
+        render = self._template(tools)
+        text = render([*prompt, *cast(Messages, answer)], False)
+        start = alike(render(prompt, True), text)
+        if start < len(render(prompt, False)):
+            raise BadRow(
+                "is written by the chat template so that an answer changes what stands before it: the answers cannot "
+                "be told from what they answer"
+            )
+        return Rendered(text, [(start, len(text))])
+
+
+def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
+    """The tokens of pairs. Raises UserError for a tokenizer that does not say where its tokens stand."""
+    return with_template(PairTokens, tokens, data, VERSION)
+
+
+def pair_of(row: dict[str, Any]) -> tuple[str, str, str] | tuple[Messages, Messages, Messages]:
+    """What is answered, the chosen answer and the rejected one: all texts, or all messages. Raises BadRow."""
+    if lacks := [key for key in _SIDES if key not in row]:
+        has = ", ".join(row) or "nothing"
+        raise BadRow(f'has no "{lacks[0]}" (it has {has}): the task "dpo" takes rows of chosen and rejected answers')
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
+        return _texts(prompt, chosen, rejected)
+    turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in (chosen, rejected)]
+    answers = [messages_of(one, key) for one, key in zip(turns, _SIDES, strict=True)]
+    if prompt is None:
+        asked = answers[0][: alike(answers[0], answers[1])]
+    else:
+        asked = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, "prompt")
+    if all(one[: len(asked)] == asked for one in answers):
+        answers = [one[len(asked) :] for one in answers]
+    if not asked:
+        raise BadRow("has answers that begin with different messages, and no prompt: give what they answer")
+    for one, key in zip(answers, _SIDES, strict=True):
+        if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
+            raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')
+    return asked, answers[0], answers[1]
+
+
+def _texts(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
+    if prompt is None:
+        at = alike(chosen, rejected)
+        at -= chosen[:at].endswith(" ")  # which a token takes with the word behind it
+        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+        if not prompt:
+            raise BadRow("has answers that begin with different characters, and no prompt: give what they answer")
+    for answer, key in ((chosen, "chosen"), (rejected, "rejected")):
+        if not answer:
+            raise BadRow(f'has nothing as its "{key}" after the prompt: every row needs two answers')
+    return prompt, chosen, rejected
+
 
 TOKENS: Mapping[TaskName, Callable[[Tokens, DataPlan], Tokens]] = MappingProxyType(
     {
         "pretrain": lambda tokens, data: tokens,
         "sft": chat_tokens,
+        "dpo": pair_tokens,
     }
 )
 

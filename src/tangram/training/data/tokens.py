@@ -90,6 +90,16 @@ class Tokens:
         """The number from which tokens are written that are in no loss (`Split.context`); None: all are in it."""
         return None
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers tokens are written as."""
+        return self.vocabulary
+
+    @property
+    def rows(self) -> int:
+        """How many documents a sample is, one after the other."""
+        return 1
+
     def column(self, field: str) -> str:
         """Which column of a source is read, where its plan names `field`."""
         return field
@@ -128,6 +138,11 @@ class Tokens:
             return row
         begin = [] if self.begin is None else [self.begin]
         return np.concatenate([np.array(begin, np.uint32), row, np.array([self.end], np.uint32)])
+
+    def documents(self, row: TokenArray) -> list[TokenArray]:
+        """The documents that a row of `encode` is; none of an empty one."""
+        document = self.document(row)
+        return [document] if len(document) else []
 
     def _specials(self, number: int, text: str, row: TokenArray, tally: Counter[str]) -> TokenArray:
         """The row of a text as `special` has it."""

@@ -12,13 +12,14 @@ any model, outside of `next_token_loss`; a mark `logits: ...` says how they lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tangram.errors import UserError
 from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
 from tangram.relayout.collectives.one_collective import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM
@@ -46,16 +47,39 @@ def token_loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement
     `logits_BSV`: this rank's part of them, by `placement`; `labels_BS`: all. Collective over the axes that
     cut the logits.
     """
+    loss = _losses(logits_BSV, labels_BS, placement).sum()
     if placement is None:
-        return _summed(logits_BSV, labels_BS, None)
-    loss = _summed(logits_BSV, placement.part(labels_BS, (0, 1)), _classes(logits_BSV, placement))
+        return loss
     for axis in placement.axes_of((0, 1)):
         loss = move(loss, SUM, SAME, placement.groups[axis])
     return loss
 
 
-def _summed(logits_BSV: Tensor, labels_BS: Tensor, classes: Classes | None) -> Tensor:
-    return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), IGNORE, classes).sum()
+def row_losses(
+    logits_BSV: Tensor, labels_BS: Tensor, masks: Sequence[Tensor], placement: ResultPlacement | None = None
+) -> list[Tensor]:
+    """The same of each row (B), summed over those of its labels that a mask (B, S) has, for each of these.
+
+    In float64, so that what is left of a small difference of large sums is right. Raises UserError where an axis cuts
+    the rows.
+    """
+    losses_BS = _losses(logits_BSV, labels_BS, placement).view(logits_BSV.shape[:2]).double()
+    if placement is None:
+        return [losses_BS.where(mask_BS, 0.0).sum(1) for mask_BS in masks]
+    if axes := placement.axes_of((0,)):
+        raise UserError(f"the axis {axes[0]} cuts the rows of logits, which this task compares: leave it out of them")
+    found = [losses_BS.where(placement.part(mask_BS, (0, 1)), 0.0).sum(1) for mask_BS in masks]
+    for axis in placement.axes_of((1,)):
+        found = [move(sum_B, SUM, SAME, placement.groups[axis]) for sum_B in found]
+    return found
+
+
+def _losses(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None) -> Tensor:
+    """Of each token that this rank has."""
+    if placement is not None:
+        labels_BS = placement.part(labels_BS, (0, 1))
+    classes = None if placement is None else _classes(logits_BSV, placement)
+    return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), IGNORE, classes)
 
 
 def _classes(logits_BSV: Tensor, placement: ResultPlacement) -> Classes | None:

@@ -72,6 +72,8 @@ class StepDone:
     """What the loss of routers adds to what is trained on; `loss` is without it."""
     dropped: float = 0.0
     """The share of tokens' choices that experts had no room for."""
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the task tells beside the loss, as the rewards of preferences."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,14 @@ class StepSkipped:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The held-out loss after `step` steps, in nats per token."""
+    """The held-out loss after `step` steps, in nats per token, or of preferences in nats per pair."""
 
     step: int
     loss: float
     seconds: float
     """Since training began."""
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the task tells beside it."""
 
 
 @dataclass(frozen=True)

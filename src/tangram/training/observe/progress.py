@@ -111,6 +111,8 @@ class ProgressLine:
             f"step {event.step:>{len(str(event.steps))}}/{event.steps}  loss {event.loss:.4f}  {time_left(event)}  "
             f"{self._rates()}  gradient norm {event.gradient_norm:.2f}"
         )
+        shown = {key.rpartition("/")[2]: x for key, x in event.figures.items() if key.startswith("rewards/")}
+        line += "".join(f"  {key} {shown[key]:.3g}" for key in ("margins", "accuracies") if key in shown)
         if event.dropped:
             line += f"  {event.dropped:.1%} dropped"
         if event.skipped:

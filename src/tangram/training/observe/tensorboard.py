@@ -1,5 +1,6 @@
 """The scalars of a run as TensorBoard shows them, written while it runs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ class TensorBoard:
                 self._step(event)
             case Evaluated():
                 self._evaluated = event
-                self._write(event.step, {"eval/loss": event.loss})
+                self._write(event.step, {"eval/loss": event.loss, **_under("eval", event.figures)})
             case StepSkipped():
                 self._write(event.step, {"train/skipped": event.skipped})
             case CheckpointSaved():
@@ -66,6 +67,7 @@ class TensorBoard:
             scalars["train/router_loss"] = event.router_loss
         if event.dropped:
             scalars["train/dropped"] = event.dropped
+        scalars |= _under("train", event.figures)
         self._before, self._evaluated = event, None
         self._write(event.step, scalars, first=event.first)
 
@@ -85,3 +87,7 @@ class TensorBoard:
             text = "".join(f"    {line}" for line in dumps(self._plan).splitlines(keepends=True))
             writer.add_text("plan", text, first - 1)
         return writer
+
+
+def _under(name: str, figures: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}/{key}": x for key, x in figures.items()}

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tangram.layout import intervals
 from tangram.models.outlines.outlined import FIELDS, int_field
-from tangram.planner.local.estimate import is_plain_ddp
+from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.tracing.format import OPS
 from tangram.tracing.groups import axes_of_ranks
@@ -62,7 +62,8 @@ class _Unit:
 def due_calls(model: ParallelModel, wishes: int = WISHES) -> PlannedCalls:
     """The calls of a step on this rank, of the kinds that the plan says. `wishes`: how many are given to each step."""
     plan, world = model.plan, model.world
-    if world.size == 1 or plan.lora is not None or not all(p.requires_grad for p in model.module.parameters()):
+    beside = plan.lora is not None or plan.preference is not None  # whose calls are others
+    if world.size == 1 or beside or not all(p.requires_grad for p in model.module.parameters()):
         return {}
     if any(isinstance(module, tuple(RULES)) for module in model.module.modules()):
         return {}

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from tangram.planner.local.estimate import is_plain_ddp
+from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.world import World

@@ -18,6 +18,7 @@ from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import PipelineRun
+from tangram.training.parallel.reference import Reference
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,8 @@ class ParallelModel:
     """Parameters that model axes cut in parts that torch has no placement for."""
     trace: Trace = UNTRACED
     """Where this rank says what it does."""
+    reference: Reference | None = None
+    """What a loss of preferences compares with."""
 
     @property
     def draw_sources(self) -> Sequence[DrawSource]:

@@ -45,6 +45,7 @@ from tangram.training.state.check_export import (
 from tangram.training.state.checkpointer import JobState, load
 from tangram.training.state.export_hf import export
 from tangram.training.step.evaluate import evaluate_unsharded
+from tangram.training.step.objectives import objective_of
 
 # Relative; of a loss below one nat absolute, since rounding is of logits, which do not get smaller with the loss. The
 # sums are the same but for their order.
@@ -97,7 +98,7 @@ def prove(
     computed = as_computed(model, plan)
     loss = relative = None
     words = "in one process"
-    if measured.held_out_loss is not None:
+    if measured.held_out_loss is not None and not plan.has_reference:
         loss, relative = same_loss(computed, plan, corpus, measured.held_out_loss)
         limit = SAME_LOSS[plan.precision.compute]
         words = f"loss {loss:.6f} in one process; relative difference {relative:.1e}, at most {limit:.0e}"
@@ -155,7 +156,7 @@ def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
 def same_loss(model: PreTrainedModel, plan: Plan, corpus: Corpus, before: float) -> tuple[float, float]:
     """The held-out loss of the reloaded model and how far it is from the one before; ProofError when too far."""
     batches = held_out_batches(corpus, plan.data, index=0, size=1, device=model.device)
-    after = evaluate_unsharded(model, batches, token_order(model, plan))
+    after = evaluate_unsharded(model, batches, token_order(model, plan), objective_of(plan))
     relative = loss_difference(after, before)
     if not relative <= SAME_LOSS[plan.precision.compute]:
         raise ProofError(f"the reloaded checkpoint has a held-out loss of {after}, not the {before} that was measured")

@@ -144,14 +144,16 @@ def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
     freeze(model, plan)
     cuts_of(model, plan)
     corpus = open_corpus(plan.data, tokens)
-    counted = model_costs(model, plan.data.sequence, plan.data.micro_batch)
+    counted = model_costs(model, plan.data.sequence, plan.data.micro_batch * plan.rows_per_sample)
+    again = counted.forward_flops_per_sample if plan.has_reference else 0.0
+    flops = (counted.flops_per_sample + again) * plan.rows_per_sample
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return PreparedJob(
         source=source,
         tokens=tokens,
         corpus=corpus,
-        costs=loop.StepCosts(counted.flops_per_sample, chosen.peak_flops),
+        costs=loop.StepCosts(flops, chosen.peak_flops),
         parameters=parameters,
         trained=trained,
         begun=begun,

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tangram.hardware.host.machine import resident_mb
-from tangram.planner.local.estimate import Memory, megabytes
+from tangram.planner.local.estimate import megabytes
+from tangram.planner.local.peak_memory import Memory
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 """What torch says on the CPU, where it has no exception of its own for it."""
@@ -31,13 +32,13 @@ class NoMemoryError(MemoryError):
 PHASES: tuple[tuple[str, str, str], ...] = (
     # a file and a function on the stack (as ends of their names), the phase; the first that is there decides
     ("training/state/checkpointer.py", "", "saving a checkpoint"),
-    ("training/step/evaluate.py", "held_out_loss", "measuring the held-out loss"),
+    ("training/step/evaluate.py", "held_out", "measuring the held-out loss"),
     ("training/parallel/master_weights.py", "step", "the update"),
     ("torch/optim/adamw.py", "", "the update"),
     ("torch/optim/optimizer.py", "", "the update"),
     ("training/objective/loss.py", "", "the loss"),
     ("torch/autograd/graph.py", "_engine_run_backward", "the backward"),
-    ("training/step/loop.py", "backward", "the forward"),
+    ("training/step/backward.py", "backward", "the forward"),
     ("training/state/build_model.py", "", "building the model"),
     ("training/data/stream.py", "", "reading the samples"),
 )
@@ -117,6 +118,10 @@ def sentence(phase: str, here: MemoryInUse, predicted: Memory | None) -> str:
         f"{megabytes(predicted.logits)}, gathered parameters {megabytes(predicted.gathered)})",
     }
     over = {name: now - before for name, (now, before) in parts.items() if now > 1.05 * before + 1e6}
+    if "gradients" in over:  # which come as activations go, and are predicted for one moment of both
+        together = here.gradients + here.flows - predicted.gradients - flows
+        over["gradients"] = min(over["gradients"], together)
+        over = {name: more for name, more in over.items() if more > 0}
     if over:
         most = max(over, key=lambda name: over[name])
         now, before = parts[most]

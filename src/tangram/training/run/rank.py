@@ -17,8 +17,8 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import peak_resident_mb, repeatable
 from tangram.models.building.source import Source
 from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
-from tangram.planner.local.estimate import Memory
 from tangram.planner.local.own_rules import code_digest
+from tangram.planner.local.peak_memory import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.job import Packing
@@ -34,6 +34,7 @@ from tangram.training.observe.profiling import profiled
 from tangram.training.parallel.due_calls import due_calls
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.reference import Reference
 from tangram.training.parallel.weight_groups import weight_groups
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
@@ -124,7 +125,9 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     source = source_of(plan, tokens)
     tell(Doing("building the model, cutting it, giving it values"))
     with explained(None, None, job.memory):
-        model = build(plan, source, world, values=job.resume is None)
+        compares = plan.has_reference  # with the values of the begin, whatever a checkpoint has
+        model = build(plan, source, world, values=job.resume is None or compares)
+        model = replace(model, reference=Reference(model.module) if compares else None)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     optimiser = make_adamw(model.module, plan.optimiser, plan.precision.masters, model.plain)
     state = JobState(model.module, optimiser, plain=model.plain)

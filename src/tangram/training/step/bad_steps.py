@@ -6,6 +6,7 @@ on the same text, whatever its ranks.
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,9 @@ def _data_rank(place: int, plan: Plan) -> int:
 def _documents(corpus: Corpus, plan: Plan, source: int, window: int) -> list[int]:
     split = corpus.training[source]
     found: list[int] = []
-    for start, stop in split.pieces(window, plan.data.sequence, single=is_single(plan.data)):
+    single = is_single(plan.data)
+    pieces = [split.pieces(row, plan.data.sequence, single=single) for row in split.rows_of(window).tolist()]
+    for start, stop in chain.from_iterable(pieces):
         ends = np.array([start, max(start, stop - 1)], split.end_D.dtype)
         low, high = np.searchsorted(split.end_D, ends, "right")
         found += range(int(low), int(high) + 1)

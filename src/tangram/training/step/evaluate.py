@@ -1,38 +1,22 @@
-"""The loss and the logits of a model that was made parallel, and the mean loss of held-out samples."""
+"""The logits of a model that was made parallel, and the mean loss of held-out samples."""
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tangram.training.data import IGNORE, Batch, Corpus, held_out_batches
-from tangram.training.objective.loss import leaving, logits_placement, token_loss
-from tangram.training.objective.model_inputs import TokenOrder, logits_in_order, model_inputs
+from tangram.training.data import Batch, Corpus, held_out_batches
+from tangram.training.objective.loss import token_loss
+from tangram.training.objective.model_inputs import TokenOrder, logits_in_order
 from tangram.training.objective.step_guard import must_be_finite
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
-
-LossSum = Callable[[nn.Module, Batch], Tensor]
-"""The loss of a module on a batch, summed over its counted tokens."""
-
-
-def loss_of(part: ModelPart, batch: Batch, loss_sum: LossSum | None) -> Tensor:
-    """The summed loss of a batch: of the next token unless said otherwise."""
-    return next_token_loss(part, batch) if loss_sum is None else loss_sum(part.module, batch)
-
-
-def next_token_loss(part: ModelPart, batch: Batch) -> Tensor:
-    """The cross-entropy in nats of the next token, summed over the tokens that count.
-
-    Of a derived model the logits stay in parts (`training.objective.loss`).
-    """
-    inputs = model_inputs(part.tokens, batch)
-    with leaving(part.derived):
-        logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
-    return token_loss(logits, inputs.batch.labels_BS, logits_placement(part.derived))
+from tangram.training.step.objectives import NEXT_TOKEN, LossSum, Objective, Sums, objective_of
 
 
 def logits_of(model: ParallelModel, batch: Batch) -> Tensor:
@@ -45,53 +29,88 @@ def logits_of(model: ParallelModel, batch: Batch) -> Tensor:
     return logits_in_order(model.module, model.parts[0].tokens, batch)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Of samples that are not trained on."""
+
+    loss: float
+    figures: Mapping[str, float]
+    """What the objective tells beside it."""
+
+
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Iterable[Batch], loss_sum: LossSum | None = None) -> float:
-    """The mean loss per counted token over all DP ranks' batches."""
-    model.module.eval()
-    pipeline = model.pipeline
-
-    def of_batch(batch: Batch) -> Tensor:
-        if pipeline is None:
-            return loss_of(model.parts[0], batch, loss_sum)
-        losses = pipeline.losses([batch], token_loss)
-        return losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device)
-
-    return _mean_loss(of_batch, batches, model.world.group, counts=pipeline is None or pipeline.is_last)
+    """The mean loss over all DP ranks' batches: per counted token, or as the plan's task has it."""
+    return measure(model, batches, objective_of(model.plan, loss_sum)).loss
 
 
 @torch.no_grad()
-def evaluate_unsharded(module: nn.Module, batches: Iterable[Batch], tokens: TokenOrder | None = None) -> float:
-    """The mean loss of the next token per counted token, of a model that this process has all of."""
+def measure(model: ParallelModel, batches: Iterable[Batch], objective: Objective) -> Measured:
+    """The loss over all DP ranks' batches, with what else the objective tells. Collective over all ranks."""
+    pipeline = model.pipeline
+    if objective.rows is not None:
+        batches = list(batches)
+        references = objective.references(model, batches)
+    else:
+        references = itertools.repeat(None)
+    model.module.eval()
+
+    def of_batch(batch: Batch, reference: Tensor | None) -> Sums:
+        if pipeline is None:
+            return objective.sums(model.parts[0], batch, reference)
+        losses = pipeline.losses([batch], token_loss)
+        return Sums((losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device),))
+
+    each = ((batch, of_batch(batch, reference)) for batch, reference in zip(batches, references, strict=False))
+    return _means(each, objective, model.world.group, counts=pipeline is None or pipeline.is_last)
+
+
+@torch.no_grad()
+def evaluate_unsharded(
+    module: nn.Module, batches: Iterable[Batch], tokens: TokenOrder | None = None, objective: Objective = NEXT_TOKEN
+) -> float:
+    """The mean loss, by an objective without a reference, of a model that this process has all of."""
     module.eval()
     part = ModelPart(module, tokens)
-    return _mean_loss(lambda batch: next_token_loss(part, batch), batches, None)
+    return _means(((batch, objective.sums(part, batch, None)) for batch in batches), objective, None).loss
 
 
-def _mean_loss(
-    loss_of: Callable[[Batch], Tensor], batches: Iterable[Batch], group: dist.ProcessGroup | None, counts: bool = True
-) -> float:
+def _means(
+    each: Iterable[tuple[Batch, Sums]], objective: Objective, group: dist.ProcessGroup | None, counts: bool = True
+) -> Measured:
     """`counts`: whether this rank has the loss of its batches; of a stage that is not the last it is 0."""
     totals: Tensor | None = None
-    for batch in batches:
-        loss = loss_of(batch).double()
-        counted = (batch.labels_BS != IGNORE).sum().double() * counts
-        pair = torch.stack([loss, counted])
-        totals = pair if totals is None else totals + pair
+    for batch, sums in each:
+        figures = [] if sums.figures is None else [sums.figures]
+        found = torch.cat([torch.stack([*sums.terms]).double(), objective.counts(batch) * counts, *figures])
+        totals = found if totals is None else totals + found
     if totals is None:
         raise ValueError("there is no batch to evaluate")
-    total, counted = sum_over(group, totals)  # of tensor-parallel ranks both are multiples
-    return total / counted
+    found = sum_over(group, totals)  # of tensor-parallel ranks all are multiples
+    terms, over, samples, figures = _cut(found, len(objective.over), len(objective.over), 1)
+    loss = sum(term / count for term, count in zip(terms, over, strict=True))
+    return Measured(loss, {name: x / samples[0] for name, x in zip(objective.figures, figures, strict=True)})
+
+
+def _cut(values: Sequence[float], *sizes: int) -> list[Sequence[float]]:
+    """One after the other, and the rest."""
+    ends = [0, *itertools.accumulate(sizes), len(values)]
+    return [values[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def held_out_loss(model: ParallelModel, corpus: Corpus) -> float:
     """The held-out loss, measured by all ranks together."""
+    return held_out(model, corpus).loss
+
+
+def held_out(model: ParallelModel, corpus: Corpus) -> Measured:
+    """The same with what else the task tells."""
     data, world = model.plan.data, model.world
     batches = held_out_batches(corpus, data, index=world.data_index, size=world.data_size, device=world.device)
     with resharded(model.module):
-        loss = evaluate(model, batches)
-    must_be_finite("the held-out loss", loss)
-    return loss
+        found = measure(model, batches, objective_of(model.plan))
+    must_be_finite("the held-out loss", found.loss)
+    return found
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> list[float]:

@@ -10,42 +10,35 @@ Nothing random is carried from step to step: what is drawn is a function of seed
 bit for bit.
 """
 
-# ruff: noqa: N803  a tensor carries its dims in its name
-
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 from torch.optim import AdamW
 
 from tangram.errors import UserError
 from tangram.hardware.host.machine import resident_mb
 from tangram.schema.plan import Plan
 from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
-from tangram.tracing.recorder import Trace
 from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
-from tangram.training.mesh.drawing import Draws, drawing, drawn_apart
-from tangram.training.mesh.tensor_parallel import ResultPlacement
+from tangram.training.mesh.drawing import drawn_apart
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_loads import Loads
-from tangram.training.objective.loss import token_loss
-from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
 from tangram.training.observe.events import Evaluated, Note, StepDone, StepSkipped
 from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.model_part import ModelPart
-from tangram.training.parallel.pipeline import PipelineRun
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
+from tangram.training.step.backward import backward
 from tangram.training.step.bad_steps import located, write_samples
-from tangram.training.step.evaluate import LossSum, held_out_loss, loss_of, sum_over
+from tangram.training.step.evaluate import held_out, sum_over
+from tangram.training.step.objectives import LossSum, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, set_lr, square_sum
 
 
@@ -140,7 +133,7 @@ def train_steps(
         last = stopped is not None or step + 1 == plan.run.steps
         _tell_draws(model, hooks, all_ranks=world.stages > 1 and (step == first or last))
         if done.skipped is None:
-            state.metrics["loss"] = done.loss
+            state.metrics.update({"loss": done.loss, **done.figures})
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
             _evaluate(model, state, corpus, hooks, time.monotonic() - started)
         if not last and (_due(step + 1, save_every) or done.stop_requests[2]):
@@ -157,9 +150,10 @@ def train_steps(
 def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks, seconds: float) -> None:
     """Measure the held-out loss, so many seconds after training began."""
     model.trace.phase(Phase.EVALUATION)
-    loss = state.metrics["held_out_loss"] = held_out_loss(model, corpus)
+    found = held_out(model, corpus)
+    state.metrics.update({"held_out_loss": found.loss, **{f"held_out_{key}": x for key, x in found.figures.items()}})
     if model.world.index == 0:
-        hooks.emit(Evaluated(state.progress.step, loss, seconds))
+        hooks.emit(Evaluated(state.progress.step, found.loss, seconds, found.figures))
     model.module.train()
 
 
@@ -230,6 +224,7 @@ def _event_of(
         rss_mb=resident_mb(),
         skipped=guard.skipped,
         scale=guard.scale.value,
+        figures=done.figures,
     )
 
 
@@ -269,6 +264,8 @@ class StepResult:
     """What the loss of routers adds to what is trained on, `run.router_loss` times it; `loss` is without it."""
     dropped: float = 0.0
     """The share of tokens' choices that experts had no room for (`run.expert_capacity`)."""
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the task tells beside the loss: means over the global batch's samples."""
 
 
 def train_step(
@@ -295,88 +292,37 @@ def train_step(
     optimiser.zero_grad()
     modules = [part.module for part in model.parts]
     before = buffers.before_step(modules)
-    loss_part = backward(model, batches, loss_sum, scale)
+    found = backward(model, batches, loss_sum, scale)
     model.trace.phase(Phase.OPTIMISER)
     model.sum_gradients()
     buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
         refuse_unlike_gradients(model.module, world, model.plain)
     gradients = local_gradients(model.module, model.plain)
-    sums = torch.zeros(4 + len(stop_requests), dtype=torch.float64, device=world.device)
-    sums[0] = loss_part / world.model_size  # the ranks of model axes have all computed the same part
+    told = 4 + len(found.figures)
+    sums = torch.zeros(told + len(stop_requests), dtype=torch.float64, device=world.device)
+    sums[0] = found.loss / world.model_size  # the ranks of model axes have all computed the same part
     sums[1] = square_sum(gradients, world.size // world.stages)
     for part in model.parts:
         if part.routers is not None:
             sums[2] += part.routers.pop_loss()
         if part.capacity is not None:
             sums[3] += part.capacity.pop_dropped() * world.stages / world.size  # all ranks of a stage have the same
-    sums[4:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
+    sums[4:told] = found.figures / (world.model_size * max(1, batches.samples))
+    sums[told:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
     own = sums[:2].clone()
-    loss, square, of_routers, dropped, *wishes = sum_over(world.group, sums)
+    loss, square, of_routers, dropped, *others = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
-    stops = tuple(wish > 0 for wish in wishes)
+    stops = tuple(wish > 0 for wish in others[len(found.figures) :])
+    figures = dict(zip(objective_of(plan, loss_sum).figures, others, strict=False))
     if not math.isfinite(loss) or not math.isfinite(norm):
         of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
         model.trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
         buffers.undo(modules, before)
-        return StepResult(loss, norm, stops, reason, guard.astray > strayed, of_routers, dropped)
+        return StepResult(loss, norm, stops, reason, guard.astray > strayed, of_routers, dropped, figures)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr)
     optimiser.step()
-    return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped)
-
-
-def backward(model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None = None, scale: float = 1.0) -> Tensor:
-    """Add the gradients of this rank's micro-batches; its part of the global batch's loss, a float64 scalar.
-
-    The gradients are `scale` times as large; a power of two rounds nothing.
-    """
-    with drawing(model.draw_sources, model.plan.seed, batches) as draws:
-        if model.pipeline is not None:
-            model.trace.phase(Phase.PIPELINE)
-            return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
-        return _backward_of_model(model.parts[0], batches, loss_sum, draws, scale, model.trace)
-
-
-def _backward_of_model(
-    part: ModelPart, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float, trace: Trace
-) -> Tensor:
-    losses: list[Tensor] = []
-    routers, capacity = part.routers, part.capacity
-    for micro, batch in enumerate(batches.micro):
-        draws.begin(micro)
-        if part.data_parallel is not None:
-            part.data_parallel.before(last=micro + 1 == len(batches.micro))
-        if capacity is not None:
-            capacity.before(model_inputs(part.tokens, batch))
-        trace.phase(Phase.FORWARD)
-        loss = trained = loss_of(part, batch, loss_sum) / max(1, batches.counted)
-        if routers is not None:
-            ordered = model_inputs(part.tokens, batch).batch
-            trained = loss + routers.loss(routers.sums(ordered.labels_BS), batches.counted)
-        trace.phase(Phase.BACKWARD)
-        (trained * scale if scale != 1 else trained).backward()
-        if routers is not None:
-            routers.forget()
-        losses.append(loss.detach())
-    return _summed(losses, batches.micro[0].inputs_BS.device)
-
-
-def _backward_of_stage(
-    pipeline: PipelineRun, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
-) -> Tensor:
-    """The same for a stage; its part of the loss is nothing but on the last."""
-    if loss_sum is not None:
-        raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
-
-    def loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None) -> Tensor:
-        return token_loss(logits_BSV, labels_BS, placement) * (scale / max(1, batches.counted))
-
-    losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
-    return _summed(losses, batches.micro[0].inputs_BS.device) / scale
-
-
-def _summed(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([*parts]).double().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
+    return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped, figures=figures)

@@ -25,7 +25,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from tangram.layout import Layout, Mesh
 from tangram.models.building.build import build_on_meta
 from tangram.models.building.source import Source
 from tangram.planner.legality.check_plan import legal
-from tangram.planner.local.estimate import fullest
+from tangram.planner.local.peak_memory import fullest
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
@@ -51,6 +51,7 @@ from tangram.training.data import Batch, RankBatches, list_files, tokens_of
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, freeze, give_storage
 from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.reference import Reference
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
 from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, square_sum
@@ -198,8 +199,11 @@ def counted_steps(model: ParallelModel) -> list[CountedStep]:
     plan, module = model.plan, model.module
     optimiser = make_adamw(module, plan.optimiser, plan.precision.masters, model.plain)
     module.train()
+    if plan.has_reference:
+        model = replace(model, reference=Reference(module))
+    kept = [] if model.reference is None else model.reference.kept
     with Tally() as tally:
-        tally.watch(_local([*module.parameters(), *module.buffers()]))
+        tally.watch(_local([*module.parameters(), *module.buffers()]) + kept)
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimiser.step()  # makes its states
@@ -213,7 +217,7 @@ def counted_steps(model: ParallelModel) -> list[CountedStep]:
             optimiser.zero_grad()
             states = [x for state in optimiser.state.values() for x in state.values() if isinstance(x, Tensor)]
             lasting = {  # asked after the step: FSDP changes where parameters lie at its first one
-                "parameters": tally.watch(_local([*module.parameters(), *module.buffers()])),
+                "parameters": tally.watch(_local([*module.parameters(), *module.buffers()]) + kept),
                 "gradients": gradients,
                 "optimiser": tally.watch(_local(states)),
             }
@@ -224,11 +228,11 @@ def counted_steps(model: ParallelModel) -> list[CountedStep]:
 def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> list[int]:
     """As `loop.train_step`, but for what reads a value; the numbers of the gradients' storages."""
     plan, world = model.plan, model.world
-    rows, length = plan.data.micro_batch, plan.data.sequence
+    rows, length = plan.data.micro_batch * plan.rows_per_sample, plan.data.sequence
     ids_BS = torch.zeros(rows, length, dtype=torch.long)
     batch = Batch(ids_BS, ids_BS.clone(), None if plan.data.packing == "single" else ids_BS.clone())
     batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
-    part = loop.backward(model, batches)
+    part = loop.backward(model, batches).loss
     model.sum_gradients()
     gradients = local_gradients(model.module, model.plain)
     sums = torch.stack([part, square_sum(gradients, world.size // world.stages)])

@@ -1,0 +1,235 @@
+"""The memory of a rank, by the moments of a step.
+
+What is there when most is: at the loss, in the backward of one of the layers, or at the update. Of a single micro-batch
+no gradient is there beside all of its activations. In bytes, with P the rank's numbers of parameters (by the plan's own
+layouts, so uneven cuts count):
+
+    parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
+                2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters; of a base in
+                NF4 0.516 P (`models.lora.nf4`)
+    activations what the backward of a micro-batch keeps; of layers in run.recompute only their input, and of the one
+                that is recomputed all
+    logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
+    gathered    what FSDP2 holds whole: what lies outside the layers, two layers, and one block's gradient; all of them
+                where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
+                pipeline all of its stages and their gradients. Of full replicas there is no FSDP2, but gradients are
+                there twice where they are summed after each of several micro-batches
+                and of a base in NF4 the weight of the largest layer, while it is made
+    process     a constant (`hardware.measuring.overheads`)
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import NamedTuple
+
+from tangram.hardware.measuring import overheads
+from tangram.kernels.cross_entropy import chunk_bytes
+from tangram.layout import Layout, Mesh, region
+from tangram.models.lora import nf4
+from tangram.models.outlines.costs import OUTSIDE, ModelCosts, Parameter, Part
+from tangram.planner.local.stage_shares import Share, kept_bytes, recomputed
+from tangram.planner.space.optimisers_and_offload import OPTIMISERS, optimisers_of
+from tangram.schema.plan import Plan
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODED_BYTES = OPTIMISERS[optimisers_of("adamw-8bit")[0]].nbytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that needs most, at the moment of a step at which that is."""
+
+    parameters: float
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    gathered: float
+    process: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(asdict(self).values())
+
+
+def largest_parts(plan: Plan, parameters: tuple[Parameter, ...]) -> Mapping[str, int]:
+    """How many numbers of each parameter the rank with the largest part of it holds."""
+    mesh = Mesh.parse(plan.mesh)
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    held: dict[str, int] = {}
+    for parameter in parameters:
+        text = plan.layout_of(parameter.name)
+        key = (text, parameter.shape)
+        if key not in known:
+            layout = Layout.parse(text).bind(parameter.shape, **plan.layouts.sizes)
+            known[key] = region(layout, mesh, mesh.rank(fullest([layout]))).size
+        held[parameter.name] = known[key]
+    return held
+
+
+def fullest(layouts: Iterable[Layout]) -> dict[str, int]:
+    """Where on axes of listed sizes the rank stands that has most; on other axes that is the first, as maps cut."""
+    cuts = [cut for layout in layouts for dim in layout.dims for node in dim.nodes for cut in node.cuts]
+    listed = {cut.axis: cut.args for cut in cuts if cut.map == "sizes" and not isinstance(cut.args, str)}
+    return {axis: sizes.index(max(sizes)) for axis, sizes in listed.items()}
+
+
+def shard_size(plan: Plan) -> int:
+    """Over how many ranks FSDP cuts parameters."""
+    cutting = {axis for text in plan.layouts.parameters.values() for axis in Layout.parse(text).axes}
+    return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
+
+
+def is_plain_ddp(plan: Plan) -> bool:
+    """Whether DP ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
+
+    Of several ranks the gradients are summed as they are.
+    """
+    precision = plan.precision
+    types = {precision.parameters, precision.compute, precision.reduce, plan.gradients}
+    return shard_size(plan) == 1 and len(types) == 1
+
+
+def unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
+    """The numbers of each FSDP unit as it is gathered: whole but for what the tensor axis cuts."""
+    shards = shard_size(plan)
+    units: dict[str, float] = {OUTSIDE: 0.0}
+    for one in parameters:
+        share = nf4.BYTES / BYTES[plan.precision.compute] if one.quantised else 1
+        gathered = min(one.size, held[one.name] * shards) * share
+        units[one.block] = units.get(one.block, 0.0) + gathered
+    return units
+
+
+def memory_of(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> Memory:
+    """Of a rank with this share, on a kind of device."""
+    parameters, trained = stage.parameters, [one for one in stage.parameters if one.trained]
+    reference = trained if plan.has_reference else []
+    gathered = _gathered(plan, parameters, held)
+    moments = _moments(plan, stage, held, _logits(plan, stage.local, kind), *_made(plan, parameters, held))
+    most = max(moments, key=sum)
+    return Memory(
+        parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*parameters, *reference]),
+        gradients=most.gradients,
+        optimiser=sum(held[one.name] * _states_bytes(plan, one) for one in trained),
+        activations=most.activations,
+        logits=most.logits,
+        gathered=gathered + most.made,
+        process=overheads.PROCESS_BYTES,
+    )
+
+
+class _Moment(NamedTuple):
+    """What is there in bytes at a moment of a step, beside what is always there."""
+
+    gradients: float
+    activations: float
+    logits: float = 0.0
+    made: float = 0.0
+
+
+def _moments(
+    plan: Plan, stage: Share, held: Mapping[str, int], logits: float, made: float, making: float
+) -> Iterator[_Moment]:
+    """The loss; each layer's backward, which begins with all that it keeps and ends with its gradients; the update.
+
+    Of a pipeline all at once, as its micro-batches are not in step.
+    """
+    local, size = stage.local, BYTES[plan.gradients]
+    of_block: Counter[str] = Counter()
+    for one in stage.parameters:
+        if one.trained:
+            of_block[one.block if one.block or not _comes_last(one, stage.parameters) else "last"] += (
+                size * held[one.name]
+            )
+    every = float(of_block.total())
+    if plan.pipeline is not None:
+        again = [part.kept_bytes for part in local.blocks if recomputed(plan, part.name)]
+        yield _Moment(every, stage.activations + max(again, default=0.0), logits, made + making)
+        return
+    before = every if plan.micro_steps > 1 else 0.0  # of the micro-batches before
+    yield _Moment(before, stage.activations, logits)
+    there, left = before or of_block[OUTSIDE], sum(kept_bytes(plan, part) for part in local.blocks)
+    for part in reversed(local.blocks):
+        left -= kept_bytes(plan, part)
+        yield _Moment(there, left + part.kept_bytes + part.input_bytes, 0.0, made + making)
+        yield _Moment(there, left + part.kept_bytes + _flowing(plan, local, part), 0.0, made)
+        there = before or there + of_block[part.name]
+        yield _Moment(there, left + part.input_bytes, 0.0, made + making)
+    yield _Moment(every, 0.0)
+
+
+def _flowing(plan: Plan, local: ModelCosts, part: Part) -> float:
+    """Of a layer's backward, the gradients of both inputs of a product of what is widest in it, and of its result."""
+    own = (one.shape[-2:] for one in local.parameters if one.block == part.name and len(one.shape) > 1)
+    widest = max(map(max, own), default=0)
+    return 2.0 * BYTES[plan.precision.compute] * local.micro_batch * local.sequence * widest + part.input_bytes
+
+
+def _comes_last(one: Parameter, parameters: tuple[Parameter, ...]) -> bool:
+    """Whether a parameter outside of the blocks has its gradient at the end of the backward: an embedding that is no
+    head, before the blocks where another matrix is behind them."""
+    first = next((n for n, other in enumerate(parameters) if other.block), 0)
+    heads = [other for other in parameters[first:] if not other.block and len(other.shape) > 1]
+    return bool(heads) and one in parameters[:first]
+
+
+def _bytes_of(plan: Plan, one: Parameter) -> float:
+    """For each number that a rank keeps of a parameter."""
+    return nf4.BYTES if one.quantised else BYTES[plan.precision.parameters]
+
+
+def _states_bytes(plan: Plan, one: Parameter) -> float:
+    """Of the optimiser's states for each number that is trained: two moments, and where it has one the master."""
+    master = BYTES[plan.precision.masters]
+    moments = CODED_BYTES if plan.optimiser.has_codes(one.name, one.shape) else 2.0 * master
+    return moments + (0 if own_masters(plan) else master)
+
+
+def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> tuple[float, float]:
+    """Of a quantised base, what the largest layer's weight takes, the part that TP leaves; and before that, while it is
+    made, some of it in float32 two times."""
+    shards = shard_size(plan)
+    largest = max((min(one.size, held[one.name] * shards) for one in parameters if one.quantised), default=0)
+    types = {plan.precision.parameters, plan.precision.compute}
+    return float(sum(BYTES[name] for name in types) * largest), 8.0 * min(largest, nf4.AT_ONCE)
+
+
+def _logits(plan: Plan, local: ModelCosts, kind: str) -> float:
+    """The gradient, and the rows that the loss takes at a time on this kind of device."""
+    as_float32 = local.logits_bytes * 4 / BYTES[plan.precision.compute]
+    return local.logits_bytes + min(as_float32, chunk_bytes(kind))
+
+
+def _gathered(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
+    """What FSDP2 holds whole beside a rank's parts, in bytes; of full replicas, what their sums take."""
+    if is_plain_ddp(plan):
+        return _of_sums(plan, parameters, held)
+    units = unit_numbers(plan, parameters, held)
+    block = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
+    whole = units[OUTSIDE] + 2 * block
+    if plan.pipeline is not None or plan.run.reshard != "after forward":
+        whole = sum(units.values())
+    found = BYTES[plan.precision.compute] * whole + BYTES[plan.precision.reduce] * block
+    if plan.adds_before_reducing:
+        trained = tuple(one for one in parameters if one.trained)
+        found += BYTES[plan.accumulates] * sum(unit_numbers(plan, trained, held).values())
+    return found
+
+
+def _of_sums(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> float:
+    """Bytes beside the gradients while copies' are summed."""
+    if plan.data_ranks == 1:
+        return 0.0
+    gradients = float(BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained))
+    if plan.pipeline is not None:  # sums begin when all are there; else gradients lie in buckets from the start
+        return min(gradients, overheads.COPY_BUCKET_BYTES)
+    return 0.0 if plan.adds_before_reducing or plan.micro_steps == 1 else gradients
+
+
+def own_masters(plan: Plan) -> bool:
+    """Whether the parameters are what is updated."""
+    return plan.precision.parameters == plan.precision.masters

@@ -1,0 +1,105 @@
+"""The forwards and backwards of a step on one rank: its gradients, and its parts of the sums of the global batch."""
+
+# ruff: noqa: N803  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tangram.errors import UserError
+from tangram.tracing.format import Phase
+from tangram.tracing.recorder import Trace
+from tangram.training.data import RankBatches
+from tangram.training.mesh.drawing import Draws, drawing
+from tangram.training.mesh.tensor_parallel import ResultPlacement
+from tangram.training.objective.loss import token_loss
+from tangram.training.objective.model_inputs import model_inputs
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import PipelineRun
+from tangram.training.step.objectives import LossSum, Objective, objective_of
+
+
+class BackwardSums(NamedTuple):
+    """A rank's parts of a global batch's sums, in float64."""
+
+    loss: Tensor
+    """A scalar."""
+    figures: Tensor
+    """What the objective tells, summed over samples."""
+
+
+def backward(
+    model: ParallelModel, batches: RankBatches, loss_sum: LossSum | None = None, scale: float = 1.0
+) -> BackwardSums:
+    """Add the gradients of this rank's micro-batches; its part of the global batch's loss.
+
+    The gradients are `scale` times as large; a power of two rounds nothing.
+    """
+    objective = objective_of(model.plan, loss_sum)
+    references = objective.references(model, batches.micro)
+    with drawing(model.draw_sources, model.plan.seed, batches) as draws:
+        if model.pipeline is not None:
+            model.trace.phase(Phase.PIPELINE)
+            return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
+        return _backward_of_model(model.parts[0], batches, objective, references, draws, scale, model.trace)
+
+
+def _backward_of_model(
+    part: ModelPart,
+    batches: RankBatches,
+    objective: Objective,
+    references: Sequence[Tensor | None],
+    draws: Draws,
+    scale: float,
+    trace: Trace,
+) -> BackwardSums:
+    losses: list[Tensor] = []
+    figures: list[Tensor] = []
+    routers, capacity = part.routers, part.capacity
+    for micro, batch in enumerate(batches.micro):
+        draws.begin(micro)
+        if part.data_parallel is not None:
+            part.data_parallel.before(last=micro + 1 == len(batches.micro))
+        if capacity is not None:
+            capacity.before(model_inputs(part.tokens, batch))
+        trace.phase(Phase.FORWARD)
+        sums = objective.sums(part, batch, references[micro])
+        loss = trained = objective.loss(sums, batches)
+        if routers is not None:
+            ordered = model_inputs(part.tokens, batch).batch
+            trained = loss + routers.loss(routers.sums(ordered.labels_BS), batches.counted)
+        trace.phase(Phase.BACKWARD)
+        (trained * scale if scale != 1 else trained).backward()
+        if routers is not None:
+            routers.forget()
+        losses.append(loss.detach())
+        figures += [] if sums.figures is None else [sums.figures]
+    return _summed(losses, figures, batches.micro[0].inputs_BS.device)
+
+
+def _backward_of_stage(
+    pipeline: PipelineRun, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
+) -> BackwardSums:
+    """The same for a stage; its part of the loss is nothing but on the last."""
+    if loss_sum is not None:
+        raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
+
+    def loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None) -> Tensor:
+        return token_loss(logits_BSV, labels_BS, placement) * (scale / max(1, batches.counted))
+
+    losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
+    found = _summed(losses, [], batches.micro[0].inputs_BS.device)
+    return found._replace(loss=found.loss / scale)
+
+
+def _summed(losses: Sequence[Tensor], figures: Sequence[Tensor], device: torch.device) -> BackwardSums:
+    none = torch.zeros(0, dtype=torch.float64, device=device)
+    return BackwardSums(
+        torch.stack([*losses]).double().sum() if losses else none.sum(),
+        torch.stack([*figures]).sum(0) if figures else none,
+    )

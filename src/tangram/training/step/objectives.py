@@ -1,0 +1,158 @@
+"""What a task trains on, made of the logits of a batch: one row of a table for each task.
+
+A loss is a sum of terms, each summed over something and divided by how much of that the global batch has, which every
+rank knows: so it is the same for any micro-batches and ranks.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tangram.errors import UserError
+from tangram.schema.job import Job
+from tangram.schema.tuning import TaskName
+from tangram.training.data import IGNORE, Batch, RankBatches
+from tangram.training.objective.loss import leaving, logits_placement, row_losses, token_loss
+from tangram.training.objective.model_inputs import model_inputs
+from tangram.training.objective.preferences import FIGURES, FORMULAS, Scores, figures_of
+from tangram.training.parallel.model import ParallelModel
+from tangram.training.parallel.model_part import ModelPart
+
+Over = Literal["labels", "samples", "first tokens"]
+"""What a term is a mean over: counted labels, samples, or all tokens but the begin of the first rows of samples."""
+LossSum = Callable[[nn.Module, Batch], Tensor]
+"""The loss of a module on a batch, summed over its counted tokens."""
+
+
+class Sums(NamedTuple):
+    """Of a batch."""
+
+    terms: tuple[Tensor, ...]
+    figures: Tensor | None = None
+    """Summed over samples (float64); None where the objective names none."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is trained on, and what is told beside the loss."""
+
+    sums: Callable[[ModelPart, Batch, Tensor | None], Sums]
+    """Of a part and a batch; with what `rows` gives of it under the reference."""
+    over: tuple[Over, ...] = ("labels",)
+    """What each term is divided by."""
+    figures: tuple[str, ...] = ()
+    """Names of means over samples."""
+    rows: Callable[[ModelPart, Batch], Tensor] | None = None
+    """What is compared with a reference, for each row of a batch (B); None: there is no reference."""
+    rows_per_sample: int = 1
+
+    def references(self, model: ParallelModel, batches: Sequence[Batch]) -> list[Tensor | None]:
+        """What the reference says of each batch. Raises UserError for a model without one."""
+        if self.rows is None:
+            return [None for _ in batches]
+        if model.reference is None:
+            raise UserError("this loss compares with a reference: give the ParallelModel one before it is trained")
+        with model.reference.used():
+            return [self.rows(model.parts[0], batch) for batch in batches]
+
+    def loss(self, sums: Sums, batches: RankBatches) -> Tensor:
+        """This batch's part of the loss of the global batch."""
+        counts = {"labels": batches.counted, "samples": batches.samples, "first tokens": batches.first_tokens}
+        parts = [term / max(1, counts[over]) for term, over in zip(sums.terms, self.over, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    def counts(self, batch: Batch) -> Tensor:
+        """What a batch has of everything that terms are divided by, and at last its samples (float64)."""
+        counted_BS = batch.labels_BS != IGNORE
+        first_BS = counted_BS[:: self.rows_per_sample]
+        counts: Mapping[Over, Tensor] = {
+            "labels": counted_BS.sum(),
+            "samples": first_BS.any(1).sum(),
+            "first tokens": (every_label(batch)[:: self.rows_per_sample] != IGNORE).sum(),
+        }
+        return torch.stack([counts[over] for over in (*self.over, "samples")]).double()
+
+
+def objective_of(plan: Job, loss_sum: LossSum | None = None) -> Objective:
+    """What a plan trains on; `loss_sum`: a loss of one's own in its place."""
+    if loss_sum is not None:
+        return Objective(lambda part, batch, _: Sums((loss_sum(part.module, batch),)))
+    return OBJECTIVES[plan.task](plan)
+
+
+def next_token_loss(part: ModelPart, batch: Batch) -> Tensor:
+    """The cross-entropy in nats of the next token, summed over the tokens that count.
+
+    Of a derived model the logits stay in parts (`training.objective.loss`).
+    """
+    inputs = model_inputs(part.tokens, batch)
+    with leaving(part.derived):
+        logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
+    return token_loss(logits, inputs.batch.labels_BS, logits_placement(part.derived))
+
+
+NEXT_TOKEN = Objective(lambda part, batch, _: Sums((next_token_loss(part, batch),)))
+
+
+def _preferences(plan: Job) -> Objective:
+    preference = plan.preference
+    assert preference is not None  # the job's tables say so
+    formula, each = FORMULAS[preference.loss_type], plan.rows_per_sample
+
+    def sums(part: ModelPart, batch: Batch, reference_B: Tensor | None) -> Sums:
+        logps_B, whole_B = answer_log_probs(part, batch, prompts=formula.cross_entropy)
+        scores, counts_P = _scores(logps_B, reference_B, batch)
+        losses_P = formula.loss(scores, preference).where(counts_P, 0.0)
+        figures = figures_of(scores, (logps_B[::each], logps_B[1::each]), counts_P, preference)
+        return Sums((losses_P.sum(), *(() if whole_B is None else (whole_B[::each].sum(),))), figures)
+
+    over: tuple[Over, ...] = ("samples", "first tokens") if formula.cross_entropy else ("samples",)
+    return Objective(sums, over, FIGURES, _answers if plan.has_reference else None, each)
+
+
+def _answers(part: ModelPart, batch: Batch) -> Tensor:
+    return answer_log_probs(part, batch)[0]
+
+
+def _scores(logps_B: Tensor, reference_B: Tensor | None, batch: Batch) -> tuple[Scores, Tensor]:
+    """Of pairs whose answers are rows that follow one another; and which of them are no empty ones."""
+    tokens_B = (batch.labels_BS != IGNORE).sum(1)
+    ratios_B = logps_B if reference_B is None else logps_B - reference_B
+    counts_P = tokens_B[::2] > 0
+    chosen, rejected = (ratios_B[side::2].where(counts_P, -1.0) for side in (0, 1))  # a formula's gradient is finite
+    return Scores(chosen, rejected, *(tokens_B[side::2].clamp(min=1) for side in (0, 1))), counts_P
+
+
+def answer_log_probs(part: ModelPart, batch: Batch, *, prompts: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The log-probability of the labels of each row (B, float64), and with `prompts` the cross-entropy of every token
+    but its first."""
+    every_BS = every_label(batch) if prompts else batch.labels_BS
+    inputs = model_inputs(part.tokens, replace(batch, labels_BS=every_BS))
+    with leaving(part.derived):
+        logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
+    masks = [batch.labels_BS != IGNORE, *([every_BS != IGNORE] if prompts else [])]
+    if inputs.order is not None:
+        masks = [mask_BS[:, inputs.order] for mask_BS in masks]
+    answers_B, *whole = row_losses(logits, inputs.batch.labels_BS, masks, logits_placement(part.derived))
+    return -answers_B, whole[0] if whole else None
+
+
+def every_label(batch: Batch) -> Tensor:
+    """The labels of a batch of single documents that end with a counted one, with those of what answers answer."""
+    places_S = torch.arange(batch.labels_BS.shape[1], device=batch.labels_BS.device)
+    last_B = torch.where(batch.labels_BS != IGNORE, places_S, -1).amax(1)
+    next_BS = torch.where(places_S < last_B[:, None], batch.inputs_BS.roll(-1, 1), batch.labels_BS)
+    return torch.where(places_S <= last_B[:, None], next_BS, IGNORE)
+
+
+OBJECTIVES: Mapping[TaskName, Callable[[Job], Objective]] = MappingProxyType(
+    {"pretrain": lambda plan: NEXT_TOKEN, "sft": lambda plan: NEXT_TOKEN, "dpo": _preferences}
+)

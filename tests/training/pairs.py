@@ -1,0 +1,128 @@
+"""Preferences to learn from, and what transformers, peft and formulas written out make of them on one process."""
+
+# ruff: noqa: N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tangram.schema.plan import Plan
+from tangram.training.data import open_corpus, sample_ids, tokens_of
+from tests.training.tuning_tasks import Traced, begin_as, whole, write_folder
+
+Mistake = Literal["", "reference follows", "swapped", "mask shifted", "prompt counted"]
+Row = tuple[list[int], list[bool]]
+"""The tokens of a conversation, and which are answer."""
+
+
+def write_pairs(folder: Path, kind: str = "pairs") -> Path:
+    """A chat model, pairs of answers of unequal lengths as messages and as text, and a job of five lines on a kind."""
+    write_folder(folder)
+    said = [(f"{n} + {n}?", f"that is {2 * n}" + "!" * (n % 7), "no idea" + " at all" * (n % 3)) for n in range(40)]
+    turn = lambda role, text: {"role": role, "content": text}  # noqa: E731
+    messages = [
+        {"prompt": [turn("system", "Be short."), turn("user", asked)],
+         "chosen": [turn("assistant", good)], "rejected": [turn("assistant", bad)]}
+        for asked, good, bad in said
+    ]  # fmt: skip
+    texts = [{"prompt": asked + " ", "chosen": good, "rejected": bad} for asked, good, bad in said]
+    for name, rows in (("pairs", messages), ("texts", texts)):
+        (folder / name).mkdir()
+        (folder / name / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "dpo.toml").write_text(
+        f'version = 3\ntask = "dpo"\nmodel.path = "chat-model"\nrun.steps = 6\ndata.sources = [{{ path = "{kind}" }}]\n'
+    )
+    return folder
+
+
+LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]] = {
+    "sigmoid": lambda c, r, nc, nr, beta: torch.log(1 + torch.exp(-beta * (c - r))),
+    "ipo": lambda c, r, nc, nr, beta: (c / nc - r / nr - 1 / (2 * beta)) ** 2,
+    "orpo": lambda c, r, nc, nr, beta: (
+        beta * torch.log(1 + 1 / ((c / nc).exp() / (1 - (c / nc).exp()) / ((r / nr).exp() / (1 - (r / nr).exp()))))
+    ),
+}
+
+
+def oracle(plan: Plan, mistake: Mistake = "") -> Traced:
+    """The losses of a plan of pairs of messages, by the template's own renderings, padded on the right."""
+    from peft import LoraConfig, get_peft_model
+
+    preference, folder = plan.preference, Path(str(plan.model.path))
+    assert preference is not None
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if plan.lora is not None:
+        model = get_peft_model(
+            model, LoraConfig(r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear")
+        )
+        begin_as(model, plan)
+    frozen: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    o = plan.optimiser
+    optimiser = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0)
+    pairs, size = _pairs(plan, folder, mistake), plan.data.global_batch
+    order = sample_ids(open_corpus(plan.data, tokens_of(plan)), plan.data, plan.seed, 0, plan.run.steps * size)
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: dict[str, Any] = {}
+    for step in range(plan.run.steps):
+        some = [row for _, window in order[step * size :][:size] for row in pairs[window]]
+        logps_B, counts_B, tokens = _log_probs(model, some)
+        if preference.loss_type != "orpo":
+            with torch.no_grad():
+                before_B = _log_probs(model if mistake == "reference follows" else frozen, some)[0]
+            logps_B = logps_B - before_B
+        at = (1, 0) if mistake == "swapped" else (0, 1)
+        (c, r), (nc, nr) = ([x[side::2] for side in at] for x in (logps_B, counts_B))
+        loss = LOSSES[preference.loss_type](c, r, nc, nr, preference.beta).mean()
+        if preference.loss_type == "orpo":
+            loss = loss - torch.cat(tokens[::2]).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        if not step:
+            named = ((name.removeprefix("base_model.model."), p) for name, p in model.named_parameters())
+            gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, o.clip_norm)))
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    return Traced(tuple(losses), tuple(norms), gradients)
+
+
+def _pairs(plan: Plan, folder: Path, mistake: Mistake) -> list[list[Row]]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    found: list[list[Row]] = []
+    for line in (Path(plan.data.sources[0].path) / "a.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        begin = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        at = 1 if mistake == "prompt counted" else len(begin) + (mistake == "mask shifted")
+        both = [
+            tokenizer.apply_chat_template(row["prompt"] + row[side], return_dict=True)["input_ids"][
+                : plan.data.sequence
+            ]
+            for side in ("chosen", "rejected")
+        ]
+        assert all(ids[: len(begin)] == begin for ids in both)
+        found.append([(ids, [n >= at for n in range(len(ids))]) for ids in both])
+    return found
+
+
+def _log_probs(model: Any, some: list[Row]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Of each row the sum over the answer and its tokens, and the log-probability of every token but the first."""
+    length = max(len(ids) for ids, _ in some)
+    inputs = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in some])
+    mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids, _ in some])
+    logits = model(input_ids=inputs, attention_mask=mask, use_cache=False).logits.double()
+    each = logits.log_softmax(-1)[:, :-1].gather(2, inputs[:, 1:, None]).squeeze(2)
+    answers = torch.tensor([(own + [False] * (length - len(own)))[1:] for _, own in some])
+    return (
+        (each * answers).sum(1),
+        answers.sum(1),
+        [own[: len(ids) - 1] for own, (ids, _) in zip(each, some, strict=True)],
+    )
