@@ -70,6 +70,18 @@ def _unsummed(held: DerivedModel) -> None:
     held.sum_gradients = lambda: None  # type: ignore[method-assign]
 
 
+def _same_masks(held: DerivedModel) -> None:
+    """Each call draws what the first one drew."""
+    model = held._model  # pyright: ignore[reportPrivateUsage]
+    forward = model.forward
+
+    def again(**inputs: Any) -> Any:
+        torch.manual_seed(5)
+        return forward(**inputs)
+
+    model.forward = again
+
+
 def _masks_left_out(held: DerivedModel) -> None:
     """Keys and values are not repeated for queries where attention makes the mask."""
     planned = held._planned  # pyright: ignore[reportPrivateUsage]
@@ -90,13 +102,14 @@ EQUAL = ("read elsewhere", "gathered elsewhere", "nested", "begun", "phi3", "lla
 
 def cases() -> list[Case]:
     """The task of the ranks."""
-    (phi3, llava), (fold,) = published.cases(["phi3", "llava"]), modules.cases(["Fold"])
+    (phi3, llava, gpt2), (fold,) = published.cases(["phi3", "llava", "gpt2"]), modules.cases(["Fold"])
     return [
         Case("read elsewhere", Elsewhere, _ids, partial(_marks, CUT)),
         Case("gathered elsewhere", Elsewhere, _ids, partial(_marks, GATHERED)),
         Case("nested", Nested, _ids, partial(_marks, ("up.weight: o/tp i", "up.bias: o/tp", "down.weight: o i/tp"))),
         Case("begun", Begun, _ids, partial(_marks, ("embed.weight: v/tp h",))),
         Case("unsummed", fold.model, fold.inputs, fold.marks, _unsummed),
+        Case("same masks", gpt2.model, gpt2.inputs, gpt2.marks, _same_masks),
         Case("masks left out", phi3.model, phi3.inputs, phi3.marks, _masks_left_out),
         phi3,
         llava,
@@ -121,5 +134,7 @@ def test_two_ranks_are_as_one_process(ran: dict[str, Result], name: str) -> None
 
 def test_planted_mistakes_are_seen(ran: dict[str, Result]) -> None:
     assert ran["unsummed"].what == "wrong"
+    assert ran["same masks"].what == "wrong"
+    assert ran["same masks"].why.startswith(("train again", "gradient"))
     assert ran["masks left out"].what == "refused"
     assert LEFT_OUT in ran["masks left out"].why
