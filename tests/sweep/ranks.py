@@ -161,12 +161,13 @@ def _losses(
         model.train(name.startswith("train"))
         if model.training:
             model.zero_grad()
-        with drawing(), nullcontext() if model.training else torch.no_grad():
-            loss, size = _loss(model(**inputs))
-        if loss.requires_grad:
-            loss.backward()
-            if held is not None and name == "train again":
-                held.sum_gradients()
+        with drawing():  # the backward, too: it may compute a part of the forward again
+            with nullcontext() if model.training else torch.no_grad():
+                loss, size = _loss(model(**inputs))
+            if loss.requires_grad:
+                loss.backward()
+        if loss.requires_grad and held is not None and name == "train again":
+            held.sum_gradients()
         found[name] = float(loss.detach()), float(size)
     return found
 
