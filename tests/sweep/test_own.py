@@ -122,7 +122,18 @@ CUT = ("embed.weight: v/tp h", "more.0: h/tp o")
 GATHERED = ("embed.weight: v/tp h -> v h", "more.0: h/tp o -> h o")
 AGAIN = ("inner.0.weight: o/tp i", "embed: b s/tp h")
 LEFT_OUT = "was called when the model was captured, and is not now"
-EQUAL = ("read elsewhere", "gathered elsewhere", "nested", "begun", "again", "again, reentrant", "bare", "phi3", "llava", "Fold")
+EQUAL = (
+    "read elsewhere",
+    "gathered elsewhere",
+    "nested",
+    "begun",
+    "again",
+    "again, reentrant",
+    "bare",
+    "phi3",
+    "llava",
+    "Fold",
+)
 
 
 def cases() -> list[Case]:

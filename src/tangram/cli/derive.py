@@ -177,10 +177,10 @@ def _of_file(name: str) -> "list[Mark]":
 
 def _shipped(kind: str, model: Any) -> "list[Mark]":
     """The marks that come with Tangram for a type of model, else those of transformers' plan of it."""
-    from tangram.sharding.derive.marking.marks import marks_of
+    from tangram.sharding.derive.marking.marks import marks_for
     from tangram.sharding.derive.marking.published import published
 
-    found = (marks_of(kind) if kind else None) or published(model, "tp", "tp")
+    found = (marks_for(model.config) if kind else None) or published(model, "tp", "tp")
     if not found:
         what = f"a {kind} model, nor has transformers a tensor-parallel plan of it" if kind else "a model of one's own"
         raise UserError(
