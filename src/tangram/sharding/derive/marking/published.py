@@ -47,7 +47,7 @@ def published(model: nn.Module, tensor: str, experts: str | None = None) -> list
     `tensor`, `experts`: the axes of the tensor-parallel and of the expert-parallel plan; without the latter experts are
     cut as the former says. Over one axis for both, its weights of experts are cut by expert.
     """
-    shapes = {name: len(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: len(p.shape) for name, p in model.named_parameters()}  # of a tied one its first name, as captured
     plans = [cast("Mapping[str, str]", getattr(model, name, None) or {}) for name in ("_tp_plan", "_ep_plan")]
     whole_experts = {name for name, style in plans[1].items() if style in EXPERTS} if experts else set[str]()
     found: list[Mark] = []
