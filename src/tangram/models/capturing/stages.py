@@ -37,11 +37,11 @@ class Through(nn.Module):
         super().__init__()
         kept = {key: value for key, value in vars(module).items() if key not in vars(self)}
         vars(self).update({key: value for key, value in kept.items() if not key.startswith("_")})
-        self._more = _more_results(module)
+        self.more_results = _more_results(module)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The first argument; in a tuple where the module has one, of which its caller takes the first."""
-        return x if self._more is None else (x, *(None for _ in range(self._more)))
+        return x if self.more_results is None else (x, *(None for _ in range(self.more_results)))
 
 
 def _more_results(module: nn.Module) -> int | None:
@@ -50,7 +50,7 @@ def _more_results(module: nn.Module) -> int | None:
     Code as `x = block(x)[0]` would take the first sample of a tensor.
     """
     if isinstance(module, Through):
-        return module._more
+        return module.more_results
     forward = inspect.unwrap(type(module).forward)
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(forward)))
