@@ -44,10 +44,10 @@ from tangram.sharding.derive.of_model import (
 )
 from tangram.sharding.derive.problem.states import SAME, State, chunked, received
 
-STREAM = ("model.embed_tokens", "model.layers.*", "model.norm")
+STREAM = "model.embed_tokens,model.layers.*,model.norm"
 """What decoders that call their modules as Llama does hand on of each token; of others, what a mark of their type's is
 on that cuts it over tp."""
-SEQUENCE = "STREAM: b s/AXIS h"
+SEQUENCE = f"{{{STREAM}}}: b s/AXIS h"
 WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("context", "gathered"): (SEQUENCE,),
     ("context", "ring"): (SEQUENCE,),
@@ -57,7 +57,7 @@ WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
         "*.kv_b_proj: b one s out/AXIS",
     ),
     ("expert", "sequence"): (SEQUENCE,),
-    ("expert", "samples"): ("STREAM: b/AXIS s h",),
+    ("expert", "samples"): (f"{{{STREAM}}}: b/AXIS s h",),
     ("expert", "whole"): (),
     ("tensor", "weights"): (),
 }
@@ -232,8 +232,8 @@ def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> 
 
 def _of_text(text: str, axis: ModelAxis, config: PreTrainedConfig) -> Mark:
     own = [mark for mark in marks_of(str(config.model_type)) or () if str(mark.layout) == "b s/tp h"]
-    stream = dict.fromkeys((*STREAM, *(name for mark in own for name in alternatives(mark.pattern))))
-    return Mark.parse(text.replace("STREAM", "{" + ",".join(stream) + "}").replace("AXIS", axis.name))
+    stream = dict.fromkeys((*STREAM.split(","), *(name for mark in own for name in alternatives(mark.pattern))))
+    return Mark.parse(text.replace(STREAM, ",".join(stream)).replace("AXIS", axis.name))
 
 
 def _together(marks: Sequence[Mark], mesh: Mesh) -> dict[str, str]:
