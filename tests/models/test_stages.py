@@ -27,6 +27,8 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "cohere": {"logit_scale": 0.5},
 }
+TUPLES = {"gptj": {"rotary_dim": 4}, "codegen": {"rotary_dim": 4}, "gpt_neox": {}}
+"""Two types whose blocks give tuples, of which their code takes the first, and one without."""
 BLOCKS = "model.layers"
 THREE: Stages = (
     ("model.embed_tokens", f"{BLOCKS}.0"),
@@ -59,6 +61,24 @@ def test_stages_one_after_the_other_are_the_model(kind: str) -> None:
     assert torch.equal(x, whole)
     names = [name for part in parts for name, _ in part.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", TUPLES)
+def test_stages_of_blocks_that_give_tuples_are_the_model(kind: str) -> None:
+    model = made(kind, **TUPLES[kind])
+    base = cast(Any, model).base_model_prefix
+    embed, layers, norm, head = (
+        (f"{base}.wte", f"{base}.h", f"{base}.ln_f", "lm_head")
+        if kind != "gpt_neox"
+        else (f"{base}.embed_in", f"{base}.layers", f"{base}.final_layer_norm", "lm_head")
+    )
+    stages = ((embed, f"{layers}.0"), (f"{layers}.1",), (f"{layers}.2", norm, head))
+    model.eval()
+    ids = torch.randint(64, (3, 8), generator=torch.Generator().manual_seed(1))  # three samples
+    x: Tensor = ids
+    for number in range(3):
+        x = stage(model, stages, number)(x)
+    assert torch.equal(x, cast(Any, model)(input_ids=ids, use_cache=False).logits)
 
 
 def test_stages_of_one_rank_share_their_modules_with_its_model() -> None:

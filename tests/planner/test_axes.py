@@ -74,7 +74,8 @@ def test_experts_are_whole_on_a_rank() -> None:
 
 @pytest.mark.parametrize("way", ["gathered", "ring", "heads"])
 def test_marks_that_name_nothing_of_a_model_are_not_said_to_cut_it_unevenly(way: Any) -> None:
-    config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=64)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "rotary_dim": 4, "vocab_size": 64, "n_positions": 64}
+    config = AutoConfig.for_model("codegen", **sizes)
     model = build_on_meta(config)
     graph = sample_graph(model, 32, torch.float32, 1)
     axis = ModelAxis("cp", "context", way)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import scan_op
 from torch.nn import functional as F
 
 from tangram.errors import UserError
@@ -222,3 +223,12 @@ def test_a_rule_bound_by_hand_needs_no_generator_to_be_whole() -> None:
     line = builtin().find(call)
     assert line is not None
     assert bind(line.rule, call).cuttable == [".2", ".1"]
+
+
+def test_operators_that_take_functions_run_as_they_are() -> None:
+    """A model with a scan in one process, beside which its parts are compared."""
+    x = torch.arange(6.0).view(3, 2)
+    with DrawMode(seed=5):
+        last, steps = scan_op(lambda c, y: [c + y, c * y], [torch.zeros(2)], [x], additional_inputs=())
+    assert torch.equal(last, x.sum(0))
+    assert torch.equal(steps, (x.cumsum(0) - x) * x)

@@ -150,20 +150,24 @@ def _losses(
     drawing: Callable[[], AbstractContextManager[Any]],
     held: DerivedModel | None = None,
 ) -> dict[str, tuple[float, float]]:
-    """Of two calls in training (the second leaves gradients) and two in evaluation; and sizes of their terms."""
+    """Of two calls in training (the second leaves gradients) and two in evaluation; and sizes of their terms.
+
+    Generators are seeded once, before all four: a mask that stays as it is from call to call is another one.
+    """
     found: dict[str, tuple[float, float]] = {}
+    torch.manual_seed(5)
+    np.random.seed(5)  # where models draw what is masked in training
     for name in ("train", "train again", "eval", "eval again"):
-        torch.manual_seed(5)
-        np.random.seed(5)  # where models draw what is masked in training
         model.train(name.startswith("train"))
         if model.training:
             model.zero_grad()
-        with drawing(), nullcontext() if model.training else torch.no_grad():
-            loss, size = _loss(model(**inputs))
-        if loss.requires_grad:
-            loss.backward()
-            if held is not None and name == "train again":
-                held.sum_gradients()
+        with drawing():  # the backward, too: it may compute a part of the forward again
+            with nullcontext() if model.training else torch.no_grad():
+                loss, size = _loss(model(**inputs))
+            if loss.requires_grad:
+                loss.backward()
+        if loss.requires_grad and held is not None and name == "train again":
+            held.sum_gradients()
         found[name] = float(loss.detach()), float(size)
     return found
 

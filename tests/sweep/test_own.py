@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.training.mesh.tensor_parallel import DerivedModel
@@ -58,8 +59,31 @@ class Begun(nn.Module):
         return self.out(nn.Linear(8, 8)(self.embed(ids)))
 
 
+class Again(nn.Module):
+    """A module of torch's own modules, as which nobody's code has lines, that is computed again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.reentrant = nn.Embedding(16, 8), reentrant
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return cast(Any, checkpoint)(self.inner, self.embed(ids), use_reentrant=self.reentrant)
+
+
+def bare() -> nn.Module:
+    """Torch's own modules and nothing around them: whoever calls it is the nearest line of code."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8))
+
+
 def _ids(_: nn.Module) -> Mapping[str, Any]:
     return {"ids": torch.arange(16).view(4, 4)}
+
+
+def _input(_: nn.Module) -> Mapping[str, Any]:
+    return {"input": torch.arange(16).view(4, 4)}
 
 
 def _marks(texts: Sequence[str], _: nn.Module, __: Mapping[str, Any]) -> list[Mark]:
@@ -68,6 +92,18 @@ def _marks(texts: Sequence[str], _: nn.Module, __: Mapping[str, Any]) -> list[Ma
 
 def _unsummed(held: DerivedModel) -> None:
     held.sum_gradients = lambda: None  # type: ignore[method-assign]
+
+
+def _same_masks(held: DerivedModel) -> None:
+    """Each call draws what the first one drew."""
+    model = held._model  # pyright: ignore[reportPrivateUsage]
+    forward = model.forward
+
+    def again(**inputs: Any) -> Any:
+        torch.manual_seed(5)
+        return forward(**inputs)
+
+    model.forward = again
 
 
 def _masks_left_out(held: DerivedModel) -> None:
@@ -84,19 +120,35 @@ def _masks_left_out(held: DerivedModel) -> None:
 
 CUT = ("embed.weight: v/tp h", "more.0: h/tp o")
 GATHERED = ("embed.weight: v/tp h -> v h", "more.0: h/tp o -> h o")
+AGAIN = ("inner.0.weight: o/tp i", "embed: b s/tp h")
 LEFT_OUT = "was called when the model was captured, and is not now"
-EQUAL = ("read elsewhere", "gathered elsewhere", "nested", "begun", "phi3", "llava", "Fold")
+EQUAL = (
+    "read elsewhere",
+    "gathered elsewhere",
+    "nested",
+    "begun",
+    "again",
+    "again, reentrant",
+    "bare",
+    "phi3",
+    "llava",
+    "Fold",
+)
 
 
 def cases() -> list[Case]:
     """The task of the ranks."""
-    (phi3, llava), (fold,) = published.cases(["phi3", "llava"]), modules.cases(["Fold"])
+    (phi3, llava, gpt2), (fold,) = published.cases(["phi3", "llava", "gpt2"]), modules.cases(["Fold"])
     return [
         Case("read elsewhere", Elsewhere, _ids, partial(_marks, CUT)),
         Case("gathered elsewhere", Elsewhere, _ids, partial(_marks, GATHERED)),
         Case("nested", Nested, _ids, partial(_marks, ("up.weight: o/tp i", "up.bias: o/tp", "down.weight: o i/tp"))),
         Case("begun", Begun, _ids, partial(_marks, ("embed.weight: v/tp h",))),
+        Case("again", partial(Again, False), _ids, partial(_marks, AGAIN)),
+        Case("again, reentrant", partial(Again, True), _ids, partial(_marks, AGAIN)),
+        Case("bare", bare, _input, partial(_marks, ("1.weight: o/tp i",))),
         Case("unsummed", fold.model, fold.inputs, fold.marks, _unsummed),
+        Case("same masks", gpt2.model, gpt2.inputs, gpt2.marks, _same_masks),
         Case("masks left out", phi3.model, phi3.inputs, phi3.marks, _masks_left_out),
         phi3,
         llava,
@@ -121,5 +173,7 @@ def test_two_ranks_are_as_one_process(ran: dict[str, Result], name: str) -> None
 
 def test_planted_mistakes_are_seen(ran: dict[str, Result]) -> None:
     assert ran["unsummed"].what == "wrong"
+    assert ran["same masks"].what == "wrong"
+    assert ran["same masks"].why.startswith(("train again", "gradient"))
     assert ran["masks left out"].what == "refused"
     assert LEFT_OUT in ran["masks left out"].why

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 import pytest
 
+from tangram.errors import UserError
+from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.strategies import Strategy
 from tangram.training.run.launch import run_ranks
 from tests.training.causal_models import (
@@ -30,6 +32,7 @@ from tests.training.causal_models import table as table_of
 pytestmark = pytest.mark.filterwarnings("default")  # what transformers' classes warn of is theirs
 
 QUICK = ("bloom", "lfm2", "qwen3_next", "phi3")
+MARKED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
 CLOSE = 1e-4
 DOCS = Path(__file__).parents[2] / "docs" / "training-models.md"
 
@@ -49,7 +52,14 @@ def check(families: tuple[str, ...], folder: Path, others: Mapping[str, Strategy
 
 
 def test_some_models_train_as_in_one_process(tmp_path: Path) -> None:
-    check(QUICK, tmp_path, {"stablelm": TENSOR, "gpt2": TENSOR, "llama": CONTEXT})
+    check(QUICK, tmp_path, {"stablelm": TENSOR, "gpt2": TENSOR, "llama": CONTEXT, "opt": CONTEXT})
+
+
+def test_ranks_exchange_no_heads_that_one_weight_makes(tmp_path: Path) -> None:
+    """What would come of it is another plan: keys and values gathered."""
+    plan = prepared(tmp_path, ("gpt2",))["gpt2"]
+    with pytest.raises(UserError, match="a gpt2 model makes queries, keys and values by one weight"):
+        over_an_axis(plan, Strategy("heads", "cp=2", (), (ModelAxis("cp", "context", "heads"),)))
 
 
 @pytest.mark.slow
@@ -59,7 +69,12 @@ def test_models_without_marks_of_their_own_train_by_llamas_over_a_tensor_axis(tm
 
 @pytest.mark.slow
 def test_models_train_by_the_marks_that_come_for_them_over_a_tensor_axis(tmp_path: Path) -> None:
-    check((), tmp_path, dict.fromkeys(("bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt"), TENSOR))
+    check((), tmp_path, dict.fromkeys(MARKED, TENSOR))
+
+
+@pytest.mark.slow
+def test_models_train_by_the_marks_that_come_for_them_over_a_context_axis(tmp_path: Path) -> None:
+    check((), tmp_path, dict.fromkeys(set(MARKED) - {"opt"}, CONTEXT))
 
 
 @pytest.mark.slow

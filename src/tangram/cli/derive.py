@@ -179,7 +179,7 @@ def _shipped(kind: str, model: Any) -> "list[Mark]":
     """The marks that come with Tangram for a type of model, else those of transformers' plan of it."""
     from tangram.sharding.derive.marking.published import marks_known_for
 
-    found = marks_known_for(model, kind)
+    found = marks_known_for(model)
     if not found:
         what = f"a {kind} model, nor has transformers a tensor-parallel plan of it" if kind else "a model of one's own"
         raise UserError(

@@ -50,6 +50,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {**TINY, "max_position_embeddings": 32},
     "bloom": {"n_layer": 2, "hidden_size": 32, "n_head": 4, "vocab_size": 64},
     "mpt": {"n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 64, "max_seq_len": 32},
+    "falcon": {
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 64,
+        "new_decoder_architecture": True,
+    },
     "opt": {
         "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 4, "vocab_size": 64,
         "max_position_embeddings": 32, "word_embed_proj_dim": 32,

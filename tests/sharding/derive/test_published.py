@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from tangram.layout import Mesh
+from tangram.models.building.build import build_on_meta
 from tangram.models.building.named import named
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.fold import folded
@@ -16,6 +17,7 @@ from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import derive
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.marks import marks_of
+from tangram.sharding.derive.marking.published import published as read_published
 
 DIM = {"colwise": 0, "rowwise": 1, "grouped_gemm": 0, "replicated_with_grad_allreduce": None}
 """The dim of a weight that a style cuts; None: whole."""
@@ -48,3 +50,14 @@ def test_the_parameters_are_cut_as_published(kind: str) -> None:
             assert cut == ([] if dim is None else [dim]), f"{value.name} is published as {styles[-1]}"
             compared.add(styles[-1])
     assert compared >= {"colwise", "rowwise"} or compared == {"grouped_gemm"}
+
+
+def test_a_tied_head_has_no_mark_of_its_own() -> None:
+    """Its weight is the embeddings', and a mark by the other name would name no tensor of the model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for tied in (False, True):
+        config = AutoConfig.for_model("qwen2", **sizes, **heads, tie_word_embeddings=tied)
+        marks = read_published(build_on_meta(config), "tp")
+        assert any(mark.pattern == "lm_head.weight" for mark in marks) != tied
+        assert any(mark.pattern.endswith("q_proj.weight") for mark in marks)

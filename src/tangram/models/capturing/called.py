@@ -42,13 +42,14 @@ def name_of(func: Any) -> str:
     return f".{attribute}" if name == "__get__" and attribute in _MADE else ""
 
 
-def caller(frame: FrameType | None) -> FrameType | None:
+def caller(frame: FrameType | None, until: CodeType | None = None) -> FrameType | None:
     """The innermost frame that is neither torch's nor Tangram's, which both wrap a model's forwards.
 
     A forward of Tangram's own, as a stage's, is code as any other: whoever calls the model may do so from many lines.
+    None where `until` is met first.
     """
     while frame is not None and _wraps(frame.f_code):
-        frame = frame.f_back
+        frame = frame.f_back if frame.f_code is not until else None
     return frame
 
 
@@ -144,7 +145,8 @@ class Log(TorchFunctionMode):
         turn = self._turns[module]
         self._turns[module] += 1
         self._open.append(len(self.runs))
-        self.runs.append(Run(module, turn, parent, self._leaves((args, kwargs)), (), self._now(), self._now()))
+        line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
+        self.runs.append(Run(module, turn, parent, self._leaves((args, kwargs)), (), self._now(), self._now(), line))
 
     def leave(self, output: Any) -> None:
         """The innermost module has run."""

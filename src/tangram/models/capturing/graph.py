@@ -121,6 +121,8 @@ class Run:
     first: int
     stop: int
     """The nodes, with those of the modules inside."""
+    line: str = ""
+    """Whose code called it, as `file:line`: also what functions are called by in a module of torch's own."""
 
 
 @dataclass(frozen=True)

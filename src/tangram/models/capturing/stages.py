@@ -14,7 +14,10 @@ adds positions to them, or hands something past its blocks is refused, with what
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -34,10 +37,37 @@ class Through(nn.Module):
         super().__init__()
         kept = {key: value for key, value in vars(module).items() if key not in vars(self)}
         vars(self).update({key: value for key, value in kept.items() if not key.startswith("_")})
+        self.more_results = _more_results(module)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The first argument."""
-        return x
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The first argument; in a tuple where the module has one, of which its caller takes the first."""
+        return x if self.more_results is None else (x, *(None for _ in range(self.more_results)))
+
+
+def _more_results(module: nn.Module) -> int | None:
+    """How many results a module's code has beside the first; None where it gives a tensor and no tuple.
+
+    Code as `x = block(x)[0]` would take the first sample of a tensor.
+    """
+    if isinstance(module, Through):
+        return module.more_results
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    nodes = [*ast.walk(code)]
+    tuples = {
+        target.id: node.value
+        for node in reversed(nodes)  # the first assignment of a name
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    values = [node.value for node in nodes if isinstance(node, ast.Return)]
+    found = [tuples.get(value.id) if isinstance(value, ast.Name) else value for value in values]
+    counts = [len(value.elts) - 1 for value in found if isinstance(value, ast.Tuple)]
+    return min(counts) if counts and len(counts) == len(values) else None
 
 
 def keep_stages(model: nn.Module, stages: Stages, numbers: Sequence[int]) -> list[nn.Module]:
@@ -103,11 +133,21 @@ def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:
     def forward(self: Any, x: Tensor, **told: Any) -> Tensor:
         given = {taken: x, "use_cache": False, **told}
         if last:
-            return cast(Any, kind).forward(self, **given).logits
-        hidden: Tensor = self.base_model(**given).last_hidden_state
+            return _of_all(cast(Any, kind).forward(self, **given).logits, x)
+        hidden = _of_all(self.base_model(**given).last_hidden_state, x)
         return hidden.clone()  # a tensor of its own: a block's result may lie otherwise than a stage's
 
     return forward
+
+
+def _of_all(result: Tensor, x: Tensor) -> Tensor:
+    """What a stage gives, which has to be of every sample and token that it takes."""
+    if result.shape[:2] != x.shape[:2]:
+        raise UserError(
+            f"a stage of the pipeline gives {tuple(result.shape)} for {tuple(x.shape)}: this version cannot leave out "
+            "modules of such a model"
+        )
+    return result
 
 
 def refuse_unlike_modules(model: nn.Module, stages: Stages) -> None:

@@ -78,7 +78,8 @@ def heads_of(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int):
         return (), ()
-    kv_heads = getattr(text, "num_key_value_heads", None)
+    groups = "num_kv_heads" if getattr(text, "new_decoder_architecture", False) else "num_key_value_heads"  # Falcon's
+    kv_heads = getattr(text, groups, None)
     return (heads,), (kv_heads if isinstance(kv_heads, int) else heads,)
 
 

@@ -32,7 +32,7 @@ from tangram.relayout.collectives.one_collective import ALL_REDUCE
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import Derived, Over
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
-from tangram.sharding.derive.marking.marks import Mark, alternatives, marks_of, matched, names_any, states
+from tangram.sharding.derive.marking.marks import Mark, alternatives, marks_for, marks_of, matched, names_any, states
 from tangram.sharding.derive.marking.published import published
 from tangram.sharding.derive.of_model import (
     States,
@@ -44,7 +44,10 @@ from tangram.sharding.derive.of_model import (
 )
 from tangram.sharding.derive.problem.states import SAME, State, chunked, received
 
-SEQUENCE = "{model.embed_tokens,model.layers.*,model.norm}: b s/AXIS h"
+STREAM = "model.embed_tokens,model.layers.*,model.norm"
+"""What decoders that call their modules as Llama does hand on of each token; of others, what a mark of their type's is
+on that cuts it over tp."""
+SEQUENCE = f"{{{STREAM}}}: b s/AXIS h"
 WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("context", "gathered"): (SEQUENCE,),
     ("context", "ring"): (SEQUENCE,),
@@ -54,7 +57,7 @@ WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {
         "*.kv_b_proj: b one s out/AXIS",
     ),
     ("expert", "sequence"): (SEQUENCE,),
-    ("expert", "samples"): ("{model.embed_tokens,model.layers.*,model.norm}: b/AXIS s h",),
+    ("expert", "samples"): (f"{{{STREAM}}}: b/AXIS s h",),
     ("expert", "whole"): (),
     ("tensor", "weights"): (),
 }
@@ -127,9 +130,14 @@ def axes_layouts(
         own = fitting(graph, by_heads(config, graph, found, mesh) if parts else found, mesh, parts=parts)
         if axis.way == "weights":
             own = [mark for mark in own if on_parameters(graph, mark)]
-        between = [_of_text(text, axis) for text in WAYS.get((axis.role, axis.way), ())[:1]]
+        between, *more = [[_of_text(text, axis, config)] for text in WAYS.get((axis.role, axis.way), ())] or [[]]
         if not found or not any(names_any(graph, mark) for mark in between or found):
             return None
+        if axis.way == "heads" and not any(names_any(graph, mark) for (mark,) in more):
+            return (
+                f"a {config.model_type} model makes queries, keys and values by one weight, and ranks exchange heads "
+                "where each has its own: gather keys and values instead"
+            )
         if not own or not all(fitting(graph, [mark], mesh) for mark in between):
             return _nothing(config, mesh, axis.name)
         marks += own
@@ -218,12 +226,14 @@ def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> 
         return [_over(mark, axis.name) for mark in known_marks(config, model)]
     experts = published(model, "none", axis.name) if axis.role == "expert" else []
     whole = [mark for mark in experts if axis.name in mark.layout.axes]
-    others = [_of_text(text, axis) for text in WAYS[axis.role, axis.way]]
+    others = [_of_text(text, axis, config) for text in WAYS[axis.role, axis.way]]
     return [] if axis.role == "expert" and not whole else [*whole, *others]
 
 
-def _of_text(text: str, axis: ModelAxis) -> Mark:
-    return Mark.parse(text.replace("AXIS", axis.name))
+def _of_text(text: str, axis: ModelAxis, config: PreTrainedConfig) -> Mark:
+    own = [mark for mark in marks_of(str(config.model_type)) or () if str(mark.layout) == "b s/tp h"]
+    stream = dict.fromkeys((*STREAM.split(","), *(name for mark in own for name in alternatives(mark.pattern))))
+    return Mark.parse(text.replace(STREAM, ",".join(stream)).replace("AXIS", axis.name))
 
 
 def _together(marks: Sequence[Mark], mesh: Mesh) -> dict[str, str]:
@@ -248,7 +258,7 @@ def known_marks(config: PreTrainedConfig, model: nn.Module) -> list[Mark]:
 
     Else Llama's: many decoders call their modules as it does, and whatever a mark is on, the rest follows from it.
     """
-    return marks_of(str(config.model_type)) or published(model, "tp", "tp") or marks_of("llama") or []
+    return marks_for(config) or published(model, "tp", "tp") or marks_of("llama") or []
 
 
 def _over(mark: Mark, axis: str) -> Mark:

@@ -125,8 +125,11 @@ class DrawMode(TorchDispatchMode):
     Without a seed each call has the key that comes next (`random.fresh`), as on the ranks of a derived model:
     `torch.manual_seed` says which. With one, calls have streams of their own, in order from `stream` on. A call with a
     generator of its own is left alone. `numbers`: of what global batch the tensors are a part. What cannot be drawn by
-    element is drawn by torch's generator, which is seeded by the key for it.
+    element is drawn by torch's generator, which is seeded by the key for it. Operators that take functions, as a scan,
+    run as they are.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, seed: int | None = None, stream: int = 0, numbers: DrawNumbers | None = None) -> None:
         super().__init__()
@@ -136,7 +139,7 @@ class DrawMode(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        call = drawing(func, args, given)
+        call = drawing(func, args, given) if isinstance(cast(Any, func), OpOverload) else None
         if call is None or any(isinstance(x, FakeTensor) for x in call.tensors):
             return func(*args, **given)
         key = random_numbers.fresh() if self.seed is None else Key(self.seed, self.stream)

@@ -205,7 +205,9 @@ class _Calls(TorchFunctionMode):
         name = name_of(func)
         if self.paused or not name or (self._now.around is None and name not in self._named):
             return func(*args, **given)
-        line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
+        frame = caller(sys._getframe(1), _RUN)  # pyright: ignore[reportPrivateUsage]
+        # Code outside of the run is another one where a backward computes it again, or another loop calls the model.
+        line = line_of(frame) if frame is not None else self._now.program.derived.folded.graph.runs[self._run].line
         key = line, name, self._turns[line, name]
         self._turns[line, name] += 1
         action = self._actions.get(key)
@@ -218,6 +220,9 @@ class _Calls(TorchFunctionMode):
                 f"{self._answers[key]}: choose with torch.where"
             )
         return func(*args, **given) if action is None else done(self._now, action, func, args, given)
+
+
+_RUN = Runtime._run.__code__  # pyright: ignore[reportPrivateUsage]
 
 
 def done(now: Now, action: OpAction, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -57,8 +57,9 @@ def lost_views(program: Program, as_it_is: Callable[[int], bool]) -> Iterator[tu
     graph = program.derived.folded.graph
     writes, call_of = Writes.of(graph), {i: c for c, one in enumerate(graph.calls) for i in range(one.first, one.stop)}
     actions = {action.call: action for own in program.actions.values() for action in own.values()}
+    used = _values_used(graph)
     for i, node in enumerate(graph.nodes):
-        if node.renews is None or node.backward:
+        if node.renews is None or node.backward or used.isdisjoint(node.results):
             continue
         base, view = node.renews
         tensors = {writes.tensor(base), writes.tensor(node.inputs[-1])}  # neither may be moved on the way
@@ -73,6 +74,16 @@ def lost_views(program: Program, as_it_is: Callable[[int], bool]) -> Iterator[tu
             said = "what is written into a view of a tensor would be lost, for one of them is moved in between"
             way = "write it as an operator that gives a new tensor, as torch.where or torch.cat"
             yield f"{node.source}: {said}: {way}", graph.calls[call_of[i]].run
+
+
+def _values_used(graph: Graph) -> set[int]:
+    """The values that something takes: not those of a tensor of which code has nothing but the view that is written,
+    as of the rows that a product makes and gives as `batch sequence hidden`."""
+    found = {*graph.outputs.values(), *graph.changed.values()}
+    for node in reversed(graph.nodes):
+        if node.renews is None or not found.isdisjoint(node.results):
+            found.update(node.inputs)
+    return found
 
 
 def _nodes(one: Called | Run) -> range:

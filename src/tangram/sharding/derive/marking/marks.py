@@ -19,9 +19,10 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, NotationError
@@ -237,6 +238,18 @@ def marks_of(model_type: str) -> list[Mark] | None:
     """The marks that come with Tangram for tensor and sequence parallelism over `tp`; None where there are none."""
     file = resources.files("tangram.sharding.marks").joinpath(f"{model_type}.marks")
     return _parsed(file.read_text(encoding="utf-8"), file.name) if file.is_file() else None
+
+
+def marks_for(config: Any) -> list[Mark] | None:
+    """The same for the model of a configuration: where all queries share one head of keys and values that comes with
+    them out of one weight (Falcon's `multi_query`), no rank has heads of its own, and that weight has no mark."""
+    found = marks_of(str(config.model_type))
+    if not found or not getattr(config, "multi_query", False) or getattr(config, "new_decoder_architecture", False):
+        return found
+    names = [
+        [one for one in alternatives(mark.pattern) if not one.endswith("query_key_value.weight")] for mark in found
+    ]
+    return [replace(mark, pattern="{" + ",".join(own) + "}") for mark, own in zip(found, names, strict=True)]
 
 
 def _parsed(content: str, file: str) -> list[Mark]:

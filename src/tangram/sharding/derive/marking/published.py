@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from tangram.sharding.derive.marking.marks import Mark, marks_of
+from tangram.sharding.derive.marking.marks import Mark, marks_for
 
 
 class Style(NamedTuple):
@@ -41,11 +41,11 @@ EXPERTS = frozenset({"grouped_gemm"})
 """Its words for weights of all experts, cut by expert: the first dim."""
 
 
-def marks_known_for(model: nn.Module, kind: str = "") -> list[Mark]:
-    """The marks over `tp` that come with Tangram for a model's type (`kind`, or what its config says), else those of
-    transformers' own plan of it; none for another module."""
-    kind = kind or str(getattr(getattr(model, "config", None), "model_type", ""))
-    return (marks_of(kind) if kind else None) or published(model, "tp", "tp")
+def marks_known_for(model: nn.Module) -> list[Mark]:
+    """The marks over `tp` that come with Tangram for a model's type, by its config, else those of transformers' own plan
+    of it; none for another module."""
+    config = getattr(model, "config", None)
+    return (marks_for(config) if getattr(config, "model_type", "") else None) or published(model, "tp", "tp")
 
 
 def published(model: nn.Module, tensor: str, experts: str | None = None) -> list[Mark]:
@@ -54,7 +54,7 @@ def published(model: nn.Module, tensor: str, experts: str | None = None) -> list
     `tensor`, `experts`: the axes of the tensor-parallel and of the expert-parallel plan; without the latter experts are
     cut as the former says. Over one axis for both, its weights of experts are cut by expert.
     """
-    shapes = {name: len(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: len(p.shape) for name, p in model.named_parameters()}  # of a tied one its first name, as captured
     plans = [cast("Mapping[str, str]", getattr(model, name, None) or {}) for name in ("_tp_plan", "_ep_plan")]
     whole_experts = {name for name, style in plans[1].items() if style in EXPERTS} if experts else set[str]()
     found: list[Mark] = []
