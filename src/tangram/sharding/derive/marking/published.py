@@ -42,8 +42,8 @@ EXPERTS = frozenset({"grouped_gemm"})
 
 
 def marks_known_for(model: nn.Module) -> list[Mark]:
-    """The marks over `tp` that come with Tangram for a model's type, by its config, else those of transformers' own plan
-    of it; none for another module."""
+    """The marks over `tp` that come with Tangram for the type in a model's config, else those of transformers' own
+    plan of it; none for another module."""
     config = getattr(model, "config", None)
     return (marks_for(config) if getattr(config, "model_type", "") else None) or published(model, "tp", "tp")
 
