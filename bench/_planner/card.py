@@ -102,9 +102,9 @@ def _section(page: str, title: str) -> str:
 def _threads(printed: str) -> str:
     lines = "\n".join(f"- {line}" for line in printed.strip().splitlines())
     head = (
-        "Of `data/published/threads.csv`, from which nothing was learned, but how far learned effects may reach was "
-        "chosen with them in view; the memory is of the kind that was told. Those outside are of matmuls in 8 bits on "
-        "a device of which nobody has published any."
+        "Of `data/published/threads.csv`, from which nothing was learned, but how far learned effects may reach, and "
+        "how wide an interval is of a type that was never tried on a device, was chosen with them in view; the memory "
+        "is of the kind that was told."
     )
     return f"\n## {THREADS}\n\n{head}\n\n{lines}\n"
 

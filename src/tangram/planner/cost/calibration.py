@@ -145,12 +145,15 @@ class Learned:
         return self.half_of(runs, self.spread(runs))
 
     def half_of(self, runs: Sequence[Run], spread: Array) -> Array:
-        """The same where the spread is known. Of devices that nobody measured it is no less than the posterior says."""
+        """The same where the spread is known. Of devices whose matmuls nobody measured it is no less than the posterior
+        says; in a type of which no run of such a device is known either, its curve may be any device's."""
         if self.misses is None:
             return SURE * spread
         found = self.misses.half([run.facts for run in runs], spread)
-        known = np.array([run.device not in devices() or curves.measured(run.device) for run in runs])
-        return np.where(known, found, np.maximum(found, SURE * spread))
+        unmeasured = np.array([run.device in devices() and not curves.measured(run.device) for run in runs])
+        tried = {(one[0], one[1]) for one in self.misses.facts.tolist()}
+        around = np.array([0.0 if run.facts[:2] in tried else _around_curve(run) for run in runs])
+        return np.where(unmeasured, np.maximum(found, SURE * np.hypot(spread, around)), found)
 
     def apart(self, one: Run, other: Run) -> float:
         """The standard deviation of the logarithm of the ratio of two runs' steps: what both have in common counts for
@@ -303,6 +306,12 @@ def _targets(runs: Sequence[Run]) -> Array:
 
 def _names(runs: Iterable[Run], known: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, str, str], ...]:
     return tuple(dict.fromkeys((*known, *(name for run in runs for name in run.features))))
+
+
+def _around_curve(run: Run) -> float:
+    """How far devices' matmuls in a run's type lie around their median curve: the standard deviation of a logarithm."""
+    known = devices().get(run.device)
+    return curves.spread(known, "product", known.runs_in(run.precision)) if known is not None else 0.0
 
 
 def _matrix(runs: Sequence[Run], names: tuple[tuple[str, str, str], ...]) -> tuple[Array, Array]:
