@@ -227,7 +227,7 @@ def test_in_words_and_numbers(llama: ModelCosts) -> None:
     one = found(llama, plan())
     said = dict(one.in_words())
     assert "process 360.0 MB" in said["memory of a rank"]
-    assert said["step"].startswith(f"{1e3 * one.seconds.total:.0f} ms (products ")
+    assert said["step"].startswith(f"{1e3 * one.seconds.total:.0f} ms (matmuls ")
     numbers = one.as_json()
     assert numbers["tokens_per_s"] == one.tokens_per_second
     assert numbers["memory_mb"] == one.memory.total / 1e6

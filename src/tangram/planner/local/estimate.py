@@ -45,6 +45,10 @@ SPLIT_BACKWARD = 0.2
 on one to eight processes of a CPU before its author; `tangram bench planner --only here` says how well it does."""
 
 
+WORDS = {"products": "matmuls", "moves": "memory-bound"}
+"""What people call the parts whose names here are kept in the history of runs."""
+
+
 @dataclass(frozen=True)
 class Seconds:
     """Of one step."""
@@ -77,7 +81,7 @@ class Estimate:
     def in_words(self) -> list[tuple[str, str]]:
         """What, and how much, for a person."""
         memory = ", ".join(f"{name} {megabytes(size)}" for name, size in asdict(self.memory).items() if size >= 5e4)
-        seconds = ", ".join(f"{name} {1e3 * one:.1f}" for name, one in asdict(self.seconds).items())
+        seconds = ", ".join(f"{WORDS.get(name, name)} {1e3 * one:.1f}" for name, one in asdict(self.seconds).items())
         return [
             ("memory of a rank", f"{megabytes(self.memory.total)} ({memory})"),
             ("step", f"{1e3 * self.seconds.total:.0f} ms ({seconds})"),
