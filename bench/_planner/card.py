@@ -102,9 +102,8 @@ def _section(page: str, title: str) -> str:
 def _threads(printed: str) -> str:
     lines = "\n".join(f"- {line}" for line in printed.strip().splitlines())
     head = (
-        "Of `data/published/threads.csv`, from which nothing was learned, but how far learned effects may reach, and "
-        "how wide an interval is of a type that was never tried on a device, was chosen with them in view; the memory "
-        "is of the kind that was told."
+        "Of `data/published/threads.csv`; nothing was learned from them, but how far learned effects reach and how "
+        "wide intervals are was chosen with them in view."
     )
     return f"\n## {THREADS}\n\n{head}\n\n{lines}\n"
 

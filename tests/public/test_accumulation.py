@@ -44,8 +44,8 @@ def trained(size: int) -> tuple[float, dict[str, Tensor]]:
     micro = tuple(Batch(inputs, labels, None) for inputs, labels in pairs)
     batches = RankBatches(micro, sum(COUNTS), tuple(range(0, 4, size)), 0, 4)
     world: Any = None  # of one process
-    loss = backward(ParallelModel(model, small_plan(Path("text")), world, (ModelPart(model),)), batches)
-    return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    sums = backward(ParallelModel(model, small_plan(Path("text")), world, (ModelPart(model),)), batches)
+    return float(sums.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _mean_of_means() -> float:

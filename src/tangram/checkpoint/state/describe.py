@@ -62,8 +62,9 @@ def describe(state: State, peers: Peers | None = None, *, compare: bool = True) 
         f"{section}.{n}" for section, one in state.items() if isinstance(one, nn.Module) for n in _parameters(one)
     }
     optimisers = {section for section, one in state.items() if isinstance(one, Optimizer)}
+    alike = {name: value for name, value in objects.items() if name.removesuffix(".param_groups") not in optimisers}
     agreeing = parameters | {name for name in tensors if name.partition(".")[0] in optimisers}
-    return Described(tuple(with_replicas(entries, objects, peers, agreeing, compare=compare)), objects, in_values)
+    return Described(tuple(with_replicas(entries, alike, peers, agreeing, compare=compare)), objects, in_values)
 
 
 # ---------------------------------------------------------------- what is in a section

@@ -11,7 +11,7 @@ def merged_groups(first: Any, other: Any) -> Any:
 
     Groups are the same that have the same settings, the first with the first where several do.
     """
-    if first == other or not (are_groups(first) and are_groups(other)):
+    if first == other or not (_are_groups(first) and _are_groups(other)):
         return first
     found: list[dict[str, Any]] = [dict(group) for group in first]
     free = list(range(len(found)))
@@ -36,7 +36,7 @@ def matched_groups(section: str, own: list[dict[str, Any]], stored: Any) -> list
     A stage of a pipeline may have only some of the groups. One whose names are all unknown is found by its place, if
     there are as many groups on both sides.
     """
-    groups = cast("list[dict[str, Any]]", stored) if are_groups(stored) else []
+    groups = cast("list[dict[str, Any]]", stored) if _are_groups(stored) else []
     where = {name: i for i, group in enumerate(groups) for name in group["params"]}
     found: list[int] = []
     for at, group in enumerate(own):
@@ -55,8 +55,7 @@ def matched_groups(section: str, own: list[dict[str, Any]], stored: Any) -> list
     return [groups[i] for i in found]
 
 
-def are_groups(stored: Any) -> bool:
-    """Whether it is the groups of parameters of an optimiser."""
+def _are_groups(stored: Any) -> bool:
     return isinstance(stored, list) and all(
         isinstance(group, dict) and isinstance(cast("dict[str, Any]", group).get("params"), list)
         for group in cast("list[Any]", stored)

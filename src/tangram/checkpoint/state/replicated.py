@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.state.entries import StateEntry
-from tangram.checkpoint.state.optimiser_groups import are_groups
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout.exchange.peers import Peers
@@ -33,14 +32,14 @@ def with_replicas(
 ) -> list[StateEntry]:
     """Fill in who holds the same of the entries whose layout does not say it: their `replicas` are empty.
 
-    `objects`: what else is saved, of which the first rank's is kept. `trained`: names of parameters and states of
+    `objects`: what else is saved and the first rank's is kept of. `trained`: names of parameters and states of
     optimisers. Raises UserError on all ranks where such tensors differ between ranks, unless `compare` is False. Mostly
     every rank has the same, which a few bytes tell; only else are names exchanged.
     """
     loose = [entry for entry in entries if not entry.replicas]
     names, keys = [entry.name for entry in loose], [f"{entry.name} {entry.region}" for entry in loose]
     samples = [_sample(entry.local) if compare else "" for entry in loose]
-    values = {n: _digest(json.dumps(v).encode()) for n, v in objects.items() if compare and not are_groups(v)}
+    values = {name: _digest(json.dumps(value).encode()) for name, value in objects.items() if compare}
     word = _digest(json.dumps([keys, samples, values]).encode())
     if len(set(peers.all_words(word))) == 1 and all(e.region == Region.full(e.spec.shape) for e in loose):
         known = dict.fromkeys(keys, tuple(range(peers.size)))

@@ -140,9 +140,13 @@ def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:
     return forward
 
 
+HIDDEN = 3
+"""The dims of hidden states and logits: samples, tokens, and what there is of each."""
+
+
 def _of_all(result: Tensor, x: Tensor) -> Tensor:
-    """What a stage gives, which has to be of every sample and token that it takes."""
-    if result.shape[:2] != x.shape[:2]:
+    """What a stage gives, which has to be of every sample that it takes, and of its tokens, or of this rank's part."""
+    if result.dim() != HIDDEN or result.shape[0] != x.shape[0] or result.shape[1] > x.shape[1]:
         raise UserError(
             f"a stage of the pipeline gives {tuple(result.shape)} for {tuple(x.shape)}: this version cannot leave out "
             "modules of such a model"

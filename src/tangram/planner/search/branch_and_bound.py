@@ -66,7 +66,7 @@ def search(
     `within`: seconds that a step may take.
     """
     every = _branches(outline, request)
-    if not len(every):
+    if every is None:
         raise UserError(
             f"{request.devices} devices and {request.batch} samples of {request.sequence} tokens have no legal layout "
             f"for {outline.name}: change the batch to a multiple of the devices, or leave less out"
@@ -93,14 +93,17 @@ def search(
 
 
 @lru_cache(maxsize=1)
-def _branches(outline: Outline, request: Request) -> Grid:
-    """Of all meshes. What would be with other memory is a search of the same ones."""
-    return joined([of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)])
+def _branches(outline: Outline, request: Request) -> Grid | None:
+    """Of all meshes, if there are any. What would be with other memory is a search of the same ones."""
+    rows = [of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)]
+    return joined(rows) if any(map(len, rows)) else None
 
 
 @lru_cache(maxsize=1)
 def _bounds(outline: Outline, request: Request, setting: Setting, scales: tuple[tuple[str, float], ...]) -> Floats:
-    return least_of(outline, _branches(outline, request), setting, dict(scales) or None, fewer=True)
+    every = _branches(outline, request)
+    assert every is not None  # who asks has looked
+    return least_of(outline, every, setting, dict(scales) or None, fewer=True)
 
 
 def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, fewer: bool = False) -> Floats:

@@ -28,7 +28,7 @@ from tangram.sharding.derive.collectives_between import (
     row_comms,
 )
 from tangram.sharding.derive.customs import Customs
-from tangram.sharding.derive.linked import passed
+from tangram.sharding.derive.cuts_within import Before, beside, both, fits, passed
 from tangram.sharding.derive.marking.apply_marks import ConflictError, fixed_by
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.problem.folding import Folded, FoldedStep, far_at_taker, far_from_borders, fold, led
@@ -48,7 +48,6 @@ from tangram.sharding.derive.problem.states import cut as cut_state
 from tangram.sharding.derive.regions import BOTH, Regions, WithinOperators, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve.bounded import bounded, gap
 from tangram.sharding.derive.solve.solve import Name, SolverCosts
-from tangram.sharding.derive.unlike import Before, beside, both, fits
 from tangram.sharding.ops.rule_table import RuleTable
 
 __all__ = ["AxisProblem", "ConflictError", "Derived", "Over", "WorkRates", "derive", "fixed_by"]

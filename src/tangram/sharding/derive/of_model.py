@@ -142,3 +142,12 @@ def _fits(graph: Graph, mark: Mark, mesh: Mesh, parts: bool) -> bool:
         return not (leaves_nothing if parts and on_parameters(graph, mark) else uneven)(graph, mark, mesh)
     except UserError:
         return False
+
+
+def too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
+    """Whether what flows in a graph cannot be cut as a mark says, as one sample over two ranks: all compute it then.
+
+    Probes of a model are as small as that; the sizes of training are looked at before a run starts.
+    """
+    flows = all(graph.values[v].kind != "parameter" for v in matched(graph, mark).values())
+    return flows and leaves_nothing(graph, mark, mesh)

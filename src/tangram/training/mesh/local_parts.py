@@ -13,9 +13,11 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from tangram.errors import UserError
 from tangram.layout import LayoutError, Mesh
 from tangram.models.capturing.graph import Graph
 from tangram.relayout.collectives.uneven import indices, picked
@@ -24,6 +26,7 @@ from tangram.sharding.derive.layouts import layout_of
 from tangram.sharding.derive.of_model import States
 from tangram.sharding.derive.problem.states import State
 from tangram.sharding.derive.transitions import here
+from tangram.sharding.runtime.writes import Writes
 from tangram.training.mesh.groups import Devices
 from tangram.training.mesh.layout_to_torch import named_modules
 
@@ -250,3 +253,14 @@ def own_part(full: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]
             part = picked(part, dim, at)
             done[axis] = state
     return part
+
+
+def refuse_written(model: nn.Module, graph: Graph) -> None:
+    """Raise UserError where a forward that has gradients writes into a parameter that has one: the module sees a view
+    of the DTensor then, and autograd knows no writes into such."""
+    written = {graph.values[v].name for v in Writes.of(graph).nodes if graph.values[v].kind == "parameter"}
+    for name, p in model.named_parameters():
+        if name in written and p.requires_grad and isinstance(p, DTensor) and torch.is_grad_enabled():
+            raise UserError(
+                f"a forward writes into {name}, which is trained: write into it after the optimiser's step instead"
+            )

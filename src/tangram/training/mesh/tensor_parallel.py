@@ -25,28 +25,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.building.masks import as_captured
 from tangram.models.building.twin import without_memory
-from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.opened import without_fast_path
 from tangram.planner.local.own_rules import rules_of
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import layout_of, used
-from tangram.sharding.derive.marking.marks import Mark, matched, names_any
+from tangram.sharding.derive.marking.marks import Mark, names_any
 from tangram.sharding.derive.of_model import (
     States,
     derive_model,
     graph_of,
-    leaves_nothing,
     marks_or_known,
     parameter_states,
     refuse_idle_axes,
+    too_small,
 )
 from tangram.sharding.derive.problem.states import SAME
 from tangram.sharding.derive.transitions import Change
@@ -65,7 +63,6 @@ from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import RingMark, Rings
 from tangram.sharding.runtime.routes import RankRoutes
-from tangram.sharding.runtime.writes import Writes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import (
     Devices,
@@ -76,7 +73,16 @@ from tangram.training.mesh.groups import (
     refuse_unlike_weights,
 )
 from tangram.training.mesh.layout_to_torch import ParameterCuts
-from tangram.training.mesh.local_parts import CUT_ALONE, AsTorch, LocalParts, PlainParts, as_dtensors, local, own_part
+from tangram.training.mesh.local_parts import (
+    CUT_ALONE,
+    AsTorch,
+    LocalParts,
+    PlainParts,
+    as_dtensors,
+    local,
+    own_part,
+    refuse_written,
+)
 from tangram.training.mesh.world import World, dim_of
 
 Sizes = tuple[tuple[str, Any], ...]
@@ -342,7 +348,7 @@ class DerivedModel:
         graph = graph_of(self._template, inputs, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
         marks = [mark for mark in self._marks if names_any(graph, mark)]
         marks += [RingMark.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
-        marks = [mark for mark in marks if not _too_small(graph, mark, self._mesh)]
+        marks = [mark for mark in marks if not too_small(graph, mark, self._mesh)]
         try:
             found = derive_model(graph, marks, self._mesh, left=self._leaves)
         except ConflictError as error:
@@ -352,22 +358,12 @@ class DerivedModel:
         program = rehearsed(found, self._template, inputs, self._dtype)
         refuse_cut_inputs(program.derived)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.derived)
-        self._refuse_written(program.derived.folded.graph)
+        refuse_written(self._model, program.derived.folded.graph)
         operators = Operators(program.derived, self._rank, Linked(self._groups), self.numbers)
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(
             program, self._bring, lambda action, leaves: operators.instead(action, leaves, self._bring), together=rings
         )
-
-    def _refuse_written(self, graph: Graph) -> None:
-        """Raise UserError where a forward that has gradients writes into a parameter that has one: the module sees a
-        view of the DTensor then, and autograd knows no writes into such."""
-        written = {graph.values[v].name for v in Writes.of(graph).nodes if graph.values[v].kind == "parameter"}
-        for name, p in self._model.named_parameters():
-            if name in written and p.requires_grad and isinstance(p, DTensor) and torch.is_grad_enabled():
-                raise UserError(
-                    f"a forward writes into {name}, which is trained: write into it after the optimiser's step instead"
-                )
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         """What a module uses of a parameter, of which a rank holds a part."""
@@ -399,12 +395,3 @@ class DerivedModel:
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
             add_up([local(g) for g in grads if g is not None], self._groups[axis])
-
-
-def _too_small(graph: Graph, mark: Mark, mesh: Mesh) -> bool:
-    """Whether what flows in a graph cannot be cut as a mark says, as one sample over two ranks: all compute it then.
-
-    Probes of a model are as small as that; the sizes of training are looked at before a run starts.
-    """
-    flows = all(graph.values[v].kind != "parameter" for v in matched(graph, mark).values())
-    return flows and leaves_nothing(graph, mark, mesh)

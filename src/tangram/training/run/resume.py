@@ -4,9 +4,7 @@
     reported  the same training within rounding, or another answer to what may go wrong later: printed
     refused   another training from the next step on: printed, and refused unless `--allow` names the key
 
-The past is the plan that the checkpoint holds. Some keys are refused under a condition only, as the steps of a run
-where the learning rate of the next step would be another; else they are reported. Text and model are compared by what
-they are, so that files may move, and a file that was changed in its place is seen.
+The past is the checkpoint's plan. Some keys are refused under a condition only, else reported; files go by content.
 """
 
 import difflib

@@ -1,13 +1,18 @@
-"""Cuts over an axis on top of those over the axes before: even ones, and parts of unlike sizes."""
+"""Cuts of an operator on top of those over the axes before, even or unlike; and what passes between linked parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from tangram.layout import Mesh
+from tangram.layout.syntax import Cut
 from tangram.sharding.derive.collectives_between import Comm, Label
 from tangram.sharding.derive.problem import states
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import Cutting, State
+from tangram.sharding.propagation import neighbour_needs
+from tangram.sharding.propagation.axis_choices import HALO, SCAN
 
 Before = tuple[int, Comm]
 """The ranks of an axis before, and what an operator does over it."""
@@ -56,3 +61,32 @@ def both(shape: Sequence[int], major: State | None, k: int, minor: State | None,
         return True
     cuts = Cutting(major.outer, major.parts, k), Cutting(minor.outer, minor.parts, ranks)
     return states.beside(shape[minor.dim], *cuts)
+
+
+# ---------------------------------------------------------------- parts that need each other
+
+
+class NeighbourBytes(NamedTuple):
+    """What a rank receives inside of an operator."""
+
+    kind: str
+    """`halo`, or `scan`: the totals of other parts."""
+    place: int
+    """The input of which, or of whose scan."""
+    nbytes: float
+    """On average, forward, where no other axis cuts anything; backward as much."""
+
+
+def cut_of(axis: str, label: Label) -> Cut:
+    """The cut of a factor."""
+    return Cut(axis, "strided", (label.inner,)) if label.inner > 1 else Cut(axis)
+
+
+def passed(step: FoldedStep, label: Label | None, axis: str, k: int) -> NeighbourBytes | None:
+    """What passes in an operator that an axis cuts so; None where parts need nothing of each other."""
+    if label is None or label.factor not in step.bound.linked:
+        return None
+    mesh, trees = Mesh((((axis, k),),)), {label.factor: (cut_of(axis, label),)}
+    for place, some in neighbour_needs.halos(step.call, step.bound, trees, mesh).items():
+        return NeighbourBytes(HALO, place, sum(n for _, n in some))
+    return NeighbourBytes(SCAN, 0, sum(n for _, n in neighbour_needs.scans(step.call, step.bound, trees, mesh)))
