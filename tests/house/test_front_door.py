@@ -137,9 +137,9 @@ def test_the_package_is_imported_within_50_ms_and_brings_nothing() -> None:
 INTERNALS = frozenset(
     f"docs/{name}.md"
     for name in (
-        *("attention-kernels", "attention-numerics", "checkpoint", "data", "extending", "fused", "hardware"),
+        *("attention-kernels", "attention-numerics", "data", "extending", "fused", "hardware"),
         *("notation", "op-accuracy", "planner", "relayout", "sharding", "sharding-choose", "sharding-derive"),
-        *("sharding-dtensor", "sharding-in-code", "sharding-propagation", "sharding-run", "planner-export", "training"),
+        *("sharding-dtensor", "sharding-propagation", "sharding-run", "planner-export", "training"),
     )
 )
 """Pages on a room's inside, which name its modules."""
