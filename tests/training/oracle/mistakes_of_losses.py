@@ -47,8 +47,8 @@ def labels_looked_up_one_class_off(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def ignored_labels_counted(setting: Setting) -> Planted:
     """Places without a label count as such of the first class."""
-    real = loss._summed  # pyright: ignore[reportPrivateUsage]
-    with swapped(loss, "_summed", lambda logits, labels, classes: real(logits, labels.clamp(min=0), classes)):
+    real = loss._losses  # pyright: ignore[reportPrivateUsage]
+    with swapped(loss, "_losses", lambda logits, labels, placement: real(logits, labels.clamp(min=0), placement)):
         yield
 
 
