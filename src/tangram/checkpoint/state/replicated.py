@@ -1,9 +1,10 @@
 """Tensors without a layout, of which every rank that has one is taken to have the same: who has them, and whether so.
 
 Nothing says of a plain tensor that it is a part, as those of FSDP1 or of layers cut by hand are, or that the ranks have
-come apart. So a few elements of each are compared before a save, in microseconds. Parameters, the states of optimisers
-and large tensors have to agree; of what is small, as running statistics and states of generators, the first rank's are
-kept and a warning names them, for ranks may well differ there; of what is no tensor, too.
+come apart. So a few elements of each are compared before a save; what differs elsewhere alone is not seen. Parameters,
+the states of optimisers and large tensors have to agree; of what is small, as running statistics and states of
+generators, the first rank's are kept and a warning names them, for ranks may well differ there; of what is no tensor,
+too.
 """
 
 import hashlib
