@@ -10,9 +10,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tangram.errors import UserError
 from tangram.training.run.launch import Rank
+
+
+def a_tensor(rank: Rank, size: int) -> Tensor:
+    """Something to hear, and a result with a tensor in it."""
+    rank.emit("here")
+    return torch.full((size,), rank.index)
 
 
 def add_up(rank: Rank, payload: int) -> int:

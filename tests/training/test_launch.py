@@ -13,7 +13,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.training.run import launch
 from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
-from tests.training.launch_tasks import abort_at_exit, add_up, be_slow, fail, hang, lose_fork_server
+from tests.training.launch_tasks import a_tensor, abort_at_exit, add_up, be_slow, fail, hang, lose_fork_server
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
 
@@ -23,6 +23,18 @@ def test_results_in_rank_order_and_events() -> None:
     assert run_ranks(add_up, 10, world=2, on_event=events.append, device="cpu") == [21, 21]
     assert sorted(map(str, events)) == ["rank 0 is here", "rank 1 is here"]
     assert not multiprocessing.active_children()
+
+
+def test_tensors_of_ranks_that_have_ended_meanwhile_are_there() -> None:
+    """A parent that is slow to listen, as on a busy machine: each rank had "exited with code 0"."""
+
+    def wait_for_the_ranks(_: object) -> None:
+        end = time.monotonic() + SOON
+        while multiprocessing.active_children() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    first, second = run_ranks(a_tensor, 3, world=2, on_event=wait_for_the_ranks, device="cpu")
+    assert (first.tolist(), second.tolist()) == ([0, 0, 0], [1, 1, 1])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -157,7 +158,7 @@ class _Job(Generic[Result]):
                 continue
             rank = self.lines[line]
             try:
-                message = line.recv()
+                message = pickle.loads(line.recv_bytes())
             except (EOFError, OSError):
                 self._hang_up(line, rank)
                 continue
@@ -314,7 +315,7 @@ def _rank_main(
     """The life of one rank."""
     start.inherited.take()
     index, world = start.index, start.world
-    stop = Stop(orders, heard=lambda name: line.send(_Request(name)))
+    stop = Stop(orders, heard=lambda name: _send(line, _Request(name)))
     try:
         spare = fork_spare() if start.spare else None  # before there are threads, or a device
         _end_with_parent(start.store.parents[1])
@@ -331,11 +332,11 @@ def _rank_main(
                 dist.init_process_group(
                     traced.backend, store=met, rank=index, world_size=world, timeout=COLLECTIVE_TIMEOUT
                 )
-                rank = Rank(index, world, here, lambda value: line.send(_Event(value)), stop, spare, traced.trace)
+                rank = Rank(index, world, here, lambda value: _send(line, _Event(value)), stop, spare, traced.trace)
                 if traced.note:
                     rank.emit(Note(traced.note))
                 result = task(rank, payload)
-            line.send(_Done(result))
+            _send(line, _Done(result))
             _leave_together(met, index, world)
             dist.destroy_process_group()
             # Locks that a library has made, as torch's compiler does, are given back as in any end of a process.
@@ -347,8 +348,16 @@ def _rank_main(
         text = str(error) if isinstance(error, UserError) else first_line(error)
         failure = _Failure(time.monotonic(), text, traceback.format_exc(), isinstance(error, UserError))
         with contextlib.suppress(OSError):  # the parent may be gone; then nobody is left to tell
-            line.send(failure)
+            _send(line, failure)
         leave(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+
+
+def _send(line: Connection, message: object) -> None:
+    """Send the bytes themselves.
+
+    `Connection.send` gives tensors as memory that the parent fetches from this process: which may have ended by then.
+    """
+    line.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def _leave_together(met: dist.Store, index: int, world: int) -> None:
