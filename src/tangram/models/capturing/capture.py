@@ -34,7 +34,7 @@ from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_
 from tangram.models.capturing.answers import ASKING, Known
 from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, named_results
 from tangram.models.capturing.custom import Customs
-from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, following, refs
+from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, refs
 from tangram.models.capturing.noted import listening
 from tangram.models.capturing.opened import GROUPED, Opening, grouped, plain, plainly
 from tangram.models.capturing.overwrites import BACK, CUTTING, unsaid
@@ -259,9 +259,7 @@ class _Recorder(Opening):
         writes = [(t, self._number(t)) for t in tree_leaves(written) if isinstance(t, Tensor)]
         overwritten = {id(t) for t, _ in writes}
         cuts_up = func in CUTTING
-        results = tuple(
-            self._made(t, overwritten, at, cuts_up) if isinstance(t, Tensor) else None for t in _flat(found)
-        )
+        results = tuple(self._made(t, overwritten, at, cuts_up) if isinstance(t, Tensor) else None for t in flat(found))
         self._nodes.append(Node(func, taken, results, module, source, of, self._backward))
         for tensor, before in writes:
             self._through(tensor, before, source)
@@ -378,12 +376,6 @@ def _with_gradient(x: Any) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-def _flat(found: Any) -> list[Any]:
-    if isinstance(found, list | tuple):
-        return [x for one in cast("Sequence[Any]", found) for x in _flat(one)]
-    return [found]
 
 
 @lru_cache(1 << 12)

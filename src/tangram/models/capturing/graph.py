@@ -245,10 +245,6 @@ class Graph:
                 found.setdefault(value, {})[i] = None
         return {value: tuple(nodes) for value, nodes in found.items()}
 
-    def block_of(self, node: int) -> Block | None:
-        """The block that a node belongs to."""
-        return next((block for block in self.blocks if block.first <= node < block.stop), None)
-
 
 def following(nodes: Sequence[Node], values: Sequence[Value], first: Collection[int]) -> set[int]:
     """Some values and all with fractions that follow from them, through nodes in their order."""
@@ -257,6 +253,13 @@ def following(nodes: Sequence[Node], values: Sequence[Value], first: Collection[
         if found.intersection(node.inputs):
             found.update(v for v in node.results if v is not None and values[v].dtype.is_floating_point)
     return found
+
+
+def flat(results: Any) -> list[Any]:
+    """What an operator gives, lists and tuples within each other opened, in order."""
+    if isinstance(results, list | tuple):
+        return [x for one in cast("Sequence[Any]", results) for x in flat(one)]
+    return [results]
 
 
 def refs(arguments: Any) -> Iterator[int]:

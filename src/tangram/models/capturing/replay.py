@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor
 
-from tangram.models.capturing.graph import Graph, Node, filled
+from tangram.models.capturing.graph import Graph, Node, filled, flat
 
 
 def replay(graph: Graph, given: Mapping[str, Tensor]) -> dict[int, Tensor]:
@@ -35,16 +35,10 @@ def run(node: Node, arguments: Mapping[str, Any]) -> list[Any]:
             named[argument.name] = value
         else:
             positional.append(value)
-    return defined(node, _flat(node.operator(*positional, **named)))
+    return defined(node, flat(node.operator(*positional, **named)))
 
 
 def defined(node: Node, results: list[Any]) -> list[Any]:
     """What a node gives, with zeros where it gives memory as it finds it: so that two runs can be compared."""
     name = node.operator.name().partition("::")[2]
     return [r.zero_() for r in results] if name.startswith(("empty", "new_empty")) else results
-
-
-def _flat(found: Any) -> list[Any]:
-    if isinstance(found, list | tuple):
-        return [x for one in cast("Sequence[Any]", found) for x in _flat(one)]
-    return [found]

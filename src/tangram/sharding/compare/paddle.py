@@ -25,6 +25,7 @@ from tangram.errors import UserError
 from tangram.hardware.host import workers
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import VOID, Cut, Dim
+from tangram.models.capturing.graph import flat
 from tangram.sharding.compare.paddle_table import PAIRS, PaddlePair
 from tangram.sharding.ops.cut_trees import Tree
 from tangram.sharding.ops.rule_table import builtin
@@ -206,7 +207,7 @@ def _requested(pair: PaddlePair, given: Sequence[Layout], mesh: Mesh, expected: 
         needed, made = core.get_phi_spmd_rule(pair.paddle).infer_forward(*arguments)
     except (RuntimeError, ValueError) as error:
         return str(error).strip().splitlines()[-1].partition("(at /paddle")[0].strip()
-    needed, made = _flat(needed), _flat(made)
+    needed, made = flat(needed), flat(made)
     inputs: dict[int, Layout] = {}
     strange = ""
     for place, one in zip(order, needed, strict=False):
@@ -218,12 +219,6 @@ def _requested(pair: PaddlePair, given: Sequence[Layout], mesh: Mesh, expected: 
         outputs.append(layout)
         strange = strange or more
     return _Claim(tuple(inputs.get(i, layout) for i, layout in enumerate(given)), tuple(outputs), strange)
-
-
-def _flat(found: Any) -> list[Any]:
-    if not isinstance(found, list | tuple):
-        return [found]
-    return [one for some in cast("Sequence[Any]", found) for one in _flat(some)]
 
 
 def _layout(attribute: Any, shape: Sequence[int], axes: Sequence[str]) -> tuple[Layout, str]:

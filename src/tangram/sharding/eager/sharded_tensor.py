@@ -245,11 +245,6 @@ class ShardedTensor(Tensor):
             else:
                 one._parts = {_key(one._actual): own}
 
-    def derived_elsewhere(self) -> bool:
-        """Whether autograd was told of it behind the session's back, as by an `autograd.Function`."""
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            return self.grad_fn is not None
-
 
 def tied(x: Tensor, local: Sequence[Tensor | None]) -> Tensor:
     """What is no function of this rank's part, as of an index that is elsewhere, with a gradient of zeros to it all the

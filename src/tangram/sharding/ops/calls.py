@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from tangram.models.capturing.graph import flat
 
 DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1", "axis", "start_dim", "end_dim", "dim2"})
 """Arguments that name dims, as the schemas of aten call them."""
@@ -92,7 +94,7 @@ class OpCall:
         }
         positional = [given[a.name] for a in schema if not a.kwarg_only]
         named = {a.name: given[a.name] for a in schema if a.kwarg_only}
-        return tuple(_flat(self.operator(*positional, **named)))
+        return tuple(flat(self.operator(*positional, **named)))
 
     def __str__(self) -> str:
         def text(value: Any) -> str:
@@ -125,14 +127,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_copied(one) for one in cast("list[Any]", value)]
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _flat(found: Any) -> Iterator[Any]:
-    if isinstance(found, list | tuple):
-        for one in cast("list[Any]", found):
-            yield from _flat(one)
-    else:
-        yield found
 
 
 @lru_cache(1 << 12)

@@ -44,11 +44,6 @@ class ForeachBase(NamedTuple):
     arguments: tuple[_ElementArgument, ...]
 
 
-def is_list(operator: OpOverload) -> bool:
-    """Whether it is an operator over lists."""
-    return name_of(operator).startswith(PREFIX)
-
-
 @lru_cache(1 << 10)
 def base_of(operator: OpOverload) -> ForeachBase | None:
     """What an operator over lists does to each element; None where it is none, or its element has no operator."""

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from tangram.checkpoint.store.commits import flush_folder
 from tangram.errors import UserError
 from tangram.training.data.samples import Split
 
@@ -138,7 +139,7 @@ class TokenWriter:
         unfinished.unlink(missing_ok=True)
         _append(unfinished, _line(manifest))
         unfinished.replace(self.folder / MANIFEST)
-        _sync_folder(self.folder)
+        flush_folder(self.folder)
 
     def _complete(self, parts: list[StorePart]) -> list[StorePart]:
         """The parts from the first on whose files hold what the journal says."""
@@ -175,7 +176,7 @@ class TokenWriter:
         for split in range(2):
             _cut(_tokens_file(self.folder, split), self.last.tokens[split] * self._dtype.itemsize)
             _cut(_ends_file(self.folder, split), self.last.documents[split] * 8)
-        _sync_folder(self.folder)
+        flush_folder(self.folder)
 
 
 class _Reader:
@@ -298,11 +299,3 @@ def _cut(path: Path, size: int) -> None:
     with path.open("ab") as file:
         file.truncate(size)
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

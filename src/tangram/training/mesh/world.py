@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tangram.errors import UserError
-from tangram.layout import Layout, Mesh, Region, region
-from tangram.planner.legality.check_plan import bound_layout
+from tangram.layout import Layout, Mesh
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 
@@ -152,8 +151,3 @@ def _peers(group: dist.ProcessGroup) -> Peers:
     words = dist.new_group(ranks, backend="gloo", timeout=LONGEST_WAIT)
     assert isinstance(words, dist.ProcessGroup)  # every rank is a member
     return Peers(words)
-
-
-def region_of(plan: Plan, name: str, shape: tuple[int, ...], world: World) -> Region:
-    """What this rank holds of a parameter."""
-    return region(bound_layout(plan, name, shape), world.mesh, world.index)
