@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
 from tangram.layout import Mesh
 from tangram.tracing.format import OPS
@@ -105,8 +109,12 @@ class RecordedWork(dist.Work):
         self._work.synchronize()
 
     def get_future(self) -> Any:
-        """As of the call itself."""
-        return self._work.get_future()
+        """As of the call itself. Who asks for it, as torch's DDP, waits without a word: its end is told."""
+        future, (number, group, op) = self._work.get_future(), self._call
+        recorder = self._recorder
+        recorder.follows(number, group)
+        future.add_done_callback(lambda _: recorder.ended(number, group, op))
+        return future
 
 
 class RecordedGroup(dist.ProcessGroup):
@@ -150,6 +158,21 @@ def _recorded(name: str, op: int, given: int) -> Callable[..., Any]:
 for _name, (_op, _given) in METHODS.items():
     if hasattr(dist.ProcessGroup, _name):  # some are of newer versions of torch
         setattr(RecordedGroup, _name, _recorded(_name, _op, _given))
+
+
+def _never_compiled(*kinds: type) -> None:
+    """Have torch.compile run the methods of these classes as they are, where C++ calls them within compiled code.
+
+    That is what `torch.compiler.disable` does, without the seconds that its import takes.
+    """
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    for kind in kinds:
+        for method in vars(kind).values():
+            if isinstance(method, FunctionType):
+                set_code_exec_strategy(method.__code__, skip)
+
+
+_never_compiled(RecordedGroup, RecordedWork)
 
 
 def _size(given: Any) -> tuple[int, torch.dtype | None]:
