@@ -21,9 +21,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
 from tangram.layout import Mesh
 from tangram.tracing.format import OPS
@@ -112,8 +109,12 @@ class RecordedWork(dist.Work):
         """As of the call itself. Who asks for it, as torch's DDP, waits without a word: its end is told."""
         future, (number, group, op) = self._work.get_future(), self._call
         recorder = self._recorder
+
+        def done(_: object) -> None:
+            recorder.ended(number, group, op)
+
         recorder.follows(number, group)
-        future.add_done_callback(lambda _: recorder.ended(number, group, op))
+        future.add_done_callback(done)
         return future
 
 
@@ -165,11 +166,14 @@ def _never_compiled(*kinds: type) -> None:
 
     That is what `torch.compiler.disable` does, without the seconds that its import takes.
     """
-    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    frames = cast(Any, torch)._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):  # an older torch: who compiles there is told by torch itself
+        return
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for kind in kinds:
         for method in vars(kind).values():
             if isinstance(method, FunctionType):
-                set_code_exec_strategy(method.__code__, skip)
+                frames.set_code_exec_strategy(method.__code__, skip)
 
 
 _never_compiled(RecordedGroup, RecordedWork)

@@ -41,9 +41,8 @@ from tangram.tracing.format import (
     Kind,
     Phase,
 )
-from tangram.tracing.pending import Pending
 from tangram.tracing.planned import PlanCheck, PlannedCalls, planned_words
-from tangram.tracing.ring import TraceFiles
+from tangram.tracing.ring import Pending, TraceFiles
 from tangram.tracing.sites import caller, site_of
 from tangram.tracing.weights import WeightGroup, WeightWatch
 
@@ -206,21 +205,19 @@ class Recorder:
 
     def follows(self, number: int, group: int) -> None:
         """Somebody else will wait for a call that has begun, as torch's DDP, and tells nobody; `ended` follows."""
-        now = _now()
         if _thread() == self._thread:
-            _LONG(self._memory, WAITING_AT, self._pending.begins(number, group, now))
+            _LONG(self._memory, WAITING_AT, self._pending.begins(number, group, _now()))
 
     def ended(self, number: int, group: int, op: int) -> None:
         """Such a call has ended; on any thread."""
-        now, event = _now(), next(self._numbers)
-        if (since := self._pending.ends(number, now)) is None:
+        now = _now()
+        if (known := self._pending.ends(number, now)) is None:
             return
-        begun, next_one = since
+        event, turn, site = next(self._numbers), self._turns[group], number & 0xFFFFFFFF
         with suppress(ValueError):  # the memory has been given back
-            _LONG(self._memory, WAITING_AT, next_one)
-            at, turn = HEADER_BYTES + (event % EVENTS) * 40, self._turns[group]
-            site = number & 0xFFFFFFFF
-            _EVENT(self._memory, at, event, now, now - begun, site, turn, group, 2, op, self._step)
+            _LONG(self._memory, WAITING_AT, known[1])
+            at = HEADER_BYTES + (event % EVENTS) * 40
+            _EVENT(self._memory, at, event, now, now - known[0], site, turn, group, 2, op, self._step)
 
     def _settle(self) -> None:
         """Count what was waited for in such calls as waiting."""
@@ -261,7 +258,7 @@ class Recorder:
             return
         self._deviations += 1
         words = {"deviation": self._deviations, "kind": one.kind, "step": one.step, "group": one.group}
-        place = {"what": one.site.what, "layer": one.site.layer, "line": one.site.line}
+        place = {"what": one.site.what, "layer": one.site.layer, "line": one.site.line, "learned": one.learned}
         self.files.name(words | {"text": one.text, "time": _now()} | place)
         self._event(Kind.DEVIATION, site=self._deviations, group=one.group)
         _INT(self._memory, DEVIATIONS_AT, self._deviations)
