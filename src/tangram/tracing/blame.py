@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tangram.tracing.finding import Finding
 from tangram.tracing.format import (
@@ -27,8 +28,6 @@ from tangram.tracing.slow import peers_of, slow_links, slow_ranks
 from tangram.tracing.stacks import Stack, grouped, rank_words
 from tangram.tracing.unlike import unlike_calls, unlike_replicas
 
-DEVIATIONS = ("skipped", "extra", "reordered", "mis-sized", "corrupted")
-"""Kinds of findings that a rank has noted itself."""
 MOST_COMPARED = 64
 """Ranks that each rank is compared with."""
 STILL_SECONDS = 3.0
@@ -53,7 +52,7 @@ class Outside:
 def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[Finding]:
     """All that is wrong; nothing where all is well."""
     last = max((trace.live.step for trace in traces), default=0)
-    strayed = _deviations(traces)
+    strayed = deviations(traces)
     now, before = [one for one in strayed if one.step == last], [one for one in strayed if one.step != last]
     still = _lifeless(traces, outside)
     absent = [] if still or now else _absent(traces, outside)
@@ -125,16 +124,17 @@ def _awaited(traces: Sequence[RankTrace], absent: set[int]) -> Call | None:
     return min(direct, key=lambda call: len(call.ranks), default=None)
 
 
-def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
+def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
     """What ranks have noted themselves, the first of each rank and step, in order of steps.
 
     What several have noted alike is one finding: they agree on something other than the plan.
     """
     found: dict[tuple[object, ...], Finding] = {}
+    noted = noted_by(traces)
     for trace in traces:
         steps: set[int] = set()
         for one in sorted(trace.deviations, key=lambda d: (d["step"], d["kind"] != "reordered", d["deviation"])):
-            if one["step"] in steps:
+            if one["step"] in steps or (one.get("learned") and not peers_without(trace, one, noted)):
                 continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
@@ -143,6 +143,25 @@ def _deviations(traces: Sequence[RankTrace]) -> list[Finding]:
             text = f"{rank_words(ranks)} {one['text']}"
             found[key] = Finding(one["kind"], ranks, text, one["step"], axes, one["layer"], one["line"])
     return sorted(found.values(), key=lambda one: one.step)
+
+
+def noted_by(traces: Sequence[RankTrace]) -> dict[tuple[int, str], set[int]]:
+    """By step and words the ranks that have noted a deviation."""
+    found: dict[tuple[int, str], set[int]] = {}
+    for trace in traces:
+        for one in trace.deviations:
+            found.setdefault((one["step"], one["text"]), set()).add(trace.rank)
+    return found
+
+
+def peers_without(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple[int, str], set[int]]) -> set[int]:
+    """The ranks of a deviation's group that have not noted the same.
+
+    Where there are none, the ranks agree on a step unlike those that they learned from, as one that logs, the last of
+    an epoch with a smaller batch, or what follows the last step: of calls that were only learned that is no fault.
+    """
+    ranks = trace.groups.get(one["group"], {}).get("ranks", (trace.rank,))
+    return {*ranks} - noted.get((one["step"], one["text"]), set())
 
 
 def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:

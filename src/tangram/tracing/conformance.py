@@ -64,6 +64,8 @@ class Deviation:
     group: int
     text: str
     site: Site
+    learned: bool = False
+    """Whether what was due had been learned of earlier steps, and is not what the plan says."""
 
 
 @dataclass
@@ -193,7 +195,7 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
     if cursor.deviations > AT_MOST:
         return None
     group = came.key.group if kind == "extra" or due is None else due.key.group
-    return Deviation(kind, step, group, text, site)
+    return Deviation(kind, step, group, text, site, learned=True)
 
 
 def left_out(cursor: Cursor, step: int, groups: list[str]) -> Deviation | None:
@@ -204,7 +206,7 @@ def left_out(cursor: Cursor, step: int, groups: list[str]) -> Deviation | None:
     if not cursor.strayed:
         cursor.learned, cursor.strayed = expected[: cursor.at], True
     due, text = expected[cursor.at], _left(expected, cursor.at, len(expected), groups)
-    return Deviation("skipped", step, due.key.group, f"ended step {step} without {text}", due.site)
+    return Deviation("skipped", step, due.key.group, f"ended step {step} without {text}", due.site, learned=True)
 
 
 def _left(expected: list[Expected], start: int, stop: int, groups: list[str]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -105,8 +106,16 @@ class RecordedWork(dist.Work):
         self._work.synchronize()
 
     def get_future(self) -> Any:
-        """As of the call itself."""
-        return self._work.get_future()
+        """As of the call itself. Who asks for it, as torch's DDP, waits without a word: its end is told."""
+        future, (number, group, op) = self._work.get_future(), self._call
+        recorder = self._recorder
+
+        def done(_: object) -> None:
+            recorder.ended(number, group, op)
+
+        recorder.follows(number, group)
+        future.add_done_callback(done)
+        return future
 
 
 class RecordedGroup(dist.ProcessGroup):
@@ -150,6 +159,24 @@ def _recorded(name: str, op: int, given: int) -> Callable[..., Any]:
 for _name, (_op, _given) in METHODS.items():
     if hasattr(dist.ProcessGroup, _name):  # some are of newer versions of torch
         setattr(RecordedGroup, _name, _recorded(_name, _op, _given))
+
+
+def _never_compiled(*kinds: type) -> None:
+    """Have torch.compile run the methods of these classes as they are, where C++ calls them within compiled code.
+
+    That is what `torch.compiler.disable` does, without the seconds that its import takes.
+    """
+    frames = cast(Any, torch)._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):  # an older torch: who compiles there is told by torch itself
+        return
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for kind in kinds:
+        for method in vars(kind).values():
+            if isinstance(method, FunctionType):
+                frames.set_code_exec_strategy(method.__code__, skip)
+
+
+_never_compiled(RecordedGroup, RecordedWork)
 
 
 def _size(given: Any) -> tuple[int, torch.dtype | None]:

@@ -42,7 +42,7 @@ from tangram.tracing.format import (
     Phase,
 )
 from tangram.tracing.planned import PlanCheck, PlannedCalls, planned_words
-from tangram.tracing.ring import TraceFiles
+from tangram.tracing.ring import Pending, TraceFiles
 from tangram.tracing.sites import caller, site_of
 from tangram.tracing.weights import WeightGroup, WeightWatch
 
@@ -142,6 +142,7 @@ class Recorder:
         self._learns = 0  # how many steps had ended when it began to learn
         self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
         self._deviations, self._reported = 0, False
+        self._pending = Pending()
         self._plan: PlanCheck | None = None
         self._plans = False  # whether this step's calls are held against the plan: there is no learned sequence yet
         self._mark = self._begun = _now()
@@ -184,6 +185,7 @@ class Recorder:
         """The rank waits for a call from now on; the time, for `waited`."""
         now = _now()
         if _thread() == self._thread:
+            self._settle()
             self._own[self._phase] += now - self._mark
             self._mark = now
             _LONG(self._memory, WAITING_AT, number)
@@ -200,6 +202,31 @@ class Recorder:
         at = HEADER_BYTES + (event % EVENTS) * 40
         turn = self._turns[group]
         _EVENT(self._memory, at, event, now, now - since, number & 0xFFFFFFFF, turn, group, 2, op, self._step)
+
+    def follows(self, number: int, group: int) -> None:
+        """Somebody else will wait for a call that has begun, as torch's DDP, and tells nobody; `ended` follows."""
+        if _thread() == self._thread:
+            _LONG(self._memory, WAITING_AT, self._pending.begins(number, group, _now()))
+
+    def ended(self, number: int, group: int, op: int) -> None:
+        """Such a call has ended; on any thread."""
+        now = _now()
+        if (known := self._pending.ends(number, now)) is None:
+            return
+        event, turn, site = next(self._numbers), self._turns[group], number & 0xFFFFFFFF
+        with suppress(ValueError):  # the memory has been given back
+            _LONG(self._memory, WAITING_AT, known[1])
+            at = HEADER_BYTES + (event % EVENTS) * 40
+            _EVENT(self._memory, at, event, now, now - known[0], site, turn, group, 2, op, self._step)
+
+    def _settle(self) -> None:
+        """Count what was waited for in such calls as waiting."""
+        if (waited := self._pending.settle()) is not None:
+            group, since, until = waited
+            since = max(since, self._mark)
+            self._own[self._phase] += since - self._mark
+            self._waits[self._slots[group]] += max(0, until - since)
+            self._mark = max(since, until)
 
     def _unexpected(self, key: Key, start: FrameType) -> int:
         """The site of a call that was not found to be due; says where that is a deviation."""
@@ -231,7 +258,7 @@ class Recorder:
             return
         self._deviations += 1
         words = {"deviation": self._deviations, "kind": one.kind, "step": one.step, "group": one.group}
-        place = {"what": one.site.what, "layer": one.site.layer, "line": one.site.line}
+        place = {"what": one.site.what, "layer": one.site.layer, "line": one.site.line, "learned": one.learned}
         self.files.name(words | {"text": one.text, "time": _now()} | place)
         self._event(Kind.DEVIATION, site=self._deviations, group=one.group)
         _INT(self._memory, DEVIATIONS_AT, self._deviations)
@@ -265,6 +292,7 @@ class Recorder:
             self._weigh(self._weights, phase)
         if self._plans and phase is Phase.OPTIMISER:
             self._miss(late=False)
+        self._settle()
         now = _now()
         self._own[self._phase] += now - self._mark
         self._mark = now
@@ -325,6 +353,7 @@ class Recorder:
         _INT(self._memory, ENDED_AT, end)
 
     def _end_step(self, ended: bool = True) -> None:
+        self._settle()
         now = _now()
         self._own[self._phase] += now - self._mark
         self._mark = now

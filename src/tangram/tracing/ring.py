@@ -14,6 +14,7 @@ import socket
 import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -121,3 +122,47 @@ def unpacked_rows(rows: int, body: bytes) -> npt.NDArray[np.void]:
         found[name] = np.cumsum(differences, axis=1, dtype=base).T.reshape(found[name].shape)
         at = stop
     return found
+
+
+@dataclass
+class Pending:
+    """Calls whose end is waited for where nobody can be told of it, as torch's DDP waits for its buckets in C++.
+
+    It asks each call for its future, starts the next ones, and waits for all of them at the end of the backward. So
+    the time from the last call that was begun to the last end is waiting, and what ended before another began was
+    computing.
+    """
+
+    _begun: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """By the number of its event: the group, and when it began, ns."""
+    _last: tuple[int, int] = (0, 0)
+    """Group and begin of the newest one."""
+    _until: int = 0
+
+    def begins(self, number: int, group: int, now: int) -> int:
+        """A call is under way; the number of the one that is waited for first."""
+        self._begun[number] = self._last = group, now
+        self._until = 0
+        return self._first()
+
+    def ends(self, number: int, now: int) -> tuple[int, int] | None:
+        """A call has ended: since when it was under way, and the number of the next that is waited for, 0: none.
+
+        None of a call that is not known, as one of another thread.
+        """
+        if number not in self._begun:
+            return None
+        _, since = self._begun.pop(number)
+        self._until = now
+        return since, self._first()
+
+    def _first(self) -> int:
+        """The oldest call under way, or 0. A copy is looked at, as another thread may end one at any time."""
+        return min(tuple(self._begun), default=0)
+
+    def settle(self) -> tuple[int, int, int] | None:
+        """The rank does something else: over which group it waited since the last time, and from when to when."""
+        if not self._until:
+            return None
+        (group, since), until, self._until = self._last, self._until, 0
+        return group, since, until

@@ -86,7 +86,8 @@ def site_of(labels: Labels, start: FrameType) -> tuple[Site, Carrier | None]:
 def _look(seen: _Seen, labels: Labels, frame: FrameType, depth: int) -> None:
     module = str(frame.f_globals.get("__name__", ""))
     code = frame.f_code
-    nowhere = code.co_filename.startswith("<")  # no file of anybody's, as a rank's first line, which started it
+    # No file of anybody's, as a rank's first line, which started it, or what torch.compile has made up.
+    nowhere = code.co_filename.startswith("<") or "codegen(" in code.co_filename
     inside = nowhere or module.startswith(_INSIDE) or module == "torch"
     if not inside and not seen.outer:
         seen.outer = line_of(frame)

@@ -14,14 +14,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tangram.errors import UserError
 from tangram.tracing import stacks
-from tangram.tracing.blame import DEVIATIONS, STILL_SECONDS, Outside, findings, lifeless
+from tangram.tracing.blame import STILL_SECONDS, Outside, deviations, findings, lifeless, noted_by, peers_without
 from tangram.tracing.finding import Finding
 from tangram.tracing.format import PATIENT, End, Phase
 from tangram.tracing.reading import VERDICT, Peek, RankTrace, read
@@ -29,6 +30,8 @@ from tangram.tracing.settings import TraceSettings
 
 LOOK_SECONDS = 0.5
 STACK_SECONDS = 1.0
+SHARED_SECONDS = 1.0
+"""So long a rank's deviation from what it has learned may be one that its peers are just coming to."""
 BUSY = 0.05
 """The share of a core from which on a process computes."""
 
@@ -50,7 +53,9 @@ class Watch:
         self._settings = settings
         self._peek = Peek(settings.folder, settings.run)
         self._noted: dict[int, int] = {}
-        """By rank, how many of its deviations have been noted."""
+        """By rank, how many of its deviations have been looked at and need not be again."""
+        self._said: set[tuple[int, int]] = set()
+        """Rank and step of those that were told of."""
         self._state: list[int] = []
         self._moved = time.monotonic_ns()
         self._cpu: list[int] = []
@@ -77,11 +82,24 @@ class Watch:
             return []
 
     def _news(self) -> list[Finding]:
+        traces = self._read()
+        by_rank, noted = {trace.rank: trace for trace in traces}, noted_by(traces)
+        now, open_steps = time.monotonic_ns(), set[tuple[int, int]]()
+        for i, trace in enumerate(traces):
+            unsettled = {
+                (trace.rank, int(one["step"]))
+                for one in trace.deviations[self._noted.get(i, 0) :]
+                if one.get("learned") and _may_be_shared(trace, one, noted, by_rank, now)
+            }
+            open_steps |= unsettled
+            if not unsettled:
+                self._noted[i] = max(len(trace.deviations), trace.live.deviations)
         fresh: list[Finding] = []
-        for i, trace in enumerate(self._read()):
-            known = {int(one["step"]) for one in trace.deviations[: self._noted.get(i, 0)]}
-            self._noted[i] = max(len(trace.deviations), trace.live.deviations)
-            fresh += [one for one in findings([trace]) if one.step not in known and one.kind in DEVIATIONS]
+        for found in deviations(traces):
+            of = {(rank, found.step) for rank in found.ranks}
+            if not of & open_steps and not of <= self._said:
+                fresh.append(found)
+                self._said |= of
         return fresh
 
     def _hang(self, traces: Sequence[RankTrace], now: int, still: float) -> Hang | None:
@@ -137,6 +155,24 @@ class Watch:
 WATCHERS = 2
 """Ranks of each machine that watch where nobody else does: one may be the rank that stands still."""
 CLAIM = "hang.claim"
+
+
+def _may_be_shared(
+    trace: RankTrace,
+    one: Mapping[str, Any],
+    noted: Mapping[tuple[int, str], set[int]],
+    by_rank: Mapping[int, RankTrace],
+    now: int,
+) -> bool:
+    """Whether a peer that has not noted a deviation may still be on its way to it.
+
+    It is not where it has passed the step, or waits elsewhere while this rank waits for it.
+    """
+    missing = [by_rank[rank] for rank in peers_without(trace, one, noted) if rank in by_rank]
+    if any(peer.live.step > one["step"] or peer.live.end is not End.RUNNING for peer in missing):
+        return False
+    fresh = now - one["time"] < SHARED_SECONDS * 1e9
+    return any(fresh or peer.waiting is None for peer in missing)
 
 
 @contextlib.contextmanager
