@@ -2,7 +2,10 @@
 
 import json
 import os
+import threading
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.save import save
+from tangram.checkpoint.state.entries import StateEntry
+from tangram.checkpoint.state.replicated import contents, with_replicas
 from tangram.errors import UserError
+from tangram.layout import Region
+from tangram.relayout import TensorSpec
 from tests.ranks import start
 
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -116,3 +123,91 @@ def test_parts_and_ranks_that_have_come_apart_are_refused(found: list[dict[str, 
 
 def test_what_is_alike_is_saved_and_loaded(found: list[dict[str, Any]]) -> None:
     assert [(one["alike"], one["kinds"], one["filled"]) for one in found] == [("saved", "saved", True)] * 2
+
+
+@dataclass
+class Threads:
+    """Ranks that are threads of this process."""
+
+    index: int
+    size: int
+    words: list[Any]
+    barrier: threading.Barrier
+
+    def all_words(self, word: Any) -> list[Any]:
+        self.words[self.index] = json.dumps(word)
+        self.barrier.wait()
+        found = [json.loads(one) for one in self.words]
+        self.barrier.wait()
+        return found
+
+    def from_first(self, word: Any) -> Any:
+        return self.all_words(word)[0]
+
+
+def compared(
+    states: list[dict[str, torch.Tensor]], trained: set[str], objects: Callable[[int], dict[str, Any]] = lambda _: {}
+) -> list[Any]:
+    """What each of some ranks finds: who has its tensors, or why not."""
+    size, words = len(states), [""] * len(states)
+    barrier, found = threading.Barrier(size, timeout=20), [None] * size
+
+    def rank(index: int) -> None:
+        entries = [
+            StateEntry(name, TensorSpec(tuple(x.shape), str(x.dtype)), Region.full(tuple(x.shape)), x)
+            for name, x in states[index].items()
+        ]
+        peers: Any = Threads(index, size, words, barrier)
+        own: Any
+        try:
+            own = {e.name: e.replicas for e in with_replicas(entries, objects(index), peers, trained, compare=True)}
+        except UserError as error:
+            own = str(error)
+        found[index] = own
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(size)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    return found
+
+
+@pytest.mark.parametrize("elements", [5, 100_003])
+def test_one_bit_anywhere_is_seen(elements: int) -> None:
+    for place in (0, elements // 3, elements - 1):
+        other = torch.zeros(elements)
+        other[place] = -0.0
+        found = compared([{"w": torch.zeros(elements)}, {"w": other}], {"w"})
+        assert [one[:30] for one in found] == ["w differs between ranks 0 and 1"[:30]] * 2
+
+
+def test_another_order_is_seen() -> None:
+    x = torch.arange(40_000)
+    assert len({*contents([x, x.flip(0), x.roll(512), x.roll(1)])}) == 4
+
+
+def test_strides_and_devices_and_places_in_memory_make_no_difference() -> None:
+    x = torch.randn(300, 70)
+    base = torch.cat([torch.zeros(1, 70), x])
+    odd = torch.zeros(21_001)[1:].copy_(x.reshape(-1)).view(300, 70)
+    assert len({*contents([x, x.t().contiguous().t(), base[1:], odd, torch.randn(600, 70)[::2].copy_(x)])}) == 1
+    large = torch.randn(40, 1 << 17)  # of more than a slab
+    assert len({*contents([large, large.t().contiguous().t()])}) == 1
+    z = torch.randn(1000, dtype=torch.complex64)
+    assert len({*contents([z.conj(), z.conj().resolve_conj()])}) == 1
+    assert len({*contents([z.conj().imag, z.conj().imag.resolve_neg()])}) == 1
+    assert contents([torch.empty(0), torch.empty(3, 0)]) == contents([torch.empty(0)] * 2)
+
+
+def test_stages_whose_statistics_differ_are_no_mistake_of_other_stages() -> None:
+    """A rank without a buffer, or a value, cannot know by itself that its holders may differ in it."""
+    first = {"a": torch.zeros(3)}
+    second = [{"b": torch.zeros(3), "b.mean": torch.full((3,), float(i))} for i in range(2)]
+    found = compared([first, *second], {"a", "b"}, lambda rank: {"rng": rank} if rank else {})
+    assert found == [{"a": (0,)}, {"b": (1, 2), "b.mean": (1,)}, {"b": (1, 2), "b.mean": (1,)}]
+    second[1]["b"] = torch.ones(3)
+    found = compared([first, *second], {"a", "b"})
+    assert [one[:31] for one in found] == ["b differs between ranks 1 and 2"] * 3

@@ -1,16 +1,15 @@
 """Tensors without a layout, of which every rank that has one is taken to have the same: who has them, and whether so.
 
 Nothing says of a plain tensor that it is a part, as those of FSDP1 or of layers cut by hand are, or that the ranks have
-come apart. So a few elements of each are compared before a save; what differs elsewhere alone is not seen. Parameters,
-the states of optimisers and large tensors have to agree; of what is small, as running statistics and states of
-generators, the first rank's are kept and a warning names them, for ranks may well differ there; of what is no tensor,
-too.
+come apart. So all bytes of each are compared before a save, by a number for each tensor. Parameters, the states of
+optimisers and large tensors have to agree; of what is small, as running statistics and states of generators, the first
+rank's are kept and a warning names them, for ranks may well differ there; of what is no tensor, too.
 """
 
 import hashlib
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,17 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.state.entries import StateEntry
+from tangram.checkpoint.store.manifest import checksum
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout.exchange.peers import Peers
 
-_SAMPLED = 32
-"""Elements of a tensor that are compared."""
 _SMALL = 1 << 20
 """Bytes of what may differ, and is written by the first rank that has it."""
+_ROW = 1 << 12
+"""Bytes that are added up as words of 64 bits where a tensor has more: any device does that as fast as it reads."""
+_SLAB = 1 << 24
+"""Bytes of a tensor that are looked at at once: what lies in strides is copied."""
 
 
 def with_replicas(
@@ -38,78 +40,124 @@ def with_replicas(
     every rank has the same, which a few bytes tell; only else are names exchanged.
     """
     loose = [entry for entry in entries if not entry.replicas]
-    names, keys = [entry.name for entry in loose], [f"{entry.name} {entry.region}" for entry in loose]
-    samples = [_sample(entry.local) if compare else "" for entry in loose]
-    values = {name: _digest(json.dumps(value).encode()) for name, value in objects.items() if compare}
-    word = _digest(json.dumps([keys, samples, values]).encode())
-    if len(set(peers.all_words(word))) == 1 and all(e.region == Region.full(e.spec.shape) for e in loose):
-        known = dict.fromkeys(keys, tuple(range(peers.size)))
-    else:
-        columns = [[*names, *values], [*keys, *[""] * len(values)], [*samples, *values.values()]]
-        by_rank = peers.all_words(columns)
-        found: dict[str, list[int]] = {}
-        for rank, (_, theirs, _) in enumerate(by_rank):
-            for key in theirs:
-                found.setdefault(key, []).append(rank)
-        known = {key: tuple(ranks) for key, ranks in found.items()}
-        if compare:
-            _warn(
-                peers,
-                _compare(by_rank, {e.name for e in loose if e.name not in trained and _is_small(e)} | values.keys()),
-            )
+    unsharded = [entry.region == Region.full(entry.spec.shape) for entry in loose]
+    keys = [e.name if alone else f"{e.name} {e.region}" for e, alone in zip(loose, unsharded, strict=True)]
+    rows: list[_Row] = []
+    if peers.size > 1:
+        strict = [entry.name in trained or not _is_small(entry) for entry in loose]
+        numbers = contents([entry.local for entry in loose]) if compare else [0] * len(loose)
+        rows = [(e.name, key, n, must) for e, key, n, must in zip(loose, keys, numbers, strict, strict=True)]
+        rows += [(n, "", checksum(json.dumps(value).encode()), False) for n, value in objects.items() if compare]
+    known = _holders(rows, peers, all(unsharded)) if peers.size > 1 else {}
     filled: dict[int, StateEntry] = {}
+    everyone = tuple(range(peers.size))
     for key, entry in zip(keys, loose, strict=True):
-        ranks = known[key] if entry.name in trained or not _is_small(entry) else known[key][:1]
+        ranks = known.get(key, everyone)
+        ranks = ranks if entry.name in trained or not _is_small(entry) else ranks[:1]
         filled[id(entry)] = replace(entry, replicas=ranks)
     return [filled.get(id(entry), entry) for entry in entries]
+
+
+_Row = tuple[str, str, int, bool]
+"""Of what is compared: its name, that with the region, a number of its content, whether ranks have to agree."""
+
+
+def _holders(rows: list[_Row], peers: Peers, unsharded: bool) -> dict[str, tuple[int, ...]]:
+    """The ranks that have each key; none where all ranks have all. Raises UserError on all ranks, or warns.
+
+    Where all have the same keys, each compares with the first rank, so that a save costs the same on any number.
+    """
+    keys = _digest([row[:2] for row in rows])
+    words = peers.all_words([keys, _digest([row[2] for row in rows]), unsharded])
+    if words.count(words[0]) == len(words) and unsharded:
+        return {}
+    if all(word[0] == keys and word[2] for word in words):
+        first = peers.from_first([row[2] for row in rows])
+        other = [row for row, number in zip(rows, first, strict=True) if row[2] != number]
+        by_rank: list[list[_Row]] = peers.all_words(other)
+        _settle([(row, 0, rank) for rank, some in enumerate(by_rank) for row in some], peers)
+        return {}
+    by_rank = peers.all_words(rows)
+    held: dict[str, list[int]] = {}
+    one_of: dict[str, tuple[int, _Row]] = {}
+    unlike: list[tuple[_Row, int, int]] = []
+    for rank, some in enumerate(by_rank):
+        for row in some:
+            held.setdefault(row[1], []).append(rank)
+            least, before = one_of.setdefault(row[0], (rank, row))
+            if before[1:3] != row[1:3]:
+                unlike.append((row, least, rank))
+    _settle(unlike, peers)
+    return {key: tuple(ranks) for key, ranks in held.items()}
+
+
+def _settle(unlike: Sequence[tuple[_Row, int, int]], peers: Peers) -> None:
+    """Refuse or warn of what differs between two ranks; every rank knows the same of it."""
+    wrong = {row[0]: (a, b) for row, a, b in reversed(unlike) if row[3]}
+    if wrong:
+        name, (a, b) = next(reversed(wrong.items()))
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise UserError(
+            f"{name}{more} differs between ranks {a} and {b}: a tensor without a layout is taken to be the same on "
+            "all ranks; give parts as DTensors or LocalPart, or make the ranks alike"
+        )
+    names = sorted({row[0] for row, _, _ in unlike})
+    if names and peers.index == 0:
+        warnings.warn(
+            f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: ranks differ, and what the "
+            "first one has is kept; put what every rank needs under a name of its own",
+            stacklevel=2,
+        )
 
 
 def _is_small(entry: StateEntry) -> bool:
     return entry.nbytes <= _SMALL
 
 
-def _compare(by_rank: list[tuple[list[str], list[str], list[str]]], may_differ: set[str]) -> set[str]:
-    """The names of what differs and may. `by_rank`: names, what is compared of them at once, and their samples."""
-    first: dict[str, tuple[int, str, str]] = {}
-    other: dict[str, tuple[int, int]] = {}
-    for rank, columns in enumerate(by_rank):
-        for name, key, sample in zip(*columns, strict=True):
-            one = first.setdefault(name, (rank, key, sample))
-            if one[1:] != (key, sample):
-                other.setdefault(name, (one[0], rank))
-    wrong = [name for name in other if name not in may_differ]
-    if wrong:
-        a, b = other[wrong[0]]
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise UserError(
-            f"{wrong[0]}{more} differs between ranks {a} and {b}: a tensor without a layout is taken to be the same on "
-            "all ranks; give parts as DTensors or LocalPart, or make the ranks alike"
-        )
-    return set(other)
+def _digest(word: Any) -> str:
+    return hashlib.sha256(json.dumps(word).encode()).hexdigest()[:16]
 
 
-def _warn(peers: Peers, names: set[str]) -> None:
-    if names and peers.index == 0:
-        warnings.warn(
-            f"{', '.join(sorted(names)[:3])}{' and others' if len(names) > 3 else ''}: ranks differ, and what the "
-            "first one has is kept; put what every rank needs under a name of its own",
-            stacklevel=2,
-        )
+def contents(tensors: Iterable[Tensor]) -> list[int]:
+    """A number of the bytes of each tensor, the same on any device and for any strides.
+
+    Of more than 4 KiB the checksum is that of the sums of each 4 KiB, as words of 64 bits: one element that differs
+    changes it, and so does another order, but within those 4 KiB. Of what is on an accelerator little but these sums
+    is copied, in one go.
+    """
+    short = [_short(x.detach().resolve_conj().resolve_neg()) for x in tensors]
+    away = [i for i, x in enumerate(short) if x.device.type != "cpu"]
+    for device in {short[i].device for i in away}:
+        some = [i for i in away if short[i].device == device]
+        joined, sizes = torch.cat([short[i] for i in some]).cpu(), [short[i].numel() for i in some]
+        for i, x in zip(some, torch.split(joined, sizes), strict=True):
+            short[i] = x
+    return [checksum(x.numpy().data) for x in short]
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+def _short(x: Tensor) -> Tensor:
+    """The bytes of a tensor, or their sums."""
+    if x.nbytes <= _ROW:
+        return _bytes(x)
+    found: list[Tensor] = []
+    for slab in _slabs(x):
+        data = _bytes(slab)
+        stop = data.numel() // _ROW * _ROW
+        words = (data if data.storage_offset() % 8 == 0 else data.clone())[:stop].view(torch.int64)
+        found += [words.view(-1, _ROW // 8).sum(1).view(torch.uint8), data[stop:]]
+    return torch.cat(found)
 
 
-def _sample(local: Tensor) -> str:
-    return _digest(some_elements(local).cpu().numpy().tobytes())
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def some_elements(x: Tensor) -> Tensor:
-    """Up to 32 elements from first to last, as bytes: tensors of other values hardly ever agree in all of them."""
-    x = x.detach().resolve_conj()
-    if not x.numel():
-        return torch.empty(0, dtype=torch.uint8, device=x.device)
-    places = torch.linspace(0, x.numel() - 1, min(_SAMPLED, x.numel()), dtype=torch.float64).long()
-    taken = x[torch.unravel_index(places.to(x.device), x.shape)] if x.dim() else x.reshape(1)
-    return taken.contiguous().view(torch.uint8)
+def _slabs(x: Tensor) -> Iterator[Tensor]:
+    """A tensor in order, cut by its shape alone."""
+    if x.nbytes <= _SLAB:
+        yield x
+    elif x.nbytes > _SLAB * len(x):
+        for part in x:
+            yield from _slabs(part)
+    else:
+        yield from x.split(max(1, _SLAB * len(x) // x.nbytes))

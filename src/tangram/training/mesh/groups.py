@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from tangram.checkpoint.state.replicated import some_elements
+from tangram.checkpoint.state.replicated import contents
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.capturing.opened import plain
@@ -94,12 +94,17 @@ def on_first(groups: Iterable[dist.ProcessGroup], make: Callable[[], T]) -> T:
     return found[0]
 
 
-def unlike(tensors: Mapping[str, Tensor], groups: Iterable[dist.ProcessGroup]) -> list[str]:
-    """The names of those that some ranks of groups have otherwise than others. Collective: all ranks give as many."""
+def unlike(
+    tensors: Mapping[str, Tensor], groups: Iterable[dist.ProcessGroup], device: torch.device | None = None
+) -> list[str]:
+    """The names of those that some ranks of groups have otherwise than others. Collective: all ranks give as many.
+
+    `device`: where the groups are; None: where a tensor is.
+    """
     if not tensors:
         return []
-    device = max((one.device for one in tensors.values()), key=lambda one: one.type != "cpu")  # where its groups are
-    digests = torch.stack([_digest(one).to(device) for one in tensors.values()])
+    device = device or max((one.device for one in tensors.values()), key=lambda one: one.type != "cpu")
+    digests = torch.tensor([number >> 1 for number in contents(tensors.values())], device=device)
     both = torch.cat([digests, -digests])
     for group in groups:
         dist.all_reduce(both, dist.ReduceOp.MAX, group)
@@ -108,23 +113,15 @@ def unlike(tensors: Mapping[str, Tensor], groups: Iterable[dist.ProcessGroup]) -
     return [name for name, one in zip(tensors, flags, strict=True) if one]
 
 
-def _digest(x: Tensor) -> Tensor:
-    """A number of the bytes, that any other value would change: each byte times a number of its place."""
-    flat = x.detach().contiguous().reshape(-1).view(torch.uint8).long()
-    places = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x9E3779B1
-    mixed = (flat + 1) * (places ^ (places >> 15))
-    return (mixed ^ (mixed >> 17)).sum() >> 1  # its negative is a number, too
-
-
 def refuse_unlike_weights(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
     """Raise UserError on all ranks where a parameter or buffer has other values on one. Collective.
 
-    A few elements of each tell: ranks that drew their own weights differ in nearly all. What is on meta has none.
+    What is on meta has none.
     """
     buffers = cast("Iterable[tuple[str, Tensor]]", model.named_buffers())
     tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *buffers]
-    some = {name: some_elements(one) for name, one in tensors if not one.is_meta and not isinstance(one, DTensor)}
-    if names := unlike(some, groups):
+    own = {name: one for name, one in tensors if not one.is_meta and not isinstance(one, DTensor)}
+    if names := unlike(own, groups):
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         raise UserError(
             f"{names[0]}{more} has other values on some ranks: give torch.manual_seed the same number on all "
@@ -138,7 +135,7 @@ def refuse_unlike_inputs(inputs: Mapping[str, Any], device: torch.device, groups
     kinds = repr([(name, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else name for name, x in inputs.items()])
     if unlike({"kinds": torch.tensor(list(kinds.encode()), device=device)}, groups):
         raise UserError(f"the ranks give the model other inputs, or of other sizes: {_ALL}")
-    if names := unlike({name: some_elements(x).to(device) for name, x in own.items()}, groups):
+    if names := unlike(own, groups, device):
         raise UserError(f"the ranks give the model other values of {names[0]}: {_ALL}")
 
 
