@@ -106,17 +106,17 @@ def pair_of(row: dict[str, Any]) -> tuple[str, str, str] | tuple[Messages, Messa
     turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in (chosen, rejected)]
     answers = [messages_of(one, key) for one, key in zip(turns, _SIDES, strict=True)]
     if prompt is None:
-        asked = answers[0][: alike(answers[0], answers[1])]
+        history = answers[0][: alike(answers[0], answers[1])]
     else:
-        asked = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, "prompt")
-    if all(one[: len(asked)] == asked for one in answers):
-        answers = [one[len(asked) :] for one in answers]
-    if not asked:
+        history = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, "prompt")
+    if all(one[: len(history)] == history for one in answers):
+        answers = [one[len(history) :] for one in answers]
+    if not history:
         raise BadRow("has answers that begin with different messages, and no prompt: give what they answer")
     for one, key in zip(answers, _SIDES, strict=True):
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')
-    return asked, answers[0], answers[1]
+    return history, answers[0], answers[1]
 
 
 def _texts(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
