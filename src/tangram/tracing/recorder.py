@@ -185,7 +185,8 @@ class Recorder:
         """The rank waits for a call from now on; the time, for `waited`."""
         now = _now()
         if _thread() == self._thread:
-            self._settle()
+            if self._pending.until:
+                self._settle()
             self._own[self._phase] += now - self._mark
             self._mark = now
             _LONG(self._memory, WAITING_AT, number)

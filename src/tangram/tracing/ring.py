@@ -137,12 +137,13 @@ class Pending:
     """By the number of its event: the group, and when it began, ns."""
     _last: tuple[int, int] = (0, 0)
     """Group and begin of the newest one."""
-    _until: int = 0
+    until: int = 0
+    """When the last of them ended, ns; 0: none has since the rank did something else."""
 
     def begins(self, number: int, group: int, now: int) -> int:
         """A call is under way; the number of the one that is waited for first."""
         self._begun[number] = self._last = group, now
-        self._until = 0
+        self.until = 0
         return self._first()
 
     def ends(self, number: int, now: int) -> tuple[int, int] | None:
@@ -153,7 +154,7 @@ class Pending:
         if number not in self._begun:
             return None
         _, since = self._begun.pop(number)
-        self._until = now
+        self.until = now
         return since, self._first()
 
     def _first(self) -> int:
@@ -162,7 +163,7 @@ class Pending:
 
     def settle(self) -> tuple[int, int, int] | None:
         """The rank does something else: over which group it waited since the last time, and from when to when."""
-        if not self._until:
+        if not self.until:
             return None
-        (group, since), until, self._until = self._last, self._until, 0
+        (group, since), until, self.until = self._last, self.until, 0
         return group, since, until
