@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.state.entries import StateEntry
-from tangram.checkpoint.state.replicated import contents, with_replicas
+from tangram.checkpoint.state.replicated import _sums, contents, with_replicas
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import TensorSpec
@@ -184,12 +184,15 @@ def test_one_bit_anywhere_is_seen(elements: int) -> None:
         assert [one[:30] for one in found] == ["w differs between ranks 0 and 1"[:30]] * 2
 
 
-def test_another_order_is_seen() -> None:
+@pytest.mark.parametrize("number", [lambda x: contents([x])[0], lambda x: bytes(_sums(x))], ids=["CPU", "accelerator"])
+def test_another_order_is_seen(number: Callable[[torch.Tensor], object]) -> None:
     x = torch.arange(40_000)
-    assert len({*contents([x, x.flip(0), x.roll(512), x.roll(1)])}) == 4
+    swapped = x.clone()
+    swapped[[3, 5]] = swapped[[5, 3]]  # within 4 KiB
+    assert len({number(one) for one in (x, x.flip(0), x.roll(512), x.roll(1), swapped)}) == 5
 
 
-def test_strides_and_devices_and_places_in_memory_make_no_difference() -> None:
+def test_strides_and_places_in_memory_make_no_difference() -> None:
     x = torch.randn(300, 70)
     base = torch.cat([torch.zeros(1, 70), x])
     odd = torch.zeros(21_001)[1:].copy_(x.reshape(-1)).view(300, 70)

@@ -91,9 +91,9 @@ def _step(recorder: Recorder, step: int, sizes: Sequence[int]) -> None:
         recorder.waited(number, 0, 0, recorder.waits(number))
 
 
-@pytest.mark.parametrize(("second", "told"), [([64, 8], ()), ([64], (0,))])
+@pytest.mark.parametrize(("second", "odd"), [([64, 8], ()), ([64], (0,))])
 def test_a_deviation_is_told_of_once_it_is_known_that_peers_do_not_share_it(
-    second: list[int], told: tuple[int, ...], tmp_path: Path
+    second: list[int], odd: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Rank 0 calls more than is due in step 6; until rank 1 has come so far nobody knows whether it does so, too."""
     folder = fresh_folder(tmp_path)
@@ -109,5 +109,5 @@ def test_a_deviation_is_told_of_once_it_is_known_that_peers_do_not_share_it(
     assert watch.look()[0] == []
     for one in ranks:
         _step(one, 7, [64])
-    assert [(one.kind, one.ranks, one.step) for one in watch.look()[0]] == ([("extra", told, 6)] if told else [])
+    assert [(one.kind, one.ranks, one.step) for one in watch.look()[0]] == ([("extra", odd, 6)] if odd else [])
     assert watch.look()[0] == []

@@ -160,7 +160,7 @@ def peers_without(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple
     Where there are none, the ranks agree on a step unlike those that they learned from, as one that logs, the last of
     an epoch with a smaller batch, or what follows the last step: of calls that were only learned that is no fault.
     """
-    ranks = trace.groups.get(one["group"], {}).get("ranks", (trace.rank,))
+    ranks = trace.groups.get(one["group"], {}).get("ranks", range(trace.world))
     return {*ranks} - noted.get((one["step"], one["text"]), set())
 
 

@@ -2,7 +2,7 @@
 
 Memory is taken before the first event: a disk that is full is met at the begin and not in the midst of a step, where
 it would be a signal that ends the process. Names and chunks of steps grow; when they cannot be written `failure` says
-why, and nothing more is written.
+why, and nothing more is written. `Pending` are calls under way of which only the end is to be written yet.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Watch:
         self._peek = Peek(settings.folder, settings.run)
         self._noted: dict[int, int] = {}
         """By rank, how many of its deviations have been looked at and need not be again."""
-        self._said: set[tuple[int, int]] = set()
+        self._reported: set[tuple[int, int]] = set()
         """Rank and step of those that were told of."""
         self._state: list[int] = []
         self._moved = time.monotonic_ns()
@@ -84,12 +84,12 @@ class Watch:
     def _news(self) -> list[Finding]:
         traces = self._read()
         by_rank, noted = {trace.rank: trace for trace in traces}, noted_by(traces)
-        now, open_steps = time.monotonic_ns(), set[tuple[int, int]]()
+        open_steps = set[tuple[int, int]]()
         for i, trace in enumerate(traces):
             unsettled = {
                 (trace.rank, int(one["step"]))
                 for one in trace.deviations[self._noted.get(i, 0) :]
-                if one.get("learned") and _may_be_shared(trace, one, noted, by_rank, now)
+                if one.get("learned") and _may_be_shared(trace, one, noted, by_rank)
             }
             open_steps |= unsettled
             if not unsettled:
@@ -97,9 +97,9 @@ class Watch:
         fresh: list[Finding] = []
         for found in deviations(traces):
             of = {(rank, found.step) for rank in found.ranks}
-            if not of & open_steps and not of <= self._said:
+            if not of & open_steps and not of <= self._reported:
                 fresh.append(found)
-                self._said |= of
+                self._reported |= of
         return fresh
 
     def _hang(self, traces: Sequence[RankTrace], now: int, still: float) -> Hang | None:
@@ -162,7 +162,6 @@ def _may_be_shared(
     one: Mapping[str, Any],
     noted: Mapping[tuple[int, str], set[int]],
     by_rank: Mapping[int, RankTrace],
-    now: int,
 ) -> bool:
     """Whether a peer that has not noted a deviation may still be on its way to it.
 
@@ -171,7 +170,7 @@ def _may_be_shared(
     missing = [by_rank[rank] for rank in peers_without(trace, one, noted) if rank in by_rank]
     if any(peer.live.step > one["step"] or peer.live.end is not End.RUNNING for peer in missing):
         return False
-    fresh = now - one["time"] < SHARED_SECONDS * 1e9
+    fresh = trace.live.beat - one["time"] < SHARED_SECONDS * 1e9  # by the rank's own clock, wherever it is
     return any(fresh or peer.waiting is None for peer in missing)
 
 

@@ -9,6 +9,7 @@ rank's are kept and a warning names them, for ranks may well differ there; of wh
 import hashlib
 import json
 import warnings
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from tangram.relayout.exchange.peers import Peers
 _SMALL = 1 << 20
 """Bytes of what may differ, and is written by the first rank that has it."""
 _ROW = 1 << 12
-"""Bytes that are added up as words of 64 bits where a tensor has more: any device does that as fast as it reads."""
+"""Bytes that an accelerator adds up as words of 64 bits, as fast as it reads."""
 _SLAB = 1 << 24
 """Bytes of a tensor that are looked at at once: what lies in strides is copied."""
 
@@ -119,32 +120,34 @@ def _digest(word: Any) -> str:
 
 
 def contents(tensors: Iterable[Tensor]) -> list[int]:
-    """A number of the bytes of each tensor, the same on any device and for any strides.
+    """A number of the bytes of each tensor, for ranks that have it on the same kind of device; strides do not count.
 
-    Of more than 4 KiB the checksum is that of the sums of each 4 KiB, as words of 64 bits: one element that differs
-    changes it, and so does another order, but within those 4 KiB. Of what is on an accelerator little but these sums
-    is copied, in one go.
+    It is a checksum; of what is on an accelerator that of sums of its words of 64 bits, over each 4 KiB and over every
+    512th word, which are copied in one go: one element that differs changes it, and so does another order.
     """
-    short = [_short(x.detach().resolve_conj().resolve_neg()) for x in tensors]
-    away = [i for i, x in enumerate(short) if x.device.type != "cpu"]
-    for device in {short[i].device for i in away}:
-        some = [i for i in away if short[i].device == device]
-        joined, sizes = torch.cat([short[i] for i in some]).cpu(), [short[i].numel() for i in some]
+    plain = [x.detach().resolve_conj().resolve_neg() for x in tensors]
+    away = {i: _sums(x) for i, x in enumerate(plain) if x.device.type != "cpu"}
+    for device in {x.device for x in away.values()}:
+        some = [i for i, x in away.items() if x.device == device]
+        joined, sizes = torch.cat([away[i] for i in some]).cpu(), [away[i].numel() for i in some]
         for i, x in zip(some, torch.split(joined, sizes), strict=True):
-            short[i] = x
-    return [checksum(x.numpy().data) for x in short]
+            plain[i] = x
+    return [_number([checksum(_bytes(slab).numpy().data) for slab in _slabs(x)]) for x in plain]
 
 
-def _short(x: Tensor) -> Tensor:
-    """The bytes of a tensor, or their sums."""
-    if x.nbytes <= _ROW:
-        return _bytes(x)
+def _number(parts: Sequence[int]) -> int:
+    return parts[0] if len(parts) == 1 else checksum(array("Q", parts).tobytes())
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Sums of the words of a tensor, and the bytes that are left, as bytes."""
     found: list[Tensor] = []
     for slab in _slabs(x):
         data = _bytes(slab)
         stop = data.numel() // _ROW * _ROW
         words = (data if data.storage_offset() % 8 == 0 else data.clone())[:stop].view(torch.int64)
-        found += [words.view(-1, _ROW // 8).sum(1).view(torch.uint8), data[stop:]]
+        rows = words.view(-1, _ROW // 8)  # added up both ways: a sum alone knows no order
+        found += [rows.sum(1).view(torch.uint8), rows.sum(0).view(torch.uint8), data[stop:]]
     return torch.cat(found)
 
 

@@ -94,16 +94,11 @@ def on_first(groups: Iterable[dist.ProcessGroup], make: Callable[[], T]) -> T:
     return found[0]
 
 
-def unlike(
-    tensors: Mapping[str, Tensor], groups: Iterable[dist.ProcessGroup], device: torch.device | None = None
-) -> list[str]:
-    """The names of those that some ranks of groups have otherwise than others. Collective: all ranks give as many.
-
-    `device`: where the groups are; None: where a tensor is.
-    """
+def unlike(tensors: Mapping[str, Tensor], groups: Iterable[dist.ProcessGroup]) -> list[str]:
+    """The names of those that some ranks of groups have otherwise than others. Collective: all ranks give as many."""
     if not tensors:
         return []
-    device = device or max((one.device for one in tensors.values()), key=lambda one: one.type != "cpu")
+    device = max((one.device for one in tensors.values()), key=lambda one: one.type != "cpu")  # where its groups are
     digests = torch.tensor([number >> 1 for number in contents(tensors.values())], device=device)
     both = torch.cat([digests, -digests])
     for group in groups:
@@ -135,7 +130,7 @@ def refuse_unlike_inputs(inputs: Mapping[str, Any], device: torch.device, groups
     kinds = repr([(name, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else name for name, x in inputs.items()])
     if unlike({"kinds": torch.tensor(list(kinds.encode()), device=device)}, groups):
         raise UserError(f"the ranks give the model other inputs, or of other sizes: {_ALL}")
-    if names := unlike(own, groups, device):
+    if names := unlike({name: x.to(device) for name, x in own.items()}, groups):
         raise UserError(f"the ranks give the model other values of {names[0]}: {_ALL}")
 
 
