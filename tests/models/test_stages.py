@@ -112,8 +112,8 @@ def test_stages_of_a_model_that_does_something_before_its_blocks_are_the_model(k
     stages = ((*before, f"{layers}.0"), (f"{layers}.1",), (f"{layers}.2", *after))
     refuse_unlike_modules(model, stages)
     refuse_unlike_chain(capture(model, token_inputs(1, 8)), stages)
-    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12)
+    ids = torch.randint(3, 64, (2, 32), generator=torch.Generator().manual_seed(1))  # as many tokens as a row has
+    positions = torch.cat([torch.arange(5), torch.arange(27)]).expand(2, 32)
     told = {} if kind == "bloom" else {"position_ids": positions}  # which takes none
     x: Tensor = ids
     for part in keep_stages(copy.deepcopy(model), stages, (0, 1, 2)):
