@@ -79,6 +79,14 @@ GPT2_STAGED: Mapping[str, tuple[int, Strategy]] = {
         f"gpt2 over {schedule} of fsdp": (4, _staged(schedule, GPT2_HALVES, GPT2_QUARTERS))
         for schedule in ("1F1B", "ZBVZeroBubble")
     },
+    "gpt2 over stages of tensor, sequence": (
+        4,
+        Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), LAYOUTS, SEQUENCE, stages=GPT2_HALVES),
+    ),
+    "gpt2 over stages of context": (
+        4,
+        Strategy("pp=2 one=1 cp=2", ("one",), (), COPIES, CONTEXT, stages=GPT2_HALVES, axes={"context": ("cp",)}),
+    ),
 }
 QUICK = ("gpt2 over tensor, sequence",)
 
@@ -98,8 +106,8 @@ def add_defaults(text: Path, add: Callable[..., None], base: Callable[..., dict[
     whole = {"reshard": "after step", "reduce_every": "step", **again["run"]}
     add("by default, whole in a step", ("gpt2 over fsdp",), of("gpt2", data=one_by_one, run=whole))
     add("by default", STAGED if slow else ("phi over stages of tensor",), of("phi", data=one_by_one))
-    staged = GPT2_STAGED if slow else ("gpt2 over 1F1B of fsdp",)
-    add("by default", staged, of("gpt2-untied", data=one_by_one))
+    quick = ("gpt2 over 1F1B of fsdp", "gpt2 over stages of tensor, sequence", "gpt2 over stages of context")
+    add("by default", GPT2_STAGED if slow else quick, of("gpt2-untied", data=one_by_one))
     if slow:
         add("by default, recomputed", BY_DEFAULT, of("gpt2", data=few, **again))
         phi = {"run": {"recompute": ["model.layers.*"]}}
