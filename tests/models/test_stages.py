@@ -27,6 +27,29 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "cohere": {"logit_scale": 0.5},
 }
+BEFORE: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt2": ({}, "transformer.wte transformer.wpe | transformer.h | transformer.ln_f lm_head"),
+    "gpt_bigcode": ({}, "transformer.wte transformer.wpe | transformer.h | transformer.ln_f lm_head"),
+    "opt": (
+        {"word_embed_proj_dim": 16, "ffn_dim": 64},
+        "model.decoder.embed_tokens model.decoder.embed_positions model.decoder.project_in | model.decoder.layers | "
+        "model.decoder.final_layer_norm model.decoder.project_out lm_head",
+    ),
+    "biogpt": (
+        {"scale_embedding": True},
+        "biogpt.embed_tokens biogpt.embed_positions | biogpt.layers | biogpt.layer_norm output_projection",
+    ),
+    "xglm": (
+        {"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 64},
+        "model.embed_tokens | model.layers | model.layer_norm lm_head",
+    ),
+    "bloom": (
+        {"n_layer": 3, "n_head": 4},
+        "transformer.word_embeddings transformer.word_embeddings_layernorm | transformer.h | transformer.ln_f lm_head",
+    ),
+    "granite": ({"embedding_multiplier": 3.0}, "model.embed_tokens | model.layers | model.norm lm_head"),
+}
+"""Types that do something to embeddings before their blocks: add positions, scale, project, norm; and their modules."""
 TUPLES = {"gptj": {"rotary_dim": 4}, "codegen": {"rotary_dim": 4}, "gpt_neox": {}}
 """Two types whose blocks give tuples, of which their code takes the first, and one without."""
 BLOCKS = "model.layers"
@@ -79,6 +102,23 @@ def test_stages_of_blocks_that_give_tuples_are_the_model(kind: str) -> None:
     for number in range(3):
         x = stage(model, stages, number)(x)
     assert torch.equal(x, cast(Any, model)(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", BEFORE)
+def test_stages_of_a_model_that_does_something_before_its_blocks_are_the_model(kind: str) -> None:
+    changes, names = BEFORE[kind]
+    model = made(kind, **changes).eval()
+    before, (layers,), after = (part.split() for part in names.split(" | "))
+    stages = ((*before, f"{layers}.0"), (f"{layers}.1",), (f"{layers}.2", *after))
+    refuse_unlike_modules(model, stages)
+    refuse_unlike_chain(capture(model, token_inputs(1, 8)), stages)
+    ids = torch.randint(3, 64, (2, 32), generator=torch.Generator().manual_seed(1))  # as many tokens as a row has
+    positions = torch.cat([torch.arange(5), torch.arange(27)]).expand(2, 32)
+    told = {} if kind == "bloom" else {"position_ids": positions}  # which takes none
+    x: Tensor = ids
+    for part in keep_stages(copy.deepcopy(model), stages, (0, 1, 2)):
+        x = part(x, **told)
+    assert torch.equal(x, cast(Any, model)(input_ids=ids, use_cache=False, **told).logits)
 
 
 def test_stages_of_one_rank_share_their_modules_with_its_model() -> None:
@@ -170,15 +210,41 @@ def test_modules_out_of_turn() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["granite", "gpt2"])
-def test_what_is_done_between_modules_is_refused(kind: str) -> None:
-    if kind == "gpt2":
-        model = made("gpt2", num_hidden_layers=2, n_head=4, n_embd=32)
-        h = "transformer.h"
-        stages: Stages = (("transformer.wte", "transformer.wpe", f"{h}.0"), (f"{h}.1", "transformer.ln_f", "lm_head"))
-    else:
-        model, stages = made("granite", embedding_multiplier=3.0), THREE
-    assert "nothing is done in between" in refused(model, stages)
+class Doubles(nn.Module):
+    """Something is done between its first layer and its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(64, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        return self.b(self.a(input_ids) * 2)
+
+
+def test_what_is_done_at_a_cut_is_refused() -> None:
+    assert "nothing is done in between" in refused(Doubles(), (("a",), ("b",)))
+
+
+class Keeps(nn.Module):
+    """All its layers are handed what code outside of modules makes of the embeddings, or of the token ids."""
+
+    def __init__(self, ids: bool, shape: bool = False) -> None:
+        super().__init__()
+        self.ids, self.shape = ids, shape
+        self.a, self.b, self.c = (nn.Embedding(64, 8), nn.Linear(8, 8), nn.Bilinear(8, 8, 8))
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        a = self.a(input_ids)
+        kept = (input_ids > 3).unsqueeze(-1).expand(-1, -1, 8).float() if self.ids else a.sin()
+        return self.c(self.b(a), torch.ones_like(kept) if self.shape else kept)
+
+
+def test_what_code_makes_of_a_former_stage_is_refused() -> None:
+    for ids in (True, False):
+        assert refused(Keeps(ids), (("a",), ("b",), ("c",))) == (
+            "c (stage 2) takes a tensor that is made in stage 0, past the modules between them: put both into one stage"
+        )
+        assert refused(Keeps(ids, shape=True), (("a",), ("b",), ("c",))) == "nothing"
 
 
 class Skips(nn.Module):

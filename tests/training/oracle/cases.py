@@ -29,7 +29,7 @@ from tests.training.oracle.axes import (
 from tests.training.oracle.axes import (
     STAGED_QUICK as EXPERTS_STAGED_QUICK,
 )
-from tests.training.oracle.defaults import BY_DEFAULT, GPT2, PHI, add_defaults
+from tests.training.oracle.defaults import BY_DEFAULT, GPT2, GPT2_STAGED, GPT2_UNTIED, PHI, add_defaults
 from tests.training.oracle.defaults import STAGED as BY_DEFAULT_STAGED
 from tests.training.oracle.vocabulary import GEMMA, OVER_VOCABULARY, VOCABULARY
 from tests.training.small import SMALL_MODEL, small_tables
@@ -171,6 +171,7 @@ _KNOWN = {
     **OVER_VOCABULARY,
     **BY_DEFAULT,
     **BY_DEFAULT_STAGED,
+    **GPT2_STAGED,
 }
 
 OWN_LAYOUTS = {
@@ -214,8 +215,8 @@ def write_models(folder: Path) -> None:
     fields = {**SMALL_MODEL, "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "max_position_embeddings": 64}
     everywhere = {"attention_bias": True, "mlp_bias": True}
     (folder / LLAMA).write_text(json.dumps({"model_type": "llama", **everywhere, **fields}))
-    for own in (GPT2, PHI):
-        (folder / f"{own['model_type']}.json").write_text(json.dumps({**own}))
+    for name, own in (("gpt2", GPT2), ("gpt2-untied", GPT2_UNTIED), ("phi", PHI)):
+        (folder / f"{name}.json").write_text(json.dumps({**own}))
     for kind, own in {**MIXTURES, "gemma3_text": GEMMA}.items():
         (folder / f"{kind}.json").write_text(json.dumps({"model_type": kind, **fields, **own}))
 

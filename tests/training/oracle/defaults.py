@@ -16,12 +16,13 @@ GPT2: Mapping[str, Any] = {
     "n_layer": 2, "n_head": 4,
 }  # fmt: skip
 """In few numbers; all else is transformers' own."""
+GPT2_UNTIED: Mapping[str, Any] = {**GPT2, "tie_word_embeddings": False}
 PHI: Mapping[str, Any] = {
     "model_type": "phi", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "max_position_embeddings": 64,
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
-"""GPT-2 adds two embeddings, and so is no chain that can be cut into stages; this one is, with the same dropouts."""
+"""With another order of residuals, queries, keys and values apart, and the dropouts of GPT-2."""
 LAYOUTS = {
     "*.c_fc.weight": "h f/tp",
     "*.c_fc.bias": "f/tp",
@@ -54,8 +55,14 @@ TENSOR_LAYOUTS = {
 }
 
 
-def _staged(schedule: str) -> Strategy:
-    stages = HALVES if schedule in ("1F1B", "GPipe") else QUARTERS
+_GPT2_EMBED, _GPT2_END = ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
+GPT2_HALVES = (*_GPT2_EMBED, "transformer.h.0"), ("transformer.h.1", *_GPT2_END)
+"""Positions are added and embeddings dropped in the first stage, by code and a module that no stage has."""
+GPT2_QUARTERS = (*_GPT2_EMBED, "transformer.drop"), ("transformer.h.0",), ("transformer.h.1",), _GPT2_END
+
+
+def _staged(schedule: str, halves: Any = HALVES, quarters: Any = QUARTERS) -> Strategy:
+    stages = halves if schedule in ("1F1B", "GPipe") else quarters
     return Strategy("pp=2 dp=2", ("dp",), (), FSDP, stages=stages, schedule=schedule)
 
 
@@ -66,6 +73,20 @@ STAGED: Mapping[str, tuple[int, Strategy]] = {
         Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), TENSOR_LAYOUTS, TENSOR, stages=HALVES),
     ),
     "phi over stages inside copies": (4, Strategy("dp=2 pp=2", ("dp",), (), COPIES, stages=HALVES)),
+}
+GPT2_STAGED: Mapping[str, tuple[int, Strategy]] = {
+    **{
+        f"gpt2 over {schedule} of fsdp": (4, _staged(schedule, GPT2_HALVES, GPT2_QUARTERS))
+        for schedule in ("1F1B", "ZBVZeroBubble")
+    },
+    "gpt2 over stages of tensor, sequence": (
+        4,
+        Strategy("pp=2 one=1 tp=2", ("one",), ("tp",), LAYOUTS, SEQUENCE, stages=GPT2_HALVES),
+    ),
+    "gpt2 over stages of context": (
+        4,
+        Strategy("pp=2 one=1 cp=2", ("one",), (), COPIES, CONTEXT, stages=GPT2_HALVES, axes={"context": ("cp",)}),
+    ),
 }
 QUICK = ("gpt2 over tensor, sequence",)
 
@@ -84,8 +105,9 @@ def add_defaults(text: Path, add: Callable[..., None], base: Callable[..., dict[
         add("by default, one by one", (strategy,), of("gpt2", data=one_by_one))
     whole = {"reshard": "after step", "reduce_every": "step", **again["run"]}
     add("by default, whole in a step", ("gpt2 over fsdp",), of("gpt2", data=one_by_one, run=whole))
-    staged = STAGED if slow else ("phi over ZBVZeroBubble of fsdp", "phi over stages of tensor")
-    add("by default", staged, of("phi", data=one_by_one))
+    add("by default", STAGED if slow else ("phi over stages of tensor",), of("phi", data=one_by_one))
+    quick = ("gpt2 over 1F1B of fsdp", "gpt2 over stages of tensor, sequence", "gpt2 over stages of context")
+    add("by default", GPT2_STAGED if slow else quick, of("gpt2-untied", data=one_by_one))
     if slow:
         add("by default, recomputed", BY_DEFAULT, of("gpt2", data=few, **again))
         phi = {"run": {"recompute": ["model.layers.*"]}}

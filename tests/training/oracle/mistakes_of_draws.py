@@ -88,5 +88,5 @@ DRAWN_MISTAKES: Mapping[str, tuple[Callable[[Setting], contextlib.AbstractContex
     ),
     "by default: gpt2 over tensor, sequence": (masks_of_the_first_step,),
     "by default, whole in a step: gpt2 over fsdp": (other_masks_when_computed_again,),
-    "by default: phi over ZBVZeroBubble of fsdp": (stages_that_count_anew,),
+    "by default: gpt2 over 1F1B of fsdp": (stages_that_count_anew,),
 }

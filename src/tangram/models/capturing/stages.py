@@ -1,15 +1,17 @@
 """Stages of a model: its own code, with some of its modules gone, of which the names and places stay.
 
-A module of another stage becomes one that gives what it takes. So a stage runs the model's unchanged forward: the first
-takes token ids, the others what flows between blocks as if it were embeddings (`inputs_embeds`); the last gives logits,
-the others what the base model gives. Names of parameters are those of the whole model, whatever the stage.
+A module of another stage becomes one that gives what it takes. So a stage runs the model's unchanged forward. The first
+takes token ids; in the others the module before the cut gives what flows in (`Entry`), and what the forward does before
+it, such as adding positions or dropping embeddings, is done to zeros and goes nowhere. The last gives logits, the
+others what the module behind the cut takes (`Exit`). Names of parameters are those of the whole model, whatever the
+stage.
 
 A rank may have several stages: its model is what holds their modules and does not run, and each stage a model of its
 own around the same modules. What no stage names has no parameters, and each stage has its own of it.
 
-Nothing of this is true of every model, so it is looked up in a captured graph (`refuse_unlike_chain`): what one module
-gives has to be what the next one takes, and nothing else may pass between them. A model that scales its embeddings,
-adds positions to them, or hands something past its blocks is refused, with what stands in the way.
+Nothing of this is true of every model, so it is looked up in a captured graph (`refuse_unlike_chain`): at a cut, what
+one module gives has to be what the next one takes, and nothing else that depends on tokens may pass. A model that hands
+its embeddings to all blocks, or does something between those of a cut, is refused, with what stands in the way.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.models.capturing.graph import Graph, Run
+from tangram.models.capturing.graph import Graph, Node, Run
 
 Stages = Sequence[Sequence[str]]
 """For each stage the modules whose parameters it has, in the order in which they run."""
@@ -39,9 +43,46 @@ class Through(nn.Module):
         vars(self).update({key: value for key, value in kept.items() if not key.startswith("_")})
         self.more_results = _more_results(module)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The first argument; in a tuple where the module has one, of which its caller takes the first."""
+        self.width = module.embedding_dim if isinstance(module, nn.Embedding) else None
+        if isinstance(module, Through):
+            self.width = module.width
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The first tensor; in a tuple where the module has one, of which its caller takes the first."""
+        x = self.instead(next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
         return x if self.more_results is None else (x, *(None for _ in range(self.more_results)))
+
+    def instead(self, x: Tensor) -> Tensor:
+        """What is given for a tensor: itself; for numbers of rows, zeros of the shape of rows."""
+        if self.width is None or x.dim() == HIDDEN:  # a mask of tokens may be as wide as a row
+            return x
+        return x.new_zeros((*x.shape, self.width), dtype=torch.get_default_dtype())
+
+
+class Entry(Through):
+    """In the place of the last module before a stage: gives what flows into the stage, whatever it takes."""
+
+    inflow: Tensor | None = None
+    """While the stage runs, until it is given."""
+
+    def instead(self, x: Tensor) -> Tensor:
+        """What flows in, once."""
+        if self.inflow is None:
+            raise RuntimeError("the module before a stage runs twice in a forward")
+        found, self.inflow = self.inflow, None
+        return found
+
+
+class Exit(Through):
+    """In the place of the first module behind a stage: keeps what it takes."""
+
+    outflow: Tensor | None = None
+    """While the stage runs, from when it is taken."""
+
+    def instead(self, x: Tensor) -> Tensor:
+        """Itself."""
+        self.outflow = x
+        return super().instead(x)
 
 
 def _more_results(module: nn.Module) -> int | None:
@@ -87,14 +128,19 @@ def keep_stages(model: nn.Module, stages: Stages, numbers: Sequence[int]) -> lis
 
 
 def _stage(model: nn.Module, stages: Stages, number: int) -> nn.Module:
-    found = _around(model, "", set(stages[number]), {name for stage in stages for name in stage}, {})
-    ends = number == 0, number == len(stages) - 1
-    _call_instead(found, f"Stage{number}", _forward_of(type(model), *ends))
+    kinds: dict[str, type[Through]] = dict.fromkeys((name for stage in stages for name in stage), Through)
+    entry = stages[number - 1][-1] if number else ""
+    if entry and model.get_submodule(entry) is cast("Any", model).get_input_embeddings():
+        entry = ""  # for which what flows in stands already
+    end = stages[number + 1][0] if number < len(stages) - 1 else ""
+    kinds |= {name: kind for name, kind in ((entry, Entry), (end, Exit)) if name}
+    found = _around(model, "", set(stages[number]), kinds, {})
+    _call_instead(found, f"Stage{number}", _forward_of(type(model), entry, end, first=not number))
     return found
 
 
 def _around(
-    module: nn.Module, name: str, own: set[str], named: set[str], made: dict[nn.Module, nn.Module]
+    module: nn.Module, name: str, own: set[str], kinds: Mapping[str, type[Through]], made: dict[nn.Module, nn.Module]
 ) -> nn.Module:
     """The same module where it is a stage's own; else another, with the parts that are the stage's own.
 
@@ -102,8 +148,8 @@ def _around(
     """
     if name in own:
         return module
-    if name in named:
-        return Through(module)
+    if name in kinds:
+        return kinds[name](module)
     if module not in made:
         made[module] = found = type(module).__new__(type(module))
         for key, value in vars(module).items():
@@ -112,7 +158,7 @@ def _around(
         prefix = f"{name}." if name else ""
         parts: dict[str, nn.Module | None] = module._modules  # pyright: ignore[reportPrivateUsage]
         vars(found)["_modules"] = {
-            key: part and _around(part, f"{prefix}{key}", own, named, made) for key, part in parts.items()
+            key: part and _around(part, f"{prefix}{key}", own, kinds, made) for key, part in parts.items()
         }
     return made[module]
 
@@ -127,15 +173,26 @@ def _is_not_called(self: Any, *args: Any, **told: Any) -> Any:
     raise UserError("a rank of a pipeline has stages of a model only: let all ranks call what runs them together")
 
 
-def _forward_of(kind: type[nn.Module], first: bool, last: bool) -> Any:
+def _forward_of(kind: type[nn.Module], entry: str, end: str, *, first: bool) -> Any:
+    """Of a stage behind the module `entry` and before `end`: "" where what flows is the model's own."""
     taken = "input_ids" if first else "inputs_embeds"
 
     def forward(self: Any, x: Tensor, **told: Any) -> Tensor:
         given = {taken: x, "use_cache": False, **told}
-        if last:
-            return _of_all(cast(Any, kind).forward(self, **given).logits, x)
-        hidden = _of_all(self.base_model(**given).last_hidden_state, x)
-        return hidden.clone()  # a tensor of its own: a block's result may lie otherwise than a stage's
+        if entry:
+            given[taken] = torch.zeros_like(x)  # not x: code may write into it
+            self.get_submodule(entry).inflow = x
+        if not end:
+            result = cast(Any, kind).forward(self, **given).logits
+        else:
+            result = self.base_model(**given).last_hidden_state
+            leave = self.get_submodule(end)
+            if leave.outflow is not None:  # the base model has it: what it gives may be something else
+                result, leave.outflow = leave.outflow, None
+        if entry and self.get_submodule(entry).inflow is not None:
+            raise RuntimeError(f"{entry}, the module before a stage, does not run in it")
+        result = _of_all(result, x)
+        return result.clone() if end else result  # a tensor of its own: a block's may lie otherwise than a stage's
 
     return forward
 
@@ -185,8 +242,8 @@ def refuse_unlike_modules(model: nn.Module, stages: Stages) -> None:
 def refuse_unlike_chain(graph: Graph, stages: Stages) -> None:
     """Raise UserError where the modules of the stages, as the whole model runs them, are no chain that can be cut.
 
-    What a module gives has to be what the next one takes first, up to the first module of the last stage, and no tensor
-    that is made in a stage may be taken in a later one, but at the cuts.
+    At a cut, what a module gives has to be what the next one takes first, and nothing else that is made in a stage, or
+    of what is made there, may be taken in a later one.
     """
     runs = _runs(graph, stages)
     order = [name for stage in stages for name in stage]
@@ -194,7 +251,8 @@ def refuse_unlike_chain(graph: Graph, stages: Stages) -> None:
     if began != order:
         late = next(a for a, b in zip(order, began, strict=True) if a != b)
         raise UserError(f'pipeline.stages names "{late}" out of turn: name modules in the order in which they run')
-    for before, after in itertools.pairwise(order[: order.index(stages[-1][0]) + 1]):
+    for last, own in itertools.pairwise(stages):
+        before, after = last[-1], own[0]
         given, taken = runs[before].gives, runs[after].takes
         if not given or not taken or given[0] is None or given[0] != taken[0]:
             raise UserError(
@@ -217,15 +275,34 @@ def _runs(graph: Graph, stages: Stages) -> Mapping[str, Run]:
     return found
 
 
+def _by_shape(node: Node) -> bool:
+    """Whether it takes no more of a tensor than its shape, type and device."""
+    name = node.operator.overloadpacket.__name__
+    return name.startswith("new_") or name.endswith("_like")
+
+
 def _refuse_other_ways(graph: Graph, stages: Stages, runs: Mapping[str, Run]) -> None:
-    """Values that a stage's modules make and those of a later one take, but for what is handed on at the cut."""
+    """Values that a stage's modules make and those of a later one take, but for what is handed on at the cut.
+
+    Code between modules runs in every stage, so what it makes is where all that it is made of is: token ids in the
+    first stage, what a module gives in its own, what is handed on at a cut on both sides.
+    """
     stage_of = {i: s for s, own in enumerate(stages) for name in own for i in range(runs[name].first, runs[name].stop)}
-    handed = [runs[own[0]].takes[0] for own in stages]
-    for i, stage in stage_of.items():
-        for v in graph.nodes[i].inputs:
-            made = stage_of.get(graph.maker.get(v, -1), stage)
-            if made < stage and v != handed[stage]:
+    handed = {runs[own[0]].takes[0]: s for s, own in enumerate(stages) if s}
+    earliest: dict[int, float] = {v: 0 for v, value in enumerate(graph.values) if value.kind == "input"}
+    for i, node in enumerate(graph.nodes):
+        made, stage = math.inf, stage_of.get(i)
+        for v in node.inputs if not _by_shape(node) else ():
+            if stage is not None and earliest.get(v, math.inf) < stage - 0.5:
                 raise UserError(
-                    f"{graph.nodes[i].module} (stage {stage}) takes a tensor that is made in stage {made}, past the "
-                    "modules between them: put both into one stage"
+                    f"{node.module} (stage {stage}) takes a tensor that is made in stage {math.floor(earliest[v])}, "
+                    "past the modules between them: put both into one stage"
                 )
+            made = min(made, earliest.get(v, math.inf))
+        for v in node.results:
+            if v is not None:
+                earliest[v] = handed[v] - 0.5 if v in handed else made if stage is None else stage
+    # what the last stage gives
+    for name, v in graph.outputs.items():
+        if name.endswith("logits") and earliest.get(v, math.inf) < len(stages) - 1.5:
+            raise UserError(f"{name} is made of more than the last stage has: put the modules into one stage")

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[
 
 from tangram.errors import UserError
 from tangram.models.capturing.called import caller, line_of, name_of
+from tangram.models.capturing.stages import Through
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.runtime.program import CallKey, OpAction, Program
 
@@ -105,8 +106,13 @@ class Runtime:
                 _fill(slot, now, path)
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap the forward of every module, once and before others wrap it: what is recomputed is done again so."""
+        """Wrap the forward of every module, once and before others wrap it: what is recomputed is done again so.
+
+        What stands in the place of another stage's module has no run of its own: its caller's goes on in it.
+        """
         for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+            if isinstance(module, Through):
+                continue
             module.forward = self._around(path, module.forward)
 
     def _around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
