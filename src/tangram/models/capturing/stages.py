@@ -111,6 +111,13 @@ def _more_results(module: nn.Module) -> int | None:
     return min(counts) if counts and len(counts) == len(values) else None
 
 
+class Stage:
+    """Part of the class of each stage."""
+
+    in_parts: bool = False
+    """Whether its code runs on parts of tensors, which say nothing of how many samples there are."""
+
+
 def keep_stages(model: nn.Module, stages: Stages, numbers: Sequence[int]) -> list[nn.Module]:
     """The stages of these numbers of a Hugging Face model, of which only their modules are left.
 
@@ -166,7 +173,7 @@ def _around(
 def _call_instead(model: nn.Module, word: str, forward: Any) -> None:
     """As FSDP2 does: a class of its own, so that it is still the model, and a copy of it still a stage."""
     kind = type(model)
-    model.__class__ = type(f"{word}Of{kind.__name__}", (kind,), {"forward": forward})
+    model.__class__ = type(f"{word}Of{kind.__name__}", (kind, Stage), {"forward": forward})
 
 
 def _is_not_called(self: Any, *args: Any, **told: Any) -> Any:
@@ -191,7 +198,7 @@ def _forward_of(kind: type[nn.Module], entry: str, end: str, *, first: bool) -> 
                 result, leave.outflow = leave.outflow, None
         if entry and self.get_submodule(entry).inflow is not None:
             raise RuntimeError(f"{entry}, the module before a stage, does not run in it")
-        result = _of_all(result, x)
+        result = result if self.in_parts else _of_all(result, x)
         return result.clone() if end else result  # a tensor of its own: a block's may lie otherwise than a stage's
 
     return forward
@@ -202,7 +209,10 @@ HIDDEN = 3
 
 
 def _of_all(result: Tensor, x: Tensor) -> Tensor:
-    """What a stage gives, which has to be of every sample that it takes, and of its tokens, or of this rank's part."""
+    """What a stage gives, which has to be of every sample that it takes, and of its tokens, or of this rank's part.
+
+    A module that is missing may stand for one that gives a tuple, of which its caller then takes the first sample.
+    """
     if result.dim() != HIDDEN or result.shape[0] != x.shape[0] or result.shape[1] > x.shape[1]:
         raise UserError(
             f"a stage of the pipeline gives {tuple(result.shape)} for {tuple(x.shape)}: this version cannot leave out "

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[
 
 from tangram.errors import UserError
 from tangram.models.capturing.called import caller, line_of, name_of
-from tangram.models.capturing.stages import Through
+from tangram.models.capturing.stages import Stage, Through
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.runtime.program import CallKey, OpAction, Program
 
@@ -110,6 +110,8 @@ class Runtime:
 
         What stands in the place of another stage's module has no run of its own: its caller's goes on in it.
         """
+        if isinstance(model, Stage):
+            model.in_parts = True
         for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
             if isinstance(module, Through):
                 continue
