@@ -1,6 +1,7 @@
 """What the ranks do: train the cases by Tangram's own path, with a planted mistake or without, and keep a trace."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -130,7 +131,7 @@ def put_together(parallel: ParallelModel, name: str, part: Any) -> Any:
     ((axis, group),) = ((a, parallel.world.devices.get_group(dim_of(a))) for a in parallel.plan.axes.tensor)
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, part, group=group)
-    text = parallel.plan.layout_of(name).replace("/dp", "")
+    text = re.sub(r"/(?!tp\b)\w+", "", parallel.plan.layout_of(name))  # FSDP's parts are together already
     shape = parallel.plain[name].shape
     full = np.full(shape, np.nan, dtype=part.dtype)
     for rank, own in enumerate(parts):
