@@ -47,7 +47,7 @@ def test_the_whole_space(four: tuple[Ranked, ...]) -> None:
     found = {(one.name, one.mesh, one.micro_batch) for one in four}
     assert found == {
         *(("FSDP", "dp=4", size) for size in (1, 2)),
-        *(("copies", "dp=4", size) for size in (1, 2)),
+        *(("DDP", "dp=4", size) for size in (1, 2)),
         *(("HSDP", "dp=2 fsdp=2", size) for size in (1, 2)),
         *(("FSDP x tensor", "dp=2 tp=2", size) for size in (1, 2, 4)),
         ("tensor", "tp=4", 0),
@@ -81,7 +81,7 @@ def test_a_plan_that_is_ranked_is_predicted_alike(four: tuple[Ranked, ...]) -> N
 
 def test_tensor_parallelism_cuts_parameters_activations_and_products(counted: Counted) -> None:
     found = {one.name: one for one in rank(job(global_batch=2), 2, rates(2), CONFIG, counted) if one.micro_batch == 1}
-    tensor, copies = found["tensor"].estimate, found["copies"].estimate
+    tensor, copies = found["tensor"].estimate, found["DDP"].estimate
     assert tensor
     assert copies
     assert tensor.memory.parameters < 0.6 * copies.memory.parameters

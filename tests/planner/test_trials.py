@@ -108,7 +108,7 @@ def test_what_fails_is_refused_with_the_reason(four: Ranking) -> None:
 
 
 def test_what_ran_out_of_memory_takes_what_needs_more_with_it(four: Ranking) -> None:
-    small = [one for one in four.fitting if one.name == "copies"]
+    small = [one for one in four.fitting if one.name == "DDP"]
     least = min(small, key=lambda one: one.micro_batch)
     ranking = replace(four, ranked=(least, *(one for one in four.ranked if one is not least)))
     found = tried(
@@ -118,7 +118,7 @@ def test_what_ran_out_of_memory_takes_what_needs_more_with_it(four: Ranking) -> 
     entries = [remember(one, trial, History()) for one, trial in found.trials]
     after = by_history(ranking, History(tuple(entries)), HERE)
     refused = [one for one in after.ranked if "ran out of memory" in one.why_not]
-    assert {(one.name, one.mesh) for one in refused} == {("copies", least.mesh)}
+    assert {(one.name, one.mesh) for one in refused} == {("DDP", least.mesh)}
     assert all(one.micro_batch >= least.micro_batch for one in refused)
 
 

@@ -10,7 +10,7 @@ from tangram.training.observe.text_tables import count, drawn, printable
 
 HEADERS = ("", "plan", "mesh", "micro-batch", "memory", "step", "tokens/s")
 ROWS = (
-    ("1", "copies", "dp=2", "4", "437.6 MB", "123 ms", "8,341"),
+    ("1", "DDP", "dp=2", "4", "437.6 MB", "123 ms", "8,341"),
     ("-", "one process", "dp=1", "4", "1 MB", "9 ms", "7"),
 )
 
@@ -25,7 +25,7 @@ def test_a_table_that_fits_is_one() -> None:
     shown = lines(80, "Plans", HEADERS, ROWS)
     assert shown[0].strip() == "Plans"
     assert sum("┏" in line for line in shown) == 1
-    assert any("copies" in line and "8,341" in line for line in shown)
+    assert any("DDP" in line and "8,341" in line for line in shown)
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 79])

@@ -148,7 +148,7 @@ def _strategies(processes: int) -> Iterator[Strategy]:
         yield Strategy("one process", "dp=1", ("dp",), shard="dp")
         return
     yield Strategy("FSDP", f"dp={processes}", ("dp",), shard="dp")
-    yield Strategy("copies", f"dp={processes}", ("dp",))
+    yield Strategy("DDP", f"dp={processes}", ("dp",))
     for size in range(2, processes):
         if processes % size == 0:
             yield Strategy("HSDP", f"dp={processes // size} fsdp={size}", ("dp", "fsdp"), shard="fsdp")

@@ -44,11 +44,13 @@ class Ranking:
             word = "process" if self.processes == 1 else "processes"
             tables.append((f"Plans for {self.processes} {word}, predicted", HEADERS, rows))
         if fitting and fitting[0].estimate:
-            parts = tuple(asdict(fitting[0].estimate.seconds))
-            tables.append(("A step, as estimated without what was measured", ("", "in all", *parts), seconds))
+            from tangram.planner.local.estimate import WORDS  # it is there already where something is estimated
+
+            parts = tuple(WORDS.get(name, name) for name in asdict(fitting[0].estimate.seconds))
+            tables.append(("A step, as estimated without what was measured", ("", "total", *parts), seconds))
         if memory:
             parts = tuple(asdict(fitting[0].estimate.memory)) if fitting[0].estimate else ()
-            tables.append((f"Memory of a rank, of {megabytes(self.rates.memory)}", ("", "in all", *parts), memory))
+            tables.append((f"Memory of a rank, of {megabytes(self.rates.memory)}", ("", "total", *parts), memory))
         refused = [one for one in self.ranked if not one.fits]
         if refused:
             said = [(one.name, one.mesh, str(one.micro_batch or ""), one.why_not) for one in refused]
