@@ -47,8 +47,9 @@ def plain_run(case: Case) -> Trace:
     trained = [(name, p) for name, p in model.named_parameters() if not _fits(plan.model.freeze, name)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not _fits(plan.model.freeze, name))
-    decayed = [p for name, p in trained if p.ndim > 1 and "norm" not in name]
-    others = [p for name, p in trained if p.ndim < 2 or "norm" in name]
+    # No bias decays, though an expert's has two dims.
+    decayed = [p for n, p in trained if p.ndim > 1 and "norm" not in n and not n.endswith("bias")]
+    others = [p for _, p in trained if not any(p is one for one in decayed)]
     groups = [{"params": decayed, "weight_decay": plan.optimiser.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(
         [group for group in groups if group["params"]], betas=plan.optimiser.betas, eps=plan.optimiser.eps
