@@ -122,7 +122,7 @@ def test_a_configuration_file_and_a_cluster_of_ones_own(tmp_path: Path, capsys: 
         (("--gpus", "0-8"), "--gpus 0-8 is no range of devices"),
         (("--gpus", "8-128"), "h100-8x8 has 64 devices, and 128 are asked for"),
         (("--gpus", "8-64", "--explain", "dp=8"), "give --gpus a number, and no range"),
-        (("--memory", "-1"), "--memory is a number of GB from 0"),
+        (("--memory", "-1"), "write GB from 0, which is all that a device has"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

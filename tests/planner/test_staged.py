@@ -53,7 +53,7 @@ def test_every_strategy_inside_of_stages(four: tuple[Ranked, ...]) -> None:
     found = {(one.name, one.mesh, one.micro_batch) for one in four}
     assert found == {
         *(("2 stages x FSDP", "pp=2 dp=2", size) for size in (1, 2)),
-        *(("2 stages x copies", "pp=2 dp=2", size) for size in (1, 2)),
+        *(("2 stages x DDP", "pp=2 dp=2", size) for size in (1, 2)),
         *(("2 stages x tensor", "pp=2 tp=2", size) for size in (1, 2, 4)),
     }
     model = build_on_meta(CONFIG)

@@ -22,7 +22,6 @@ from tangram.cli.plan.options import Common
 from tangram.errors import UserError
 from tangram.hardware.catalogue import cluster as clusters
 from tangram.hardware.catalogue.cluster import Cluster
-from tangram.models.lora.outline import adapted
 from tangram.models.outlines.catalogue import active_numbers
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
@@ -119,9 +118,10 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
         checked(wanted)
     _files(look, wanted, taking)
     where, job = clusters.load(common.cluster), read_job(common, taking)
-    outline = adapted(read_outline(model), training.lora) if job is None else job.outline
+    outline = training.outline(read_outline(model)) if job is None else job.outline
     read = None if one is None else read_strategy(one[0], outline, devices_of(typed[4])[1], where)
     asked = _ask(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
+    outline = training.samples(outline, asked.sequence)
     asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:

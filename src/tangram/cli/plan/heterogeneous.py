@@ -12,7 +12,6 @@ from tangram.cli.plan.inputs import Taking, read_job, read_outline
 from tangram.cli.plan.options import Common
 from tangram.errors import UserError
 from tangram.hardware.catalogue import cluster as clusters
-from tangram.models.lora.outline import adapted
 from tangram.planner.report.heterogeneous_tables import OverParts
 from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
 from tangram.planner.search.query import ask_of
@@ -37,8 +36,9 @@ def answered_over_parts(common: Common, names: Sequence[str], between: float | N
     if between is None:
         raise UserError("what a device gets from another part is not said: give --between in GB/s")
     job = read_job(common, Taking(None, 1, runs=False))
-    outline = adapted(read_outline(common.model), training.lora) if job is None else job.outline
+    outline = training.outline(read_outline(common.model)) if job is None else job.outline
     asked = ask_of(*typed_or_read(typed if job is None else job.typed(typed), None, None))
+    outline = training.samples(outline, asked.sequence)
     asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):

@@ -50,7 +50,7 @@ PrecisionOf = Annotated[
     str | None, typer.Option(help="Precision of matmuls: bf16 (default), fp8, fp4, fp32, or several.")
 ]
 Framework = Annotated[str | None, typer.Option(help="What will run it: tangram, or megatron-core, torchtitan, ...")]
-Memory = Annotated[float, typer.Option(help="GB that a device may use, also more than it has; 0: all.")]
+Memory = Annotated[str, typer.Option(help="What a device may use: GB, also more than it has, or a share, as 60%.")]
 Optimiser = Annotated[str | None, typer.Option(help="Optimisers that may be used, as adamw,adamw-8bit.")]
 Offload = Annotated[
     str | None,
@@ -60,7 +60,14 @@ Loss = Annotated[
     str | None, typer.Option(help="Of the logits: eager, compiled, fused, chunked, parallel; default: the framework's.")
 ]
 Lora = Annotated[int, typer.Option(help="Train LoRA adapters of this rank, beside frozen weights.")]
+TrainEmbeddings = Annotated[
+    bool, typer.Option("--train-embeddings", help="Of --lora: embedding and head whole, as peft's modules_to_save.")
+]
 Base = Annotated[str | None, typer.Option(help="Of --lora: precision of the frozen weights: bf16, int8, nf4.")]
+ImageTokens = Annotated[int, typer.Option(help="Of a sample's tokens those of images; 0: one image of usual size.")]
+DocumentLengths = Annotated[
+    str, typer.Option("--documents", help="Of packed samples: mean length and 99th percentile, as 600,4k.")
+]
 Imbalance = Annotated[float, typer.Option(help="Load imbalance of experts: standard deviation over mean; 0: balanced.")]
 CheckpointEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]
 Without = Annotated[str, typer.Option(help="What may not be used, as context,pipeline,recompute,ulysses,zero3.")]
@@ -113,12 +120,15 @@ class Common:
     gpus: Gpus = ""
     precision: PrecisionOf = None
     framework: Framework = None
-    memory: Memory = 0.0
+    memory: Memory = "100%"
     optimiser: Optimiser = None
     offload: Offload = None
     loss: Loss = None
     lora: Lora = 0
+    train_embeddings: TrainEmbeddings = False
     base: Base = None
+    documents: DocumentLengths = ""
+    image_tokens: ImageTokens = 0
     imbalance: Imbalance = 0.0
     checkpoint_every: CheckpointEvery = 0
     without: Without = ""
@@ -131,7 +141,8 @@ class Common:
     def typed(self) -> Typed:
         """What is asked of a search. Raises UserError for a length that is none."""
         return (
-            self.tokens_per_batch, length(self.seq), self.precision, self.framework, self.gpus, self.memory, self.top
+            self.tokens_per_batch, length(self.seq), self.precision, self.framework, self.gpus,
+            memory_of(self.memory)[0], self.top,
         )  # fmt: skip
 
     def training(self) -> TrainingOptions:
@@ -140,7 +151,8 @@ class Common:
 
         return TrainingOptions(
             self.optimiser or "", self.lora, self.base or "", self.offload or "", self.imbalance,
-            self.checkpoint_every, self.without, self.loss or "",
+            self.checkpoint_every, self.without, self.loss or "", self.documents, self.image_tokens,
+            self.train_embeddings, memory_of(self.memory)[1],
         )  # fmt: skip
 
 
@@ -227,6 +239,15 @@ def length(typed: str | None) -> int | None:
     if found is None:
         raise UserError(f"--seq {typed}: write a number of tokens, as 8192 or 8k")
     return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
+
+
+def memory_of(typed: str) -> tuple[float, float]:
+    """GB, 0: a share of what the device has; and that share. Raises UserError."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|gb|)", typed.strip().lower())
+    number = float(found[1]) if found is not None else -1.0
+    if found is None or (found[2] == "%" and not 0 < number <= 100):
+        raise UserError(f'--memory "{typed}": write GB from 0, which is all that a device has, or a share, as 60%')
+    return (0.0, number / 100) if found[2] == "%" else (number, 1.0)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -28,6 +28,9 @@ from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 
 __all__ = ["JobAndOutline", "job_in", "not_run"]
+
+ENDS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
+"""What embedding and head are called in models."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,13 @@ def job_in(
     config = source_of(job, tokens_of(job)).config
     outline = outline_of(config, path.stem)
     if job.lora is not None:
-        if job.lora.modules_to_save:
+        if others := [one for one in job.lora.modules_to_save if not one.endswith(ENDS)]:
             raise UserError(
-                f"{file}: modules that lora.modules_to_save trains whole are not planned for on a cluster: plan without"
+                f"{file}: {others[0]}, which lora.modules_to_save trains whole, is not planned for on a cluster, as "
+                "embedding and head are: plan without"
             )
         outline = adapted(outline, job.lora.rank, job.lora.targets)
+        outline = replace(outline, whole_ends=bool(job.lora.modules_to_save))
     return JobAndOutline(job, outline, Counted(job, config))
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
+from tangram.models.lora.outline import adapted
+from tangram.models.outlines.images import with_images
 from tangram.models.outlines.outline import Outline
 from tangram.planner.search.strategy import Ask
+from tangram.planner.space.document_lengths import documents_of, packed
 from tangram.planner.space.losses import loss_of
 from tangram.planner.space.optimisers_and_offload import (
     FULL,
@@ -38,6 +41,23 @@ class TrainingOptions:
     """Names of `planner.legality.exclusions`, with commas between."""
     loss: str = ""
     """Of `planner.space.losses`; "": the framework's."""
+    documents: str = ""
+    """Mean length and 99th percentile of what samples are packed of."""
+    image_tokens: int = 0
+    """Of a sample; 0: one image of the usual size."""
+    train_embeddings: bool = False
+    memory_share: float = 1.0
+    """Of what a device has, where no GB are typed."""
+
+    def outline(self, outline: Outline) -> Outline:
+        """A model with its adapters. Raises UserError."""
+        if self.train_embeddings and not self.lora:
+            raise UserError("--train-embeddings is beside adapters: give --lora, their rank, or leave it out")
+        return replace(adapted(outline, self.lora), whole_ends=self.train_embeddings)
+
+    def samples(self, outline: Outline, sequence: int) -> Outline:
+        """With what its samples are of, as typed. Raises UserError."""
+        return packed(with_images(outline, self.image_tokens, sequence), documents_of(self.documents, sequence))
 
     def of(self, asked: Ask, outline: Outline, usual: str = "adamw") -> Ask:
         """With what is asked of a model. `usual`: the kind of optimiser where none is typed. Raises UserError."""
@@ -54,5 +74,6 @@ class TrainingOptions:
             asked, optimisers=optimisers_of(self.optimiser or usual), offloads=offloads_of(self.offload), base=base,
             away_share=away_share_of(self.offload), loss=loss_of(self.loss) if self.loss else asked.loss,
             unlike=self.imbalance, save_every=self.checkpoint_every,
+            documents=documents_of(self.documents, asked.sequence), memory_share=self.memory_share,
             without=tuple(one.strip() for one in self.without.split(",") if one.strip()),
         )  # fmt: skip

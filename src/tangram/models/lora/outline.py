@@ -116,7 +116,7 @@ def frozen_flops(outline: Outline) -> float:
         for one in block.products
         if one.frozen
     )
-    return 2.0 * outline.vocab * outline.hidden + sum(each)
+    return (2.0 * outline.vocab * outline.hidden if outline.frozen_ends else 0.0) + sum(each)
 
 
 def _block(block: Block, rank: int, places: Mapping[Product, Parts] | None = None) -> Block:

@@ -174,6 +174,15 @@ class Block:
     per_token: int = 1
     """Experts that a token goes to."""
     batched: tuple[Batched, ...] = ()
+    hidden: int = 0
+    """Of its own stream; 0: the model's."""
+    patches: float = 0.0
+    """Of a block that works on images: how many rows it has for each token of a sequence; 0: one, the token itself."""
+
+    @property
+    def rows(self) -> float:
+        """For each token of a sequence."""
+        return self.patches or 1.0
 
     @cached_property
     def halves(self) -> int:
@@ -183,8 +192,9 @@ class Block:
     def flops(self, sequence: int) -> float:
         """Of a token's forward in sequences of so many tokens; of attention what masks leave."""
         found = sum(2.0 * one.inputs * one.outputs * (self.per_token if one.experts else 1) for one in self.products)
-        found += sum(2.0 * one.keys(sequence) * one.heads * (one.qk_dim + one.v_dim) for one in self.scores)
-        return found + sum(one.flops for one in self.batched)
+        keys = [(one, one.keys(max(round(sequence * self.rows), 1))) for one in self.scores]
+        found += sum(2.0 * many * one.heads * (one.qk_dim + one.v_dim) for one, many in keys)
+        return self.rows * (found + sum(one.flops for one in self.batched))
 
     @cached_property
     def numbers(self) -> Numbers:

@@ -14,12 +14,13 @@ from typing import Any
 
 from tangram.errors import UserError
 from tangram.models.building.directory import hub_hint
+from tangram.models.outlines.images import tower_of, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
 
 __all__ = ["active_numbers", "catalogue", "in_catalogue", "no_model", "presets_named"]
 
-TOLD = ("billions", "active")
-"""Keys that are no sizes."""
+TOLD = ("billions", "active", "tower")
+"""Keys that are no sizes of the decoder."""
 
 
 @cache
@@ -56,7 +57,8 @@ def in_catalogue(name: str) -> Outline | None:
     if found is None:
         return None
     row = catalogue()[found]
-    return decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
+    text = decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
+    return with_tower(text, tower_of(row["tower"])) if "tower" in row else text
 
 
 def active_numbers(outline: Outline) -> int:

@@ -21,11 +21,12 @@ from typing import Any
 
 from tangram.errors import UserError
 from tangram.models.building.quantised import Kept as WeightsKept
-from tangram.models.outlines.blocks import Batched, Block, Group, Kept, Numbers, Product, Scores, Stream
+from tangram.models.outlines.blocks import Batched, Block, Cut, Group, Kept, Numbers, Product, Scores, Stream
 
 __all__ = [
     "Batched",
     "Block",
+    "Cut",
     "Dims",
     "Group",
     "Kept",
@@ -35,6 +36,7 @@ __all__ = [
     "Scores",
     "Stream",
     "decoder",
+    "decoder_block",
     "runs_of",
 ]
 
@@ -60,6 +62,12 @@ class Outline:
     model lacks a norm."""
     kept: WeightsKept | None = None
     """How its configuration says that weights are kept, where that is in fewer bits."""
+    whole_ends: bool = False
+    """Beside adapters: whether embedding and head are trained whole (peft's modules_to_save)."""
+    images: float = 0.0
+    """Share of a sample's tokens that are of images (`models.outlines.images`); 0: it sees none."""
+    image: int = 0
+    """Tokens of one image."""
     graph: bool = False
     """Whether it was made from a captured graph, not from a configuration."""
 
@@ -70,8 +78,13 @@ class Outline:
 
     @cached_property
     def adapted(self) -> bool:
-        """Whether blocks have frozen products; embedding and head are frozen then, too."""
+        """Whether blocks have frozen products; embedding and head are frozen then, too, but for `whole_ends`."""
         return any(block.adapted for block, _ in self.kinds)
+
+    @property
+    def frozen_ends(self) -> bool:
+        """Whether embedding and head are."""
+        return self.adapted and not self.whole_ends
 
     @cached_property
     def kinds(self) -> tuple[tuple[Block, int], ...]:
@@ -187,7 +200,9 @@ def decoder(dims: Dims, name: str = "decoder") -> Outline:
     if dims.dense_layers > dims.layers:
         raise UserError(f"{name}: {dims.dense_layers} dense layers of {dims.layers}: there are not so many")
     mixed = dims.layers - dims.dense_layers if dims.experts > 1 else 0
-    kinds = [_block(dims, mixture=i >= dims.layers - mixed, window=i < dims.windowed) for i in range(dims.layers)]
+    kinds = [
+        decoder_block(dims, mixture=i >= dims.layers - mixed, window=i < dims.windowed) for i in range(dims.layers)
+    ]
     return Outline(name, dims.hidden, dims.vocab, dims.tied, runs_of(kinds), dims.positions, dims.predictors)
 
 
@@ -202,7 +217,8 @@ def runs_of(blocks: Sequence[Block]) -> tuple[tuple[Block, int], ...]:
     return tuple(found)
 
 
-def _block(dims: Dims, *, mixture: bool, window: bool) -> Block:
+def decoder_block(dims: Dims, *, mixture: bool = False, window: bool = False) -> Block:
+    """One block of a decoder, with experts or without, and with the window or without."""
     attention = _latent(dims) if dims.kv_rank else _grouped(dims)
     if window:
         attention = replace(attention, scores=tuple(replace(one, window=dims.window) for one in attention.scores))

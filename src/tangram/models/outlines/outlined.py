@@ -19,8 +19,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta, presets
@@ -33,8 +36,10 @@ from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.once import kinds_of, run_once
 from tangram.models.outlines.catalogue import in_catalogue, no_model
 from tangram.models.outlines.costs import block_names
+from tangram.models.outlines.images import with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.models.outlines.outlined_graph import Masks, outline_of_graph
+from tangram.models.outlines.towers import reads_text, tower_in
 
 __all__ = ["captured", "dims_of", "outline_of", "outlined"]
 
@@ -61,13 +66,14 @@ POSITIONS = ("wpe.weight", "embed_positions.weight")
 TOLERATED = 0.005
 """By which share parameters may differ: norms of heads, biases, sinks."""
 MASKED = cast("Mapping[str, str]", MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+SEEING = cast("Mapping[str, str]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 ATTENDING = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that `decoder` makes."""
 SHORTEST = 64
 """Tokens of a capture, of models without chunks."""
 
 
-KNOWN = frozenset({*CAUSAL, *MASKED, *PAIRED})
+KNOWN = frozenset({*CAUSAL, *MASKED, *PAIRED, *SEEING})
 
 
 def outlined(name: str) -> Outline:
@@ -99,18 +105,45 @@ def _outline(config: Any, name: str) -> Outline:
             f"{name} is an encoder with a decoder that reads it: a pipeline's stages would hand on two results, which "
             "is not planned yet; plan either of them by a configuration of its own"
         )
+    if config.model_type in SEEING and getattr(config, "vision_config", None) is not None:
+        return _seeing(config, text, name)
     model = build_on_meta(config) if _head(config) is AutoModelForCausalLM else None
-    if model is not None and _attends(text):
-        sizes = {key: tuple(one.shape) for key, one in model.named_parameters()}
-        numbers = sum(one.numel() for one in model.parameters())
-        try:
-            found = decoder(dims_of(text, sizes), name)
-        except UserError:
-            found = None  # it says no such sizes
-        if found is not None and abs(found.numbers / numbers - 1) <= TOLERATED:
-            return found
+    if model is not None and (found := _usual(text, dict(model.named_parameters()), name)) is not None:
+        return found
     found = captured(config, name)
     return replace(found, predictors=_predictors(text))
+
+
+def _usual(text: Any, parameters: Mapping[str, Tensor], name: str) -> Outline | None:
+    """By the usual decoder's table; None where that has not the parameters."""
+    if not _attends(text):
+        return None
+    try:
+        found = decoder(dims_of(text, {key: tuple(one.shape) for key, one in parameters.items()}), name)
+    except UserError:  # it says no such sizes
+        return None
+    numbers = sum(one.numel() for one in parameters.values())
+    return found if abs(found.numbers / numbers - 1) <= TOLERATED else None
+
+
+def _seeing(config: Any, text: Any, name: str) -> Outline:
+    """A decoder behind a vision tower, from the parameters of both. Raises UserError for a tower of other blocks."""
+    model = build_on_meta(config, AutoModelForImageTextToText)
+    behind = {key: one for key, one in model.named_parameters() if reads_text(key)}
+    text = copy.deepcopy(text)
+    # Which the whole configuration says, and that of the text need not.
+    text.tie_word_embeddings = not any(key.endswith("lm_head.weight") for key in behind)
+    if getattr(text, "cross_attention_layers", None):
+        raise UserError(f"{name} attends to images in layers of their own, which is not planned yet")
+    found = _usual(text, behind, name) or (_outline(text, name) if text.model_type in CAUSAL else None)
+    whole = None if found is None else with_tower(found, tower_in(config, model))
+    numbers = sum(one.numel() for one in model.parameters())
+    if whole is None or abs(whole.numbers / numbers - 1) > TOLERATED:
+        raise UserError(
+            f"{name} reads images with blocks that are not known here, or its text with others than usual: plan its "
+            "text_config by a config.json of its own"
+        )
+    return whole
 
 
 def _head(config: Any) -> Any:

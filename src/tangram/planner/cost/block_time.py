@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tangram.hardware.catalogue import curves
 from tangram.models.outlines.outline import Batched, Block, Group, Product, Scores, Stream
 from tangram.planner.cost.communication_time import exchange, no_links
-from tangram.planner.cost.expert_imbalance import busiest
+from tangram.planner.cost.expert_imbalance import busiest, greatest
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting
 
@@ -62,6 +62,10 @@ class Pass:
     def room(self) -> Array:
         """Seconds in which each link carries nothing of it."""
         return self.total - self.links
+
+    def at(self, places: Array) -> Pass:
+        """Some of them, as often as they are named."""
+        return Pass(**{name: getattr(self, name)[places] for name in PARTS}, links=self.links[:, places])
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*(getattr(self, name) + getattr(other, name) for name in (*PARTS, "links")))
@@ -144,6 +148,14 @@ class Ways:
     def busy(self) -> Array:
         """Of what goes to experts the part of the busiest rank, for which the others wait."""
         return busiest(self.block.experts, self.g, self.setting)
+
+    @cached_property
+    def longest(self) -> Any:
+        """Of attention to packed documents what the rank of the longest ones has, as a multiple of the mean."""
+        if (documents := self.setting.documents) is None:
+            return 1.0
+        several = self.g.batch * documents.sequence / (self.g.data * documents.mean)
+        return 1 + greatest(self.g.data) * documents.deviation / np.sqrt(np.maximum(several, 1.0))
 
     @property
     def nothing(self) -> Array:
@@ -245,12 +257,14 @@ class Ways:
             seen = np.minimum(keys / pieces, float(one.window or np.inf))
             of = curves.AttentionSizes(g.micro * pieces, queries / pieces, seen, heads, kv_heads, width,
                                        causal=one.causal & (seen >= keys / pieces))  # fmt: skip
-            return curves.attention_seconds(
+            took = curves.attention_seconds(
                 setting.device, kind, of, backward=backward, kernel=setting.framework.attention_kernel
             )
+            return took * self.longest if one.causal else took
         times = 2.0 if backward else 1.0
-        flops = curves.product_seconds(setting.device, kind, queries, keys, width, 2 * times * g.micro * heads)
-        numbers = g.micro * heads * queries * keys
+        seen = keys if one.causal else np.minimum(keys, one.chunk or np.inf)  # images are samples of their own
+        flops = curves.product_seconds(setting.device, kind, queries, seen, width, 2 * times * g.micro * heads)
+        numbers = g.micro * heads * queries * seen
         return flops + curves.moved_seconds(setting.device, times * SCORE_PASSES * setting.flow_bytes * numbers)
 
     def scan(self, one: Batched) -> Array:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting
 
-__all__ = ["SURE", "busiest"]
+__all__ = ["SURE", "busiest", "greatest"]
 
 Array = NDArray[Any]
 SURE = 0.99
@@ -39,7 +39,11 @@ def busiest(experts: int, g: Grid, setting: Setting, quantile: float | None = No
         return np.ones(len(g))
     each = np.maximum(experts / ranks, 1.0)
     deviation = setting.unlike * np.sqrt(np.maximum(1 - each / experts, 0.0) * experts / (experts - 1) / each)
+    return np.where(ranks > 1, np.clip(1 + greatest(ranks, quantile) * deviation, 1.0, ranks), 1.0)
+
+
+def greatest(ranks: Array, quantile: float | None = None) -> Array:
+    """Of so many normal numbers the greatest: in the mean, or what it is not above at a quantile; of one 0."""
     at = (ranks - 0.375) / (ranks + 0.25) if quantile is None else quantile ** (1 / ranks)
     several, places = np.unique(np.clip(at, 0.5, None), return_inverse=True)  # one rank is 0.5: the mean
-    above = np.array([NormalDist().inv_cdf(float(one)) for one in several])[places]
-    return np.where(ranks > 1, np.clip(1 + above * deviation, 1.0, ranks), 1.0)
+    return np.array([NormalDist().inv_cdf(float(one)) for one in several])[places]

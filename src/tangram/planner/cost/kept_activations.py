@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outlines.outline import Block, Group, Kept
+from tangram.models.outlines.outline import Block, Cut, Group, Kept
 from tangram.planner.cost.expert_imbalance import SURE, busiest
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting
 
-__all__ = ["block_activations", "block_backward", "kept_bytes", "number_bytes", "stays", "weights_of_shapes"]
+__all__ = ["block_activations", "block_backward", "weights_of_shapes"]
 
 Array = NDArray[Any]
 LOW = {"fp8": 1.0, "fp4": 0.5 + 1 / 16}
@@ -29,11 +29,13 @@ LOW = {"fp8": 1.0, "fp4": 0.5 + 1 / 16}
 
 def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> tuple[Array, Array]:
     """Bytes of a block that stay for the backward of a micro-batch, and what making it again needs beyond that."""
+    g, hidden = g.of_rows(block.rows), block.hidden or hidden
     full, left = np.zeros(len(g)), np.zeros(len(g))
-    for one in block.kept:
-        nbytes = kept_bytes(one, block, g, setting)
-        full = full + nbytes
-        left = left + nbytes * stays(one, g)
+    for (cut, routed), of_rows in _summed(block, setting).items():
+        rows = _rows(cut, block, g, setting, routed=routed)
+        for group, nbytes in of_rows.items():
+            kept = rows * nbytes
+            full, left = full + kept, left + kept * _stays(group, g, routed=routed)
     scores = np.zeros(len(g))
     if not setting.framework.fused_attention:
         # Softmax's output is kept once: its backward and the product with the values take the same tensor. Dropout
@@ -42,7 +44,8 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
         each += 4.0 if setting.framework.kernels == "eager" else 0.0  # its output in float32, before it is rounded
         for one in block.scores:
             heads = np.maximum(one.heads / g.tensor, 1.0)
-            numbers = g.micro * heads * g.sequence / g.context * g.sequence
+            keys = g.sequence if one.causal else np.minimum(g.sequence, one.chunk or np.inf)  # images are samples
+            numbers = g.micro * heads * g.sequence / g.context * keys
             scores = scores + numbers * each
     if setting.framework.dropout:
         masks = 2.0 * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
@@ -76,9 +79,14 @@ def _exchanged(block: Block, g: Grid, setting: Setting) -> Array:
 def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
     """Bytes of gradients at the widest place of a block's backward: of what an operator was given, while that is still
     kept, and of the block's own stream."""
-    widest = np.zeros(len(g))
+    g, hidden = g.of_rows(block.rows), block.hidden or hidden
+    most: dict[tuple[Cut, bool], float] = {}
     for one in block.kept:
-        widest = np.maximum(widest, kept_bytes(one, block, g, setting))
+        key = _cut(one, setting), one.routed
+        most[key] = max(most.get(key, 0.0), one.width * _number_bytes(one, setting))
+    widest = np.zeros(len(g))
+    for (cut, routed), nbytes in most.items():
+        widest = np.maximum(widest, _rows(cut, block, g, setting, routed=routed) * nbytes)
     return widest + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
 
 
@@ -96,28 +104,40 @@ def weights_of_shapes(block: Block, g: Grid) -> Array:
     return found
 
 
-def stays(one: Kept, g: Grid) -> Array:
+def _stays(group: Group, g: Grid, *, routed: bool) -> Array:
     """Which share of a row is not recomputed: all, nothing, or half where every second product is. Experts' products
     are one operator over all of them, which is none of those that recompute by operator keeps."""
-    whole = int((one.group | Group.ALTERNATE) if one.routed else one.group & ~Group.ALTERNATE)
-    half = (g.recompute & int(one.group & Group.ALTERNATE)) > 0
+    whole = int((group | Group.ALTERNATE) if routed else group & ~Group.ALTERNATE)
+    half = (g.recompute & int(group & Group.ALTERNATE)) > 0
     return np.where((g.recompute & whole) > 0, 0.0, np.where(half, 0.5, 1.0))
 
 
-def kept_bytes(one: Kept, block: Block, g: Grid, setting: Setting) -> Array:
-    """Of one row of a block, for a micro-batch."""
+def _summed(block: Block, setting: Setting) -> dict[tuple[Cut, bool], dict[Group, float]]:
+    """Bytes of a token in all rows that the same ranks divide, by what is recomputed together."""
+    found: dict[tuple[Cut, bool], dict[Group, float]] = {}
+    for one in block.kept:
+        if nbytes := one.width * _number_bytes(one, setting):
+            groups = found.setdefault((_cut(one, setting), one.routed), {})
+            groups[one.group] = groups.get(one.group, 0.0) + nbytes
+    return found
+
+
+def _cut(one: Kept, setting: Setting) -> Cut:
+    """What ranks divide of a row: of tokens nothing where the framework keeps what it gathered."""
+    return "" if one.cut == "tokens" and one.role == "input" and setting.framework.keeps_gathered else one.cut
+
+
+def _rows(cut: Cut, block: Block, g: Grid, setting: Setting, *, routed: bool) -> Array:
+    """How many tokens a rank has of a micro-batch."""
     rows = g.tokens
-    if one.routed:
+    if routed:
         rows = rows * block.per_token * g.expert_tensor / g.tensor * busiest(block.experts, g, setting, SURE)
-    ranks = g.expert_tensor if one.routed else g.tensor
-    if one.cut == "tensor":
-        rows = rows / ranks
-    elif one.cut == "tokens" and not (one.role == "input" and setting.framework.keeps_gathered):
-        rows = rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
-    return rows * one.width * number_bytes(one, setting)
+    if cut == "tensor":
+        return rows / (g.expert_tensor if routed else g.tensor)
+    return rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0) if cut == "tokens" else rows
 
 
-def number_bytes(one: Kept, setting: Setting) -> float:
+def _number_bytes(one: Kept, setting: Setting) -> float:
     """Of each number of a row; 0 where the framework keeps none of it."""
     framework, flow = setting.framework, one.nbytes or setting.flow_bytes
     if (one.role == "eager" and framework.kernels != "eager") or (

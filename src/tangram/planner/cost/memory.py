@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import OF_BLOCKS, Grid, distinct
 from tangram.planner.space.layers_per_stage import chunk_of, dealt
 from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.schedule_formulas import beyond, folded, splits
@@ -270,6 +270,11 @@ class Takes:
 def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> list[Takes]:
     """Of each kind of block; `least`: without what making a block again takes beside its backward, so that with fewer
     layers recomputed none takes less."""
+    if len(g) > 1:
+        few, places = distinct(g, OF_BLOCKS)
+        if len(few) < len(g):
+            found = takes_of(outline, few, setting, least=least)
+            return [Takes(*(getattr(one, part.name).take(places) for part in fields(Takes))) for one in found]
     found: list[Takes] = []
     for block, _ in outline.predicting.by_kind([count for _, count in outline.predicting.runs]):
         numbers = block.numbers

@@ -46,7 +46,12 @@ def rank_weights(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Ran
             trained = trained + count * (one.tensor / g.tensor + one.replicated)
             taught = taught + count * one.experts / over
     whole = RankWeights(dense + ends, routed, ends)
-    return whole, RankWeights(trained, taught) if outline.adapted else whole
+    if not outline.adapted:
+        return whole, whole
+    if outline.frozen_ends:
+        return whole, RankWeights(trained, taught)
+    # What is trained is a copy, and the frozen weights stay beside it (peft's `ModulesToSaveWrapper`).
+    return RankWeights(dense + 2 * ends, routed, ends), RankWeights(trained + ends, taught, ends)
 
 
 def experts_over(g: Grid) -> Array:

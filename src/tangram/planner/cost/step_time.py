@@ -32,7 +32,7 @@ from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass, Ways, none
 from tangram.planner.cost.communication_time import Data, data_traffic, exchange, links_of, no_links, optimiser_seconds
 from tangram.planner.cost.offload_time import HostTraffic, host_traffic
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import OF_BLOCKS, Grid, distinct
 from tangram.planner.space.layers_per_stage import cut
 from tangram.planner.space.schedule_formulas import folded, splits
 from tangram.planner.space.setting import Setting
@@ -125,6 +125,11 @@ class Passes:
     over: Array
     """Of these how long each link carries something, shape (links, grid)."""
 
+    def at(self, places: Array) -> Passes:
+        """Some of them, as often as they are named."""
+        ahead, back = self.forward.at(places), self.backward.at(places)
+        return Passes(ahead, back, self.weights[places], self.head[places], self.over[:, places])
+
     def data(self, outline: Outline, g: Grid, setting: Setting) -> Data:
         """What DP ranks send beside it."""
         behind = self.backward.room  # the head comes before any layer's gradients
@@ -132,8 +137,19 @@ class Passes:
         return data_traffic(outline, g, setting, self.forward.room / g.pipeline, behind / g.pipeline)
 
 
+def _columns(g: Grid, setting: Setting) -> tuple[str, ...]:
+    """Of a grid those that passes depend on: those of blocks, FSDP's hooks, and where they are used the places of PP
+    ranks and the samples of a rank's step."""
+    places = ("inner", "pipeline") if g.inner.any() else ()
+    samples = ("batch", "data") if setting.documents is not None or setting.precision in ("fp8", "fp4") else ()
+    return (*OF_BLOCKS, "zero", *places, *samples)
+
+
 def passes_of(outline: Outline, g: Grid, setting: Setting) -> Passes:
     """Of each configuration of the grid."""
+    few, places = distinct(g, _columns(g, setting))
+    if len(few) < len(g):
+        return passes_of(outline, few, setting).at(places)
     ahead, back, again, further = _passes(outline, g, setting)
     head, over = _head(outline, g, setting)
     return Passes(ahead, back + again, _weights(outline, back), head + further.total, over + further.links)
@@ -147,7 +163,7 @@ def block_seconds(outline: Outline, g: Grid, setting: Setting) -> list[Array]:
 
 def _of_block(block: Block, outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pass]:
     """Forward, backward, and what is recomputed, on the mean of all layers."""
-    passes = Ways(block, outline.hidden, g, setting)
+    passes = Ways(block, block.hidden or outline.hidden, g.of_rows(block.rows), setting)
     forward = passes.forward()
     return forward, passes.backward(), passes.repeated(forward) * g.recomputed
 
@@ -287,7 +303,7 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> tuple[Array, Array]:
     kind = "fp32" if setting.precision == "fp32" else "bf16"
     products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
     products = products + curves.product_seconds(device, kind, g.tokens, hidden, vocab)
-    if not outline.adapted:  # a frozen head has no gradient
+    if not outline.frozen_ends:  # a frozen head has no gradient
         products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
     loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
     over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))

@@ -136,6 +136,11 @@ LAID = (
     *HEADS,
     STAGES,
     Rule(
+        "stages of a model that sees images",
+        lambda f, g: (g.pipeline == 1) | (not f.images),
+        lambda f, at: f"{at['pipeline']} stages of a vision tower and a decoder are not planned yet: leave PP out",
+    ),
+    Rule(
         "layers of the first and the last virtual stage",
         lambda f, g: ((g.ahead + g.behind == 0) | (g.pipeline > 1)) & _some(f, g),
         lambda f, at: (

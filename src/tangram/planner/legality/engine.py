@@ -50,6 +50,8 @@ class Facts:
     kv_heads: tuple[int, ...] = ()
     experts: int = 0
     """Of the widest mixture."""
+    images: bool = False
+    """Whether it sees images."""
 
 
 def facts_of(outline: Outline) -> Facts:
@@ -60,6 +62,7 @@ def facts_of(outline: Outline) -> Facts:
         heads=tuple(sorted({one.heads for one in scores})),
         kv_heads=tuple(sorted({one.kv_heads for one in scores})),
         experts=max((block.experts for block, _ in outline.kinds), default=0),
+        images=outline.images > 0,
     )
 
 

@@ -202,8 +202,8 @@ def of_mesh(outline: Outline, request: Request, mesh: MeshSizes, *, bound: bool 
     divides = [(level, shard) for level in zero for shard in _shards(request, mesh, level, bound=bound)]
     ways = [request.least_moved] if bound else list(itertools.product(request.optimisers, request.offloads))
     places = [0, 1] if not bound and _placed(request, tensor * context, pipeline, data) else [0]
-    axes = [range(len(part)) for part in (folded, micros, staged, divides, again, ways, places)]
-    at = np.array(list(itertools.product(*axes)))
+    axes = [len(part) for part in (folded, micros, staged, divides, again, ways, places)]
+    at = np.indices(axes).reshape(len(axes), -1).T
     if not len(at):
         return grid(batch=request.batch, sequence=request.sequence).take(slice(0, 0))
     found = grid(

@@ -179,6 +179,7 @@ def ask_json(ask: Ask) -> dict[str, object]:
         "optimisers": [OPTIMISERS[code].name for code in ask.optimisers],
         "offloads": [offload_words(bits) for bits in ask.offloads],
         "base": ask.base.name,
+        "documents": None if ask.documents is None else asdict(ask.documents),
         "precisions": [ask.precision, *ask.others],
     }
 

@@ -43,6 +43,6 @@ def rows(answer: Answer, one: Choice) -> list[tuple[str, str]]:
     more = answer.otherwise.get("with 5 GB more memory") if one in answer.choices[:1] else None
     gain = "" if more is None else f"; 5 GB more shorten the step by {max(0.0, 1 - more.step / one.step):.1%}"
     return [
-        *((kind, f"{took / one.step:.0%} of the step") for kind, took in step),
+        *((kind, f"{max(took, 0.0) / one.step:.0%} of the step") for kind, took in step),
         ("room for more", room + gain),
     ]

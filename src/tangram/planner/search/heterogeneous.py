@@ -110,6 +110,8 @@ def over_parts(outline: Outline, parts: Sequence[Part], ask: Ask, between: float
     """
     if not 0 < between < np.inf:
         raise UserError("what a device gets from another part is a number of GB/s above 0: give --between")
+    if outline.images:
+        raise UserError(f"{outline.name} sees images, and parts share a model by stages: PP of it is not planned yet")
     g = _space(outline, parts, ask)
     g = g.take(_roomy(outline, parts, g))
     prices = [_prices(outline, g, part, between) for part in parts]

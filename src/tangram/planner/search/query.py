@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster
+from tangram.models.outlines.images import image_words
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned, published
 from tangram.planner.legality.enumerate import Request
@@ -129,7 +130,8 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit, learned)
     return Answer(
         outline, cluster.name, ask, limit, families(unlike(choices), ask.most), found.smallest, found.looked,
-        (*assumed(cluster, ask), *kept_words(outline, ask.base)), otherwise, would,
+        (*assumed(cluster, ask), *kept_words(outline, ask.base), *image_words(outline),
+         *([ask.documents.words] if ask.documents else ())), otherwise, would,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from tangram.planner.cost.calibration import SURE, Learned, Run
 from tangram.planner.cost.memory import Memory, memory
 from tangram.planner.cost.step_time import multiplied, seconds
 from tangram.planner.legality.enumerate import ALL, Able
+from tangram.planner.space.document_lengths import Documents
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.optimisers_and_offload import FULL, OPTIMISERS, Base, offload_words
@@ -76,6 +77,8 @@ class Ask:
     """What matmuls may be computed in as well."""
     unlike: float = 0.0
     """How unlike experts' loads are: their standard deviation over their mean."""
+    documents: Documents | None = None
+    """What samples are packed of, with the outline of `document_lengths.packed`; None: each is one document."""
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
     fewest: int = 0
@@ -87,6 +90,8 @@ class Ask:
     """Of the optimiser's states that are offloaded to the host, where they are."""
     without: tuple[str, ...] = ()
     """What of the joint space is not to be used, by names (`planner.legality.exclusions`)."""
+    memory_share: float = 1.0
+    """Of what its device has, where `memory` is 0: as beside an engine that samples on the same device."""
 
     def each(self) -> tuple[Ask, ...]:
         """By each type that matmuls may be computed in, alone."""
@@ -219,7 +224,7 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     islands = tuple((here.ranks, farther.rate) for here, farther in pairwise(cluster.links[1:]))
     return Setting(
         own, framework(ask.framework), ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
-        host=Host(**{**known, **cluster.host}), unlike=ask.unlike, save_every=ask.save_every,
+        host=Host(**{**known, **cluster.host}), unlike=ask.unlike, documents=ask.documents, save_every=ask.save_every,
         loss=ask.loss, away_share=ask.away_share,
     )  # fmt: skip
 
@@ -253,7 +258,7 @@ def assumed(cluster: Cluster, ask: Ask) -> tuple[str, ...]:
 def limit_of(cluster: Cluster, ask: Ask) -> float:
     """Bytes that a rank may use. Raises UserError where nobody says."""
     own = figures(cluster)
-    limit = ask.memory or own.usable
+    limit = ask.memory or (own.usable or 0.0) * ask.memory_share
     if not limit:
         raise UserError(f"the catalogue knows no memory of {own.label}: give one with --memory")
     return limit

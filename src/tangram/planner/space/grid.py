@@ -7,7 +7,7 @@ nothing in them loops over configurations. What is not a number (device, framewo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 
-__all__ = ["Grid", "grid", "joined"]
+__all__ = ["OF_BLOCKS", "Grid", "distinct", "grid", "joined"]
 
 Array = NDArray[Any]
 
@@ -83,6 +83,10 @@ class Grid:
         """Of a micro-batch on one rank."""
         return self.micro * self.sequence / self.context
 
+    def of_rows(self, rows: float) -> Grid:
+        """As a block sees it that has so many rows for each token."""
+        return self if rows == 1.0 else replace(self, sequence=self.sequence * rows)
+
     def columns(self) -> dict[str, Array]:
         """Its arrays, by name."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
@@ -98,6 +102,30 @@ class Grid:
             return Grid(**{name: values[index] for name, values in self.columns().items()})
         places = cast(Array, index)  # `take` is quicker than an index
         return Grid(**{name: values.take(places) for name, values in self.columns().items()})
+
+
+OF_BLOCKS = (
+    "tensor", "sequence_parallel", "context", "ulysses", "expert", "expert_tensor", "micro", "sequence", "recompute",
+    "recomputed",
+)  # fmt: skip
+"""Columns that what a block needs and how long it takes depend on, as far as nothing else is said."""
+
+
+def distinct(g: Grid, names: Sequence[str]) -> tuple[Grid, Array]:
+    """A configuration for each combination of some columns, and for each configuration of the grid the place of its
+    own: what depends on these columns alone need not be computed again for those that differ in others."""
+    columns = [getattr(g, name) for name in names if (getattr(g, name) != getattr(g, name)[:1]).any()]
+    if not columns:
+        return g.take(slice(0, 1)), np.zeros(len(g), dtype=np.int64)
+    order = np.lexsort(columns)
+    other = np.zeros(len(g), dtype=bool)
+    for column in columns:
+        along = column[order]
+        other[1:] |= along[1:] != along[:-1]
+    place = np.empty(len(g), dtype=np.int64)
+    place[order] = np.cumsum(other)
+    other[:1] = True
+    return g.take(order[other]), place
 
 
 _CODES = ("recompute", "schedule", "optimiser", "offload")
@@ -120,8 +148,16 @@ def grid(*, batch: Any, sequence: Any, **given: Any) -> Grid:
     values |= {"batch": batch, "sequence": sequence} | given
     values.setdefault("schedule", np.where(np.asarray(values["virtual"]) > 1, 1, 0))  # as chunks go by custom
     values.setdefault("shard", np.asarray(values["data"]) * np.asarray(values["context"]))
-    arrays = dict(zip(values, np.broadcast_arrays(*map(np.atleast_1d, values.values())), strict=True))
-    found = {name: array.astype(np.int64 if name in _CODES else np.float64) for name, array in arrays.items()}
+    arrays = {name: np.atleast_1d(value) for name, value in values.items()}
+    several = {len(array) for array in arrays.values()} - {1}
+    if len(several) > 1:
+        raise ValueError(f"arrays of {', '.join(map(str, sorted(several)))} numbers do not go together")
+    size = several.pop() if several else 1
+    types = {name: np.int64 if name in _CODES else np.float64 for name in arrays}
+    found = {  # a number is filled in, which is many times quicker than broadcasting
+        name: np.full(size, array[0], types[name]) if len(array) == 1 else array.astype(types[name])
+        for name, array in arrays.items()
+    }
     for name in (*_ONES, "expert_tensor", "shard", "batch", "sequence"):
         if not (found[name] >= 1).all():
             raise UserError(f"{name} is {found[name].min():g} in a configuration: it is at least 1")

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tangram.planner.space.document_lengths import Documents
 from tangram.planner.space.framework_profiles import Framework
 from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
@@ -51,6 +52,8 @@ class Setting:
     host: Host = Host()
     unlike: float = 0.0
     """How unlike experts' loads are: their standard deviation over their mean."""
+    documents: Documents | None = None
+    """Of packed samples, whose outline is `document_lengths.packed`; None: a sample is one."""
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
     loss: str = ""
