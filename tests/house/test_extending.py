@@ -149,7 +149,7 @@ def test_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     found = ranking.rank(job, 8, rates(8), make_config("qwen3-2m", change))
-    assert {(one.name, one.mesh, one.why_not) for one in found} == {("HSDP x tensor", "dp=2 fsdp=2 tp=2", "")}
+    assert {(one.name, one.mesh, one.why_not) for one in found} == {("HSDP x TP", "dp=2 fsdp=2 tp=2", "")}
 
 
 def test_a_family_of_models(

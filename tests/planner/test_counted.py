@@ -45,7 +45,7 @@ def test_a_rank_computes_its_share_whatever_fields_say(kind: str) -> None:
     whole, local = counted.costs(2), counted.local_costs(lies, ("tp", 2), 2)
     assert 2 * _products(local) == pytest.approx(_products(whole))
     found = rank(job(), 2, rates(2), config, counted)
-    assert [one.why_not for one in found if one.name == "tensor" and one.plan is None] == []
+    assert [one.why_not for one in found if one.name == "TP" and one.plan is None] == []
 
 
 def test_both_ways_of_counting_agree_where_there_are_two() -> None:

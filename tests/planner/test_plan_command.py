@@ -48,7 +48,7 @@ def test_the_table_and_the_file_that_is_written(job: Path, tmp_path: Path, capsy
     assert main(["plan", str(job), "-n", "2", "--json", "--set", "data.global_batch=2"]) == 0
     told: Any = json.loads(capsys.readouterr().out)
     assert told["processes"] == 2
-    assert {"FSDP", "DDP", "tensor"} == {one["name"] for one in told["plans"]}
+    assert {"FSDP", "DDP", "TP"} == {one["name"] for one in told["plans"]}
     assert told["one_process"]["name"] == "one process"
     assert {one["micro_batch"] for one in told["plans"] if one["name"] == "FSDP"} == {1}
 

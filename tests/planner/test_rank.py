@@ -49,8 +49,8 @@ def test_the_whole_space(four: tuple[Ranked, ...]) -> None:
         *(("FSDP", "dp=4", size) for size in (1, 2)),
         *(("DDP", "dp=4", size) for size in (1, 2)),
         *(("HSDP", "dp=2 fsdp=2", size) for size in (1, 2)),
-        *(("FSDP x tensor", "dp=2 tp=2", size) for size in (1, 2, 4)),
-        ("tensor", "tp=4", 0),
+        *(("FSDP x TP", "dp=2 tp=2", size) for size in (1, 2, 4)),
+        ("TP", "tp=4", 0),
     }
     refused = [one for one in four if not one.fits]
     assert [one.why_not for one in refused] == ["the 2 key-value heads (num_key_value_heads) do not divide by tp=4"]
@@ -74,14 +74,14 @@ def test_every_plan_is_of_the_job_and_legal(four: tuple[Ranked, ...]) -> None:
 
 
 def test_a_plan_that_is_ranked_is_predicted_alike(four: tuple[Ranked, ...]) -> None:
-    for name in ("HSDP", "FSDP x tensor"):
+    for name in ("HSDP", "FSDP x TP"):
         one = next(one for one in four if one.name == name)
         assert predict(one.chosen_plan, rates(4), CONFIG) == one.estimate
 
 
 def test_tensor_parallelism_cuts_parameters_activations_and_products(counted: Counted) -> None:
     found = {one.name: one for one in rank(job(global_batch=2), 2, rates(2), CONFIG, counted) if one.micro_batch == 1}
-    tensor, copies = found["tensor"].estimate, found["DDP"].estimate
+    tensor, copies = found["TP"].estimate, found["DDP"].estimate
     assert tensor
     assert copies
     assert tensor.memory.parameters < 0.6 * copies.memory.parameters
@@ -111,7 +111,7 @@ def test_a_batch_smaller_than_the_ranks(counted: Counted) -> None:
     found = rank(job(global_batch=2), 4, rates(4), CONFIG, counted)
     refused = {one.name: one.why_not for one in found if not one.fits}
     assert refused["FSDP"] == "data.global_batch: 2 samples cannot be cut over the 4 ranks of the data axes"
-    assert {one.name for one in found if one.fits} == {"FSDP x tensor"}
+    assert {one.name for one in found if one.fits} == {"FSDP x TP"}
 
 
 def test_a_share_that_does_not_divide(counted: Counted) -> None:
@@ -133,7 +133,7 @@ def test_bad_numbers_of_processes() -> None:
 
 
 def _tensor_plan(four: tuple[Ranked, ...]) -> Plan:
-    return next(one.plan for one in four if one.name == "FSDP x tensor" and one.plan)
+    return next(one.plan for one in four if one.name == "FSDP x TP" and one.plan)
 
 
 def test_a_tensor_plan_is_derived_from_marks(four: tuple[Ranked, ...]) -> None:
@@ -155,14 +155,14 @@ def test_a_tensor_plan_is_derived_from_marks(four: tuple[Ranked, ...]) -> None:
 
 def test_a_models_own_plan_is_read_as_marks() -> None:
     config = AutoConfig.for_model("qwen2", **{**FIELDS, "vocab_size": 64})
-    found = [one.plan for one in rank(job(), 2, rates(2), config) if one.name == "tensor" and one.plan]
+    found = [one.plan for one in rank(job(), 2, rates(2), config) if one.name == "TP" and one.plan]
     lies = found[0].layouts
     assert lies.marks["model.layers.*.mlp.down_proj.weight"] == "_ _/tp"
     assert lies.parameters["model.layers.*.self_attn.k_proj.bias"] == "_/tp"  # of which the published plan says nothing
 
 
 def test_a_vocabulary_of_odd_size_is_cut() -> None:
-    found = [one.plan for one in rank(job(), 2, rates(2), tiny("qwen3", vocab_size=65)) if one.name == "tensor"]
+    found = [one.plan for one in rank(job(), 2, rates(2), tiny("qwen3", vocab_size=65)) if one.name == "TP"]
     assert found[0] is not None
     assert "embed_tokens" in " ".join((*found[0].layouts.marks, *found[0].layouts.parameters))
 
@@ -233,12 +233,12 @@ def test_tables_and_json(four: tuple[Ranked, ...], counted: Counted) -> None:
     assert all(len(row) == len(memory_headers) for row in memory)
     assert [row[0] for row in rows] == [*map(str, range(1, len(ranking.fitting) + 1)), "-"]
     assert rows[-1][1] == "one process"
-    assert refused == [("tensor", "tp=4", "", "the 2 key-value heads (num_key_value_heads) do not divide by tp=4")]
+    assert refused == [("TP", "tp=4", "", "the 2 key-value heads (num_key_value_heads) do not divide by tp=4")]
     told: Any = ranking.as_json()
     assert len(told["plans"]) == len(four)
     assert told["plans"][0]["predicted"]["step_s"] > 0
     assert told["plans"][-1]["predicted"] is None
     nothing = Ranking(4, (replace(four[-1]),), None, rates(4))
     assert [title for title, _, _ in nothing.tables()] == ["Not possible"]
-    with pytest.raises(UserError, match="tensor is no plan here"):
+    with pytest.raises(UserError, match="TP is no plan here"):
         assert four[-1].chosen_plan

@@ -226,7 +226,7 @@ def test_configurations_of_a_grid_are_what_each_is_alone(precision: Any, name: s
     request = Request(16, 64, 2048, schedules=("1F1B", "Interleaved1F1B", "ZBVZeroBubble"), node=node)
     every = joined([of_mesh(outline, request, mesh) for mesh in meshes(outline, request)])
     rng = np.random.default_rng(0)
-    some = every.take(rng.choice(len(every), 200, replace=False))
+    some = every.take(rng.choice(len(every), 60, replace=False))
     took, need = seconds(outline, some, setting), memory(outline, some, setting)
     for i in range(len(some)):
         one = some.take(slice(i, i + 1))

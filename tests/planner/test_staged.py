@@ -54,7 +54,7 @@ def test_every_strategy_inside_of_stages(four: tuple[Ranked, ...]) -> None:
     assert found == {
         *(("2 stages x FSDP", "pp=2 dp=2", size) for size in (1, 2)),
         *(("2 stages x DDP", "pp=2 dp=2", size) for size in (1, 2)),
-        *(("2 stages x tensor", "pp=2 tp=2", size) for size in (1, 2, 4)),
+        *(("2 stages x TP", "pp=2 tp=2", size) for size in (1, 2, 4)),
     }
     model = build_on_meta(CONFIG)
     for one in four:
@@ -279,7 +279,7 @@ def test_what_cannot_be_split(four: tuple[Ranked, ...], run: dict[str, Any], sai
     ],
 )
 def test_marks_that_no_stage_would_see(four: tuple[Ranked, ...], pattern: str, said: str) -> None:
-    plan = taken(four, "2 stages x tensor")
+    plan = taken(four, "2 stages x TP")
     layouts = {**plan.layouts.model_dump(), "marks": {pattern: "a/tp ..." if pattern == "logits" else "a/tp b"}}
     with pytest.raises(UserError, match=re.escape(said)):
         legal(changed(plan, layouts=layouts), build_on_meta(CONFIG))

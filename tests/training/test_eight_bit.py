@@ -166,7 +166,7 @@ WAYS: Mapping[str, Strategy] = {
     "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
     "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
     "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
-    "fsdp x tp": Strategy("FSDP x tensor", "dp=2 tp=2", ("dp",), (TENSOR,), "dp"),
+    "fsdp x tp": Strategy("FSDP x TP", "dp=2 tp=2", ("dp",), (TENSOR,), "dp"),
 }
 RESUMED = {("resumed", "tp"): ("half", "fsdp"), ("resumed", "one"): ("half", "fsdp")}
 WIDE = {

@@ -171,7 +171,7 @@ WAYS: Mapping[str, Strategy] = {
     "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
     "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
     "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
-    "fsdp x tp": Strategy("FSDP x tensor", "dp=2 tp=2", ("dp",), (TENSOR,), "dp"),
+    "fsdp x tp": Strategy("FSDP x TP", "dp=2 tp=2", ("dp",), (TENSOR,), "dp"),
 }
 LORA = LoraPlan(rank=4, alpha=16.0, dropout=0.1, base="nf4")
 STILL = LORA.model_copy(update={"dropout": 0.0})

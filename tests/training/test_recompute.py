@@ -1,6 +1,7 @@
 """What is kept of modules that are recomputed, and what runs again: counted operator by operator."""
 
 import gc
+import re
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from tangram.models.building.build import build_on_meta, initial_tensors
 from tangram.models.building.source import read_source
 from tangram.models.outlines.costs import ModelCosts, costs
 from tangram.planner.local.estimate import estimate
+from tangram.schema.job import RunPlan
 from tangram.schema.plan import Plan
 from tangram.training.parallel.apply import blocks_of, materialise
 from tangram.training.parallel.recompute import recompute
@@ -25,6 +27,7 @@ from tests.training.small import SMALL_MODEL, small_plan
 
 LAYERS = ["model.layers.*"]
 ROWS, LENGTH = 2, 16
+ROOT = Path(__file__).parents[2]
 
 
 class Counting(TorchDispatchMode):
@@ -77,7 +80,7 @@ def ran(**run: Any) -> tuple[dict[str, Tensor], int, Counting]:
 
 def test_products_and_attention_do_not_run_again_where_they_are_kept() -> None:
     right, everything, plain = ran()
-    keeps = ((), ("attention",), ("products",), ("products", "attention"))
+    keeps = ((), ("attention",), ("matmuls",), ("matmuls", "attention"))
     found = [ran(recompute=LAYERS, recompute_keep=list(keep)) for keep in keeps]
     for gradients, _, _ in found:
         assert gradients.keys() == right.keys()
@@ -93,13 +96,13 @@ def test_products_and_attention_do_not_run_again_where_they_are_kept() -> None:
 
 def test_what_is_held_is_what_is_predicted() -> None:
     """The difference that products and attention make is the bytes that they make."""
-    plan = small_plan(Path("text"), run={"recompute": LAYERS, "recompute_keep": ["products", "attention"]})
+    plan = small_plan(Path("text"), run={"recompute": LAYERS, "recompute_keep": ["matmuls", "attention"]})
     counted = costs(model_of(small_plan(Path("text"))), LENGTH, ROWS)
-    low, high = (ran(recompute=LAYERS, recompute_keep=keep)[1] for keep in ([], ["products", "attention"]))
+    low, high = (ran(recompute=LAYERS, recompute_keep=keep)[1] for keep in ([], ["matmuls", "attention"]))
     made = sum(kind.nbytes for part in counted.blocks for kind in part.made.values())
     assert high - low == pytest.approx(made, rel=0.02)
     for part in counted.blocks:
-        assert {name: kind.flops > 0 for name, kind in part.made.items()} == {"products": True, "attention": True}
+        assert {name: kind.flops > 0 for name, kind in part.made.items()} == {"matmuls": True, "attention": True}
         assert sum(kind.flops for kind in part.made.values()) == pytest.approx(part.forward_flops)
     one = found_memory(counted, plan)
     whole, none = (found_memory(counted, small_plan(Path("text"), run=run)) for run in ({}, {"recompute": LAYERS}))
@@ -118,8 +121,8 @@ def test_what_is_kept_takes_less_time_and_more_memory() -> None:
             small_plan(Path("text"), run=run)
             for run in (
                 {},
-                {"recompute": LAYERS, "recompute_keep": ["products", "attention"]},
-                {"recompute": LAYERS, "recompute_keep": ["products"]},
+                {"recompute": LAYERS, "recompute_keep": ["matmuls", "attention"]},
+                {"recompute": LAYERS, "recompute_keep": ["matmuls"]},
                 {"recompute": LAYERS},
             )
         )
@@ -131,11 +134,20 @@ def test_what_is_kept_takes_less_time_and_more_memory() -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ({"recompute_keep": ["products"]}, "no module is recomputed: name some in run.recompute"),
-        ({"recompute": LAYERS, "recompute_keep": ["products"], "compile": True}, "inside of a compiled block cannot"),
+        ({"recompute_keep": ["matmuls"]}, "no module is recomputed: name some in run.recompute"),
+        ({"recompute": LAYERS, "recompute_keep": ["matmuls"], "compile": True}, "inside of a compiled block cannot"),
         ({"recompute": LAYERS, "recompute_keep": ["norms"]}, "recompute_keep"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(run: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         small_plan(Path("text"), run=run)
+
+
+def test_matmuls_are_kept_by_the_name_that_the_docs_give_and_by_their_former_one() -> None:
+    row = next(
+        line for line in (ROOT / "docs" / "planner.md").read_text("utf-8").splitlines() if "recompute_keep`" in line
+    )
+    named = re.findall(r'"(\w+)"', row)
+    assert RunPlan.model_validate({"steps": 1, "recompute_keep": named}).recompute_keep == ("matmuls", "attention")
+    assert RunPlan.model_validate({"steps": 1, "recompute_keep": ["products"]}).recompute_keep == ("matmuls",)

@@ -319,7 +319,7 @@ def _add_whole(text: Path, add: Callable[..., None], *, slow: bool) -> None:
 
 def _add_kept(text: Path, add: Callable[..., None]) -> None:
     """Blocks that are recomputed but for some of their operators."""
-    keeping = tables(text, run={"recompute": ["model.layers.*"], "recompute_keep": ["products", "attention"]})
+    keeping = tables(text, run={"recompute": ["model.layers.*"], "recompute_keep": ["matmuls", "attention"]})
     add("recomputed but products", (*STRATEGIES, "derived inside fsdp"), keeping, 2)
 
 

@@ -102,7 +102,7 @@ class Part:
     input_bytes: float
     """What has to be kept of a block that is recomputed in the backward."""
     made: Mapping[str, Made] = field(default_factory=dict[str, Made])
-    """Of the forward, by kind of operator: "products" and "attention"."""
+    """Of the forward, by kind of operator: "matmuls" and "attention"."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class _Meter(TorchDispatchMode):
         self.blocks = blocks
         self.kept: Counter[str] = Counter()
         self.inputs: Counter[str] = Counter()
-        self._made = {name: dict.fromkeys(("products", "attention"), Made()) for name in (*blocks, OUTSIDE)}
+        self._made = {name: dict.fromkeys(("matmuls", "attention"), Made()) for name in (*blocks, OUTSIDE)}
         self._products: list[float] = []
         self._moves: list[float] = []
         self._scale = scale
@@ -329,7 +329,7 @@ class _Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if flops := self.flops.get_total_flops() - before:
             self._products.append(float(flops))
-            kind = "attention" if "attention" in str(func.overloadpacket) else "products"
+            kind = "attention" if "attention" in str(func.overloadpacket) else "matmuls"
             before, made = self._made[self._block][kind], sum(map(self.size, tensors_in(result)))
             self._made[self._block][kind] = Made(before.nbytes + made, before.flops + flops)
         elif size := self._moved(func, [args, kwargs or {}], result):

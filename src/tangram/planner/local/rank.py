@@ -154,8 +154,8 @@ def _strategies(processes: int) -> Iterator[Strategy]:
             yield Strategy("HSDP", f"dp={processes // size} fsdp={size}", ("dp", "fsdp"), shard="fsdp")
     for size in range(2, processes):
         if processes % size == 0:
-            yield Strategy("FSDP x tensor", f"dp={processes // size} tp={size}", ("dp",), (TENSOR,), "dp")
-    yield Strategy("tensor", f"tp={processes}", (), (TENSOR,))
+            yield Strategy("FSDP x TP", f"dp={processes // size} tp={size}", ("dp",), (TENSOR,), "dp")
+    yield Strategy("TP", f"tp={processes}", (), (TENSOR,))
 
 
 def _stage_ranks(stages: int, schedule: str) -> int:

@@ -2,7 +2,7 @@
 
     by module   `run.recompute` names modules; nothing of what they compute is kept but what goes in
     by operator `run.recompute_keep` names kinds of operators whose results are kept all the same, so that those do not
-                run again: "products" of matrices, "attention"; both are most of the time and not most of the memory
+                run again: "matmuls", "attention"; both are most of the time and not most of the memory
 
 What moves between ranks in a module is moved again with it, in the same order on every rank: which operators are kept
 does not depend on the rank.
@@ -31,7 +31,7 @@ from tangram.training.mesh.layout_to_torch import named_modules
 _aten = torch.ops.aten
 KEPT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "products": (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm, _aten._scaled_mm),
+        "matmuls": (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm, _aten._scaled_mm),
         "attention": (
             _aten._scaled_dot_product_flash_attention,
             _aten._scaled_dot_product_flash_attention_for_cpu,
