@@ -35,7 +35,7 @@ def blamed(folded: Folded, axis: str, costs: SolverCosts, used: Mapping[int, Seq
         own = _numbers(names)
         if "move" in own and "used" in own:
             v, step = own["used"], steps[own["move"]]
-            return _said(folded, axis, step, v, used[v][choice["used", v]])
+            return _sentence(folded, axis, step, v, used[v][choice["used", v]])
     return ""
 
 
@@ -44,7 +44,7 @@ def _numbers(names: tuple[Name, ...]) -> dict[str, int]:
     return dict(cast("Iterable[tuple[str, int]]", names))
 
 
-def _said(folded: Folded, axis: str, step: FoldedStep, v: int, state: State) -> str:
+def _sentence(folded: Folded, axis: str, step: FoldedStep, v: int, state: State) -> str:
     node = step.node
     name = node.operator.name().partition("::")[2].partition(".")[0]
     where = " ".join(x for x in (node.module and f"of {node.module}", node.source and f"({node.source})") if x)
