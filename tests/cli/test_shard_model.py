@@ -65,6 +65,25 @@ def test_a_model_that_looks_at_images(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["modules"]["vit.layers.1"].startswith("_=2/tp _=5 ")  # 32 x 32 in patches of 16, and one more
 
 
+def test_a_model_of_images_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    text = small | {"model_type": "llama", "vocab_size": 96, "num_key_value_heads": 2}
+    seen = small | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
+    fields = {"model_type": "llava", "text_config": text, "vision_config": seen, "image_token_index": 90}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    words = (str(tmp_path), "--mesh", "dp=2 tp=2", "--batch", "4", "--sequence", "24")
+    marks = (
+        "*.layers.*.{q,k,v}_proj.weight: o/tp i",
+        "*.embed_tokens: b/dp s h",
+        "*.vision_tower.embeddings: b/dp s h",
+    )
+    found = json.loads(said(capsys, *words, *(word for mark in marks for word in ("--mark", mark)), "--json"))
+    for tower in ("language_model", "vision_tower.encoder"):
+        assert found["parameters"][f"model.{tower}.layers.0.self_attn.q_proj.weight"] == "_=32/tp _=32"
+        assert found["modules"][f"model.{tower}.layers.0"].startswith("_=4/dp")
+    assert "a qwen2_5_vl model reads image_grid_thw" in said(capsys, "qwen2_5_vl", "--mesh", "tp=2", code=2)
+
+
 OWN = """
 import torch
 

@@ -47,6 +47,10 @@ BEFORE: dict[str, tuple[dict[str, Any], str]] = {
         {"n_layer": 3, "n_head": 4},
         "transformer.word_embeddings transformer.word_embeddings_layernorm | transformer.h | transformer.ln_f lm_head",
     ),
+    "openai-gpt": (  # of which blocks give lists
+        {"n_layer": 3, "n_head": 4, "n_embd": 32},
+        "transformer.tokens_embed transformer.positions_embed | transformer.h | lm_head",
+    ),
     "granite": ({"embedding_multiplier": 3.0}, "model.embed_tokens | model.layers | model.norm lm_head"),
 }
 """Types that do something to embeddings before their blocks: add positions, scale, project, norm; and their modules."""
@@ -164,6 +168,15 @@ def test_settings_of_a_module_that_is_not_there_can_be_read() -> None:
     through = Through(layer)
     assert cast(Any, through).hidden_size == layer.hidden_size
     assert not list(through.parameters())
+
+
+def test_a_model_that_reads_the_parts_of_another_stages_modules_is_refused_by_its_line() -> None:
+    model = made("rwkv", attention_hidden_size=32)
+    stages = (("rwkv.embeddings", "rwkv.blocks.0"), ("rwkv.blocks.1", "rwkv.blocks.2", "rwkv.ln_out", "head"))
+    first = stage(model, stages, 0)
+    with pytest.raises(UserError, match=r"modeling_rwkv\.py:\d+ looks up attention in a module that another stage"):
+        first.eval()(torch.zeros(1, 4, dtype=torch.long))
+    assert not hasattr(Through(nn.Linear(2, 2)), "left_out")  # whoever only asks goes on
 
 
 def refused(model: nn.Module, stages: Stages) -> str:

@@ -78,6 +78,12 @@ def bare() -> nn.Module:
     return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8))
 
 
+def bags(mode: str) -> nn.Module:
+    """Bags of embeddings, and a layer above."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.EmbeddingBag(16, 8, mode=mode), nn.Linear(8, 4))
+
+
 def _ids(_: nn.Module) -> Mapping[str, Any]:
     return {"ids": torch.arange(16).view(4, 4)}
 
@@ -130,6 +136,8 @@ EQUAL = (
     "again",
     "again, reentrant",
     "bare",
+    "bags, sum",
+    "bags, mean",
     "phi3",
     "llava",
     "Fold",
@@ -147,6 +155,10 @@ def cases() -> list[Case]:
         Case("again", partial(Again, False), _ids, partial(_marks, AGAIN)),
         Case("again, reentrant", partial(Again, True), _ids, partial(_marks, AGAIN)),
         Case("bare", bare, _input, partial(_marks, ("1.weight: o/tp i",))),
+        *(
+            Case(f"bags, {m}", partial(bags, m), _input, partial(_marks, ("0.weight: v h/tp",)))
+            for m in ("sum", "mean")
+        ),
         Case("unsummed", fold.model, fold.inputs, fold.marks, _unsummed),
         Case("same masks", gpt2.model, gpt2.inputs, gpt2.marks, _same_masks),
         Case("masks left out", phi3.model, phi3.inputs, phi3.marks, _masks_left_out),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,11 +22,13 @@ from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain import show
 from tangram.sharding.derive.layouts import Moved, moved, value_layout
 from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.meant import kind, meant
 from tangram.sharding.derive.of_model import derive_model, graph_of, marks_or_known, refuse_idle_axes
+from tangram.sharding.discover.own_rules import OwnRules, rules_text
 from tangram.sharding.eager.api import marks_in
 from tangram.text import plain
 
-__all__ = ["Derivation", "derive", "marks_from", "refuse_unnamed"]
+__all__ = ["Derivation", "derive", "marks_from", "mesh_from", "refuse_unnamed"]
 
 
 @dataclass(frozen=True)
@@ -76,31 +79,57 @@ class Derivation:
 
 
 def derive(
-    model: nn.Module, mesh: Mesh | str, marks: Sequence[str | Mark] = (), *, inputs: Mapping[str, Any]
+    model: nn.Module,
+    mesh: Mesh | str,
+    marks: Sequence[str | Mark] | Mapping[str, str] = (),
+    *,
+    inputs: Mapping[str, Any],
+    rules: Path | str | OwnRules | None = None,
 ) -> Derivation:
     """The layouts that follow from marks; needs no processes, and no memory where the model is on meta.
 
-    `mesh`: as `"dp=2 tp=4"`. `marks`: as `"*.up.weight: inner/tp hidden"`, beside those in the model's own code
-    (`tangram.mark`); with none in either, those that are known for a transformers model's type, over `tp`. `inputs`:
-    keyword arguments of the model's forward, of which only sizes count (tensors on meta will do). Results that no mark
-    names are replicated, as `tangram.parallelize` runs them. Raises UserError for marks that name nothing or contradict
-    each other, an axis that none names, and what cannot be captured.
+    `mesh`: as `"dp=2 tp=4"`. `marks`: as `"*.up.weight: inner/tp hidden"`, or a table of names to layouts, beside those
+    in the model's own code (`tangram.mark`); with none in either, those that are known for a transformers model's type,
+    over `tp`. `inputs`: keyword arguments of the model's forward, of which only sizes count (tensors on meta will do).
+    `rules`: a file of op rules for operators of one's own, as `tangram shard discover` writes it, each proved first.
+    Results that no mark names are replicated, as `tangram.parallelize` runs them. Raises UserError for marks that name
+    nothing or contradict each other, an axis that none names, and what cannot be captured.
     """
     refuse_unnamed(inputs)
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    mesh = mesh_from(mesh)
     if not mesh.axes:
         raise UserError('the mesh has no axis: write each with its number of ranks, as in "dp=2 tp=4"')
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    graph = graph_of(model, inputs, dtype)
+    graph = graph_of(model, inputs, dtype, rules=rules_text(rules))
     found = derive_model(graph, marks_or_known(graph, [*marks_in(model), *marks_from(marks)], mesh, model), mesh)
     refuse_idle_axes(found)
     return Derivation(found)
 
 
-def marks_from(marks: Sequence[str | Mark]) -> list[Mark]:
-    """Marks as text, read. Raises UserError for one that cannot be."""
-    some = [marks] if isinstance(marks, str) else marks
-    return [Mark.parse(mark) if isinstance(mark, str) else mark for mark in some]
+def mesh_from(mesh: Mesh | str) -> Mesh:
+    """A mesh as text, read. Raises UserError for what is neither."""
+    if not isinstance(mesh, str | Mesh):
+        raise UserError(f'the mesh is {kind(mesh)}: write each axis with its number of ranks, as in "dp=2 tp=4"')
+    return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+
+
+def marks_from(marks: Sequence[str | Mark] | Mapping[str, str]) -> list[Mark]:
+    """Marks as text, read; a table of names to layouts alike. Raises UserError for one that cannot be."""
+    some = [marks] if isinstance(marks, str) else marks.items() if isinstance(marks, Mapping) else marks
+    return [one if isinstance(one, Mark) else Mark.parse(_text(one)) for one in some]
+
+
+def _text(mark: object) -> str:
+    """A mark as `name: layout`, also of a pair. Raises UserError for what another library has."""
+    if isinstance(mark, str):
+        return mark
+    pair: list[object] = [*cast("tuple[object, ...]", mark)] if isinstance(mark, tuple) else []
+    named = len(pair) == 2 and isinstance(pair[0], str)
+    name, layout = (pair[0], pair[1]) if named else ("", cast(object, mark))
+    if name and isinstance(layout, str):
+        return f"{name}: {layout}"
+    of = f"the mark of {name} takes a layout" if name else "a mark is a text `name: layout`"
+    raise UserError(f"{of}, {meant(layout, None, (), open_end=True)}")
 
 
 def refuse_unnamed(inputs: object) -> None:

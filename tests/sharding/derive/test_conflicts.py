@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import tangram
 from tangram.layout import Mesh
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.graph import Graph
@@ -89,3 +92,78 @@ def test_a_mark_that_fits_nothing() -> None:
     assert [fix.what for fix in found.fixes] == ["without 1, so that it lies as _ _ _"]
     assert "_ _ _/tp cuts what is whole here" in found.tables[0]
     assert str(found).count("\n") < 12
+
+
+class Crossing(nn.Module):
+    """Attention of one sequence to another: keys and values lie in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.attend(x, y, y)[0]
+
+
+class Skew(nn.Module):
+    """A weight that is made of another one, and of what it is transposed."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu(1) - weight.triu(1).mT
+
+
+def skewed() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Skew())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "mark", "operator", "breaks"),
+    [
+        (
+            Crossing,
+            "attend.in_proj_weight: f/tp e",
+            "split_with_sizes of attend",
+            "in_proj_weight cut over tp in dim 0",
+        ),
+        (
+            lambda: nn.EmbeddingBag(32, 16),
+            "weight: v/tp d",
+            "_embedding_bag",
+            "cannot take weight cut over tp in dim 0",
+        ),
+        (lambda: nn.ConvTranspose1d(1, 4, 3), "weight: i/tp o k", "convolution", "cannot take weight cut over tp"),
+        (skewed, "*.original: o/tp i", "parametrizations.weight.0", "cannot give its result"),
+    ],
+)
+def test_the_operator_and_its_line_are_named(
+    make: Callable[[], nn.Module], mark: str, operator: str, breaks: str
+) -> None:
+    inputs = {
+        "Crossing": {"x": torch.randn(2, 4, 16), "y": torch.randn(2, 4, 16)},
+        "EmbeddingBag": {"input": torch.zeros(4, 6, dtype=torch.long)},
+        "ConvTranspose1d": {"input": torch.randn(2, 1, 8)},
+    }
+    model = make()
+    given = inputs.get(type(model).__name__, {"input": torch.randn(4, 16)})
+    with pytest.raises(ConflictError) as caught:
+        tangram.derive(model, "tp=2", [mark], inputs=given)
+    said = str(caught.value)
+    assert said.startswith("no layout over tp fits the marks: ")
+    assert operator in said
+    assert "test_conflicts.py:" in said
+    assert breaks in said
+
+
+def test_a_mark_on_the_last_module_is_one_on_the_result() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    found = tangram.derive(model, "tp=2", ["1: b o/tp"], inputs={"input": torch.randn(4, 8)})
+    assert str(found.modules["1"]) == "_=4 _=8/tp"
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_are_cut_by_columns(mode: str) -> None:
+    model = nn.EmbeddingBag(32, 16, mode=mode)
+    found = tangram.derive(model, "tp=2", ["weight: v d/tp"], inputs={"input": torch.zeros(4, 6, dtype=torch.long)})
+    assert str(found.parameters["weight"]) == "_=32 _=16/tp"

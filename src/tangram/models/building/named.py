@@ -8,21 +8,27 @@ one of 671 billion parameters. Types have the head of the first row of `HEADS` t
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta, config_of, did_you_mean, presets, refuse_unknown_fields
@@ -122,6 +128,26 @@ def _pixels(config: PreTrainedConfig, batch: int, _: int) -> Inputs:
     return {"pixel_values": torch.zeros(batch, channels, height, width, dtype=torch.bfloat16, device="meta")}
 
 
+def _tokens_and_pixels(config: PreTrainedConfig, batch: int, sequence: int) -> Inputs:
+    """A text of so many tokens and an image for each sample; places of an image are among the tokens.
+
+    Raises UserError for a model that reads numbers of images, of which a capture without memory has none.
+    """
+    kind, tower = str(config.model_type), getattr(config, "vision_config", None) or config
+    forward = getattr(transformers, IMAGE_TEXT[kind]).forward
+    read = next((name for name in inspect.signature(forward).parameters if name in _READ), None)
+    if read or not hasattr(tower, "image_size"):
+        why = f"reads {read}, of which there are no values here" if read else "does not say the size of its images"
+        raise UserError(
+            f"a {kind} model {why}: give FILE.py:FUNCTION, which makes the model and what it is called with"
+        )
+    return {**token_inputs(batch, sequence), **_pixels(tower, batch, sequence)}
+
+
+IMAGE_TEXT = cast("Mapping[str, str]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+"""The types of model that give text for images and text, and its class."""
+_READ = ("image_grid_thw", "spatial_shapes", "pixel_attention_mask")
+"""Arguments of which code looks at the values, to cut images out of what it is given."""
 HEADS = (
     Head(CAUSAL, AutoModelForCausalLM, _tokens),
     Head(PAIRED, AutoModelForSeq2SeqLM, _token_pairs),
@@ -129,6 +155,11 @@ HEADS = (
         cast("Mapping[str, str]", MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
         AutoModelForImageClassification,
         _pixels,
+    ),
+    Head(
+        IMAGE_TEXT,
+        AutoModelForImageTextToText,
+        _tokens_and_pixels,
     ),
 )
 

@@ -59,6 +59,8 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _refuse_shared_forward(model: nn.Module) -> None:
     """Raise UserError for a function that stands for a forward and calls this model: so would that of its copy."""
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise UserError("the model is compiled by torch.compile: make it parallel first, and compile it after that")
     own = {id(module) for module in cast("Iterable[nn.Module]", model.modules())}
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         cells: Sequence[Any] = getattr(vars(module).get("forward"), "__closure__", None) or ()

@@ -20,6 +20,7 @@ import ast
 import inspect
 import itertools
 import math
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -28,10 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
+from tangram.models.capturing.called import caller, line_of
 from tangram.models.capturing.graph import Graph, Node, Run
 
 Stages = Sequence[Sequence[str]]
 """For each stage the modules whose parameters it has, in the order in which they run."""
+
+
+class ElsewhereError(UserError, AttributeError):
+    """A part of a module that another stage has; code that asks whether there is one finds none."""
 
 
 class Through(nn.Module):
@@ -46,6 +52,17 @@ class Through(nn.Module):
         self.width = module.embedding_dim if isinstance(module, nn.Embedding) else None
         if isinstance(module, Through):
             self.width = module.width
+
+    def __getattr__(self, name: str) -> Any:
+        """As of any module; what only the module itself has is refused by the line that asks for it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            line = line_of(caller(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage]
+            raise ElsewhereError(
+                f"{line} looks up {name} in a module that another stage of the pipeline has: this version cuts no such "
+                "model into stages, so make a plan without them (--stages 1)"
+            ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first tensor; in a tuple where the module has one, of which its caller takes the first."""
@@ -98,17 +115,24 @@ def _more_results(module: nn.Module) -> int | None:
     except (OSError, TypeError, SyntaxError):
         return None
     nodes = [*ast.walk(code)]
-    tuples = {
+    kept = {
         target.id: node.value
         for node in reversed(nodes)  # the first assignment of a name
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        if isinstance(node, ast.Assign) and _count(node.value) is not None
         for target in node.targets
         if isinstance(target, ast.Name)
     }
     values = [node.value for node in nodes if isinstance(node, ast.Return)]
-    found = [tuples.get(value.id) if isinstance(value, ast.Name) else value for value in values]
-    counts = [len(value.elts) - 1 for value in found if isinstance(value, ast.Tuple)]
+    found = [_count(kept.get(value.id) if isinstance(value, ast.Name) else value) for value in values]
+    counts = [count - 1 for count in found if count]
     return min(counts) if counts and len(counts) == len(values) else None
+
+
+def _count(value: ast.expr | None) -> int | None:
+    """How many results a tuple or a list has at least, such as `[x] + more`; None of anything else."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return _count(value.left)
+    return len(value.elts) if isinstance(value, ast.Tuple | ast.List) else None
 
 
 class Stage:

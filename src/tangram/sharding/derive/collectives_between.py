@@ -175,7 +175,10 @@ def _after(bound: BoundOp, output: int, label: Label, differentiable: bool) -> S
     state = place_of(bound, bound.outputs[output], label)
     if state is not None:
         return state
-    return SUM if bound.pending[label.factor][output] == "sum" else None
+    pending = bound.pending[label.factor][output]
+    if pending == "" and not differentiable:  # the rule has it the same on every rank, as indices that were looked up
+        return SAME
+    return SUM if pending == "sum" else None
 
 
 def blocks(shape: Sequence[int], state: State) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from tangram.layout import Mesh
 from tangram.models.capturing.graph import Graph
+from tangram.sharding.derive.blame import blamed
 from tangram.sharding.derive.collectives_between import (
     Comm,
     comms,
@@ -293,8 +294,8 @@ class AxisProblem:
         costs = self.costs()
         found = bounded(costs)
         if not np.isfinite(found.bound):  # even the cheapest breaks something, so the marks contradict each other
-            because = self._because()
-            said = because or "they contradict each other, or an operator needs whole what one of them cuts"
+            because = self._because() or blamed(self.folded, self.axis, costs, self.used)
+            said = because or "they contradict each other"
             raise ConflictError(f"no layout over {self.axis} fits the marks: {said}", self.axis, because)
         return replace(self.over(found.choice), gap=gap(costs, found))
 

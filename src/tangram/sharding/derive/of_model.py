@@ -57,8 +57,8 @@ def derive_model(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool 
     if left:
         return _derived(graph, marks, mesh)
     named = {mark.pattern for mark in marks}
-    in_code = {v for mark in marks for v in (mark.on(graph) or {}).values()}
-    free = [name for name, v in graph.outputs.items() if name not in named and v not in in_code]
+    marked = {v for mark in marks for v in matched(graph, mark).values()}
+    free = [name for name, v in graph.outputs.items() if name not in named and v not in marked]
     return _derived(graph, [*marks, *(Mark.parse(f"{name}: ...") for name in free)], mesh)
 
 

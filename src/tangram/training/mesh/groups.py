@@ -18,6 +18,7 @@ from tangram.checkpoint.state.replicated import contents
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.capturing.opened import plain
+from tangram.sharding.derivation import mesh_from
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
 
 T = TypeVar("T")
@@ -147,7 +148,7 @@ def device_mesh_of(model: nn.Module, mesh: DeviceMesh | Mesh | str) -> DeviceMes
         raise UserError(
             "no process group was begun: start ranks with torchrun and call torch.distributed.init_process_group"
         )
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    mesh = mesh_from(mesh)
     if not mesh.axes or mesh.size != dist.get_world_size():
         raise UserError(f'the mesh "{mesh}" has {mesh.size} ranks and the process group {dist.get_world_size()}')
     kinds = {p.device.type for p in model.parameters()} - {"meta"}

@@ -1,0 +1,143 @@
+"""Models of public reports, made parallel by `tangram.parallelize` on two ranks, beside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tangram
+from tangram.errors import UserError
+from tangram.training.run.launch import Rank
+
+
+class Residual(nn.Module):
+    """A block whose hidden states are cut by sequence between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Shared(nn.Module):
+    """Keys of which a part is one for all heads: made of a weight that no rank cuts, and expanded to heads that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.shared, self.out = (nn.Linear(16, n, bias=False) for n in (32, 16, 4, 16))
+        self.down = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k = self.q(x).view(b, s, 4, 8), self.k(x).view(b, s, 4, 4)
+        k = torch.cat([k, self.shared(x)[:, :, None].expand(b, s, 4, 4)], -1)
+        v = self.out(x).view(b, s, 4, 4)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.down(y.transpose(1, 2).reshape(b, s, 16))
+
+
+class Recurrent(nn.Module):
+    """Channels that are apart from each other: a convolution of each, and a norm of each group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mix, self.norm = nn.Conv1d(16, 16, 4, padding=3, groups=16), nn.GroupNorm(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(self.up(x).transpose(1, 2))[..., : x.shape[1]]
+        b, c, s = h.shape
+        h = self.norm(h.transpose(1, 2).reshape(b * s, c)).view(b, s, c)
+        return self.down(F.silu(h))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model of a report."""
+
+    make: Callable[[], nn.Module]
+    marks: Sequence[str]
+    mesh: str = "tp=2"
+    length: int = 6
+    width: int = 8
+    compiled: bool = False
+
+
+BLOCK = ("up.weight: f/tp h", "down.weight: h f/tp")
+WORKS: Mapping[str, Work] = {
+    "odd": Work(Residual, ("norm: b s/tp h", *BLOCK), length=5),
+    "shared": Work(Shared, ("q.weight: n/tp h", "k.weight: n/tp h"), width=16),
+    "recurrent": Work(Recurrent, ("up.weight: c/tp h", "mix.weight: c/tp _ k")),
+    "one way": Work(Residual, ("norm: b/dp s h", *BLOCK), "dp=2 tp=1"),
+    "compiled": Work(Residual, BLOCK, compiled=True),
+    "partly": Work(lambda: nn.Sequential(nn.Linear(8, 8), Residual(), nn.LayerNorm(8)), ("1.up.weight: f/tp h",)),
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a model on one rank."""
+
+    value: float = 0.0
+    """How far what it gives is off one process."""
+    gradient: float = 0.0
+    """Of the parameter whose gradient is furthest off."""
+    stepped: float = 0.0
+    """Of the parameter that is furthest off after gradients were clipped and a fused AdamW has stepped."""
+    alike: bool = False
+    """Whether all ranks have the same bits of gradients of what is whole."""
+    parts: Mapping[str, tuple[int, ...]] | None = None
+    refused: str = ""
+
+
+def run_all(rank: Rank, _: None) -> dict[str, Ran]:
+    """The task of the ranks."""
+    return {name: _run(work) for name, work in WORKS.items()}
+
+
+def _run(work: Work) -> Ran:
+    torch.manual_seed(0)
+    whole = work.make()
+    torch.manual_seed(0)
+    model = work.make()
+    x = torch.randn(4, work.length, work.width, generator=torch.Generator().manual_seed(1))
+    name = "input" if isinstance(model, nn.Sequential) else "x"
+    try:
+        held = tangram.parallelize(model, work.mesh, work.marks, inputs={name: x})
+    except UserError as error:
+        return Ran(refused=str(error))
+    called: Any = torch.compile(model, backend="eager") if work.compiled else model
+    want, found = whole(x), called(**{name: x})
+    for one in (want, found):
+        one.sin().sum().backward()
+    held.sum_gradients()
+    own = dict(model.named_parameters())
+    full = {key: _full(p.grad) for key, p in own.items()}
+    gradient = max(_off(full[key], cast(Tensor, p.grad)) for key, p in whole.named_parameters())
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, full)
+    alike = all(torch.equal(other[key], full[key]) for other in gathered for key in full)
+    for net in (whole, model):
+        optimiser = torch.optim.AdamW(net.parameters(), 1e-2, fused=True)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimiser.step()
+    stepped = max(_off(_full(own[key]), p.detach()) for key, p in whole.named_parameters())
+    parts = {key: tuple(cast(Any, getattr(p, "to_local", lambda p=p: p)()).shape) for key, p in own.items()}
+    return Ran(_off(found.detach(), want.detach()), gradient, stepped, alike, parts)
+
+
+def _full(x: Any) -> Tensor:
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
+
+
+def _off(x: Tensor, want: Tensor) -> float:
+    return float((x - want).abs().max() / want.abs().max()) if x.shape == want.shape else float("inf")

@@ -1,0 +1,75 @@
+"""Public reports about models made parallel by other libraries, rebuilt small and made parallel by this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tangram
+from tangram.errors import UserError
+from tangram.training.run.launch import run_ranks
+from tests.public.parallelize_tasks import Ran, run_all
+from tests.sweep import published
+from tests.training.oracle.warm import once
+
+BOUND = 1e-5
+Ranks = list[dict[str, Ran]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    def run(_: Path) -> Ranks:
+        return [*run_ranks(run_all, None, world=2, on_event=lambda _: None, device="cpu")]
+
+    return once(tmp_path_factory, "public-parallelize", run)
+
+
+def _right(ranks: Ranks, name: str) -> list[Ran]:
+    """What the ranks found of a model, which is that of one process, also after a step."""
+    found = [own[name] for own in ranks]
+    assert [one for one in found if one.refused or max(one.value, one.gradient, one.stepped) > BOUND] == []
+    return found
+
+
+def test_sequences_that_ranks_do_not_divide(ranks: Ranks) -> None:
+    """pytorch/torchtitan#1306: of a sequence of odd length ranks made sizes that no rank has, and nothing said so."""
+    _right(ranks, "odd")
+
+
+def test_what_all_heads_share_gets_the_gradients_of_all(ranks: Ranks) -> None:
+    """pytorch/torchtitan#1373: a key that all heads share got the gradient of this rank's heads alone."""
+    assert all(one.alike for one in _right(ranks, "shared"))
+
+
+def test_convolutions_of_channels_and_norms_of_groups(ranks: Ranks) -> None:
+    """pytorch/pytorch#133221: both are apart for each head, and neither could be cut."""
+    for one in _right(ranks, "recurrent"):
+        assert one.parts is not None
+        assert one.parts["mix.weight"] == (8, 1, 4)
+        assert one.parts["norm.weight"] == (8,)
+
+
+def test_an_axis_of_one_rank(ranks: Ranks) -> None:
+    """pytorch/pytorch#113761: a mesh whose tensor axis is one rank wide ended in an index out of range."""
+    _right(ranks, "one way")
+
+
+def test_compiled_once_it_is_parallel(ranks: Ranks) -> None:
+    """pytorch/pytorch#108840: a compiled model had all of every weight on each rank."""
+    for one in _right(ranks, "compiled"):
+        assert one.parts is not None
+        assert one.parts["up.weight"] == (8, 8)
+
+
+def test_a_model_of_which_one_layer_is_cut_is_clipped_and_stepped(ranks: Ranks) -> None:
+    """karpathy/build-nanogpt#17: clipping and fused AdamW failed on a mixture of plain and sharded parameters."""
+    _right(ranks, "partly")
+
+
+def test_a_model_that_reads_how_large_its_images_are_is_refused_by_its_line() -> None:
+    """huggingface/transformers#39399: the vision tower of Qwen2.5-VL failed inside of a convolution that was cut."""
+    (case,) = published.cases(["qwen2_5_vl"])
+    model = case.model()
+    with pytest.raises(UserError, match=r"transformers/vision_utils\.py:\d+: what runs depends on the values"):
+        tangram.derive(model, "tp=2", ["*.q_proj.weight: o/tp i"], inputs=case.inputs(model))
