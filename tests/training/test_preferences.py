@@ -1,6 +1,7 @@
 """Learning from preferences: formulas, and runs on one process and two beside transformers and peft."""
 
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -62,6 +63,7 @@ def plans(folder: Path) -> dict[Key, Plan]:
     some = {"dpo": ("one", "fsdp", "tp"), "ipo, whole": ("one", "fsdp"), "orpo": ("one", "tp")}
     found = {(job, way): ways[way].model_copy(update=jobs[job]) for job, own in some.items() for way in own}
     found["dpo", "half"], found["dpo", "rest"] = found["dpo", "tp"], found["dpo", "fsdp"]
+    found["ipo, whole", "half"], found["ipo, whole", "rest"] = found["ipo, whole", "fsdp"], found["ipo, whole", "one"]
     return {
         key: plan.model_copy(update={"run": plan.run.model_copy(update={"steps": HALF if key[1] == "half" else STEPS})})
         for key, plan in found.items()
@@ -71,14 +73,13 @@ def plans(folder: Path) -> dict[Key, Plan]:
 @pytest.fixture(scope="module")
 def ran(folder: Path, plans: dict[Key, Plan]) -> dict[Key, list[Traced]]:
     """What all ranks have measured, each number of ranks started once."""
-    after = {("dpo", "rest"): ("dpo", "half")}
+    after = {(job, "rest"): (job, "half") for job in ("dpo", "ipo, whole")}
     found: dict[Key, list[Traced]] = {}
-    for ranks in (1, 2):
+    for ranks in (2, 1):
         work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
         done: list[dict[Key, Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", {k: v for k, v in after.items() if k in work}),
-            world=ranks, on_event=print, device="cpu",
-        )  # fmt: skip
+            run_in_turn, (work, folder / "runs", after), world=ranks, on_event=print, device="cpu"
+        )
         found |= {key: [rank[key] for rank in done] for key in work}
     return found
 
@@ -101,6 +102,23 @@ def test_losses_and_gradients_are_those_of_transformers_and_peft_on_any_mesh(
             assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
     if (job, "rest") in ran:  # on another mesh, with the reference of the begin
         assert ran[job, "rest"][0].losses == pytest.approx(expected.losses[HALF:], rel=1e-5)
+
+
+def test_a_reference_of_other_weights_is_refused(
+    folder: Path, tmp_path: Path, plans: dict[Key, Plan], ran: dict[Key, list[Traced]]
+) -> None:
+    """A run goes on only beside the values that it began with, though no checkpoint has them."""
+    assert ran
+    shutil.copytree(folder / "chat-model", tmp_path / "chat-model")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-model")
+    with torch.no_grad():
+        model.lm_head.weight[-1, -1] += 1e-6
+    model.save_pretrained(tmp_path / "chat-model")
+    plan = plans["ipo, whole", "rest"]
+    other = plan.model_copy(update={"model": plan.model.model_copy(update={"path": str(tmp_path / "chat-model")})})
+    key, before = ("ipo, whole", "other"), ("ipo, whole", "half")
+    with pytest.raises(UserError, match="put back the weights that the run began with"):
+        run_ranks(run_in_turn, ({key: other}, folder / "runs", {key: before}), world=1, on_event=print, device="cpu")
 
 
 @pytest.mark.parametrize("mistake", [m for m in get_args(Mistake) if m])
