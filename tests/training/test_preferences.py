@@ -34,6 +34,8 @@ WAYS: Mapping[str, Strategy] = {
     "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),
     "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
     "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
+    "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
+    "pp, fsdp": Strategy("2 stages, FSDP", "pp=2 dp=2", ("dp",), shard="dp", stages=2),
 }
 SET = {
     "data.sequence": "64", "data.global_batch": "6", "data.micro_batch": "6",
@@ -60,7 +62,9 @@ def plans(folder: Path) -> dict[Key, Plan]:
         "ipo, whole": {"preference": PreferencePlan(loss_type="ipo")},
         "orpo": {"preference": PreferencePlan(loss_type="orpo"), "lora": LORA},
     }
-    some = {"dpo": ("one", "fsdp", "tp"), "ipo, whole": ("one", "fsdp"), "orpo": ("one", "tp")}
+    some = {
+        "dpo": ("one", "fsdp", "tp", "pp"), "ipo, whole": ("one", "fsdp", "pp, fsdp"), "orpo": ("one", "tp", "pp")
+    }  # fmt: skip
     found = {(job, way): ways[way].model_copy(update=jobs[job]) for job, own in some.items() for way in own}
     found["dpo", "half"], found["dpo", "rest"] = found["dpo", "tp"], found["dpo", "fsdp"]
     found["ipo, whole", "half"], found["ipo, whole", "rest"] = found["ipo, whole", "fsdp"], found["ipo, whole", "one"]
@@ -75,7 +79,7 @@ def ran(folder: Path, plans: dict[Key, Plan]) -> dict[Key, list[Traced]]:
     """What all ranks have measured, each number of ranks started once."""
     after = {(job, "rest"): (job, "half") for job in ("dpo", "ipo, whole")}
     found: dict[Key, list[Traced]] = {}
-    for ranks in (2, 1):
+    for ranks in (2, 1, 4):
         work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
         done: list[dict[Key, Traced]] = run_ranks(
             run_in_turn, (work, folder / "runs", after), world=ranks, on_event=print, device="cpu"
@@ -207,7 +211,3 @@ def test_what_is_refused(folder: Path, plans: dict[Key, Plan]) -> None:
     ):
         with pytest.raises(UserError, match=why):
             load(folder / "dpo.toml", {"preference.beta": "0.1", **change})
-    asked = load(folder / "dpo.toml", SET)
-    counted = Counted(asked, source_of(asked, tokens_of(asked)).config)
-    with pytest.raises(UserError, match="stages train each alone"):
-        plan_of(Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2), asked, counted, 1)
