@@ -61,11 +61,20 @@ def plans(folder: Path) -> dict[Key, Plan]:
         "dpo": {"lora": LORA},
         "ipo, whole": {"preference": PreferencePlan(loss_type="ipo")},
         "orpo": {"preference": PreferencePlan(loss_type="orpo"), "lora": LORA},
+        "kto": {"lora": LORA},
     }
     some = {
-        "dpo": ("one", "fsdp", "tp", "pp"), "ipo, whole": ("one", "fsdp", "pp, fsdp"), "orpo": ("one", "tp", "pp")
+        "dpo": ("one", "fsdp", "tp", "pp"), "ipo, whole": ("one", "fsdp", "pp, fsdp"), "orpo": ("one", "tp", "pp"),
+        "kto": ("one", "fsdp", "tp", "pp, fsdp"),
     }  # fmt: skip
+    single = load(folder / "kto.toml", {**SET, "data.cache": str(folder / "cache")})
+    prepare(single.data, tokens_of(single), lambda event: None)
+    of_kto = {name: getattr(single, name) for name in ("task", "data", "preference")}
+    jobs["kto"] |= of_kto
     found = {(job, way): ways[way].model_copy(update=jobs[job]) for job, own in some.items() for way in own}
+    for key in [key for key in found if key[0] == "kto"]:  # each way takes its own micro-batch
+        micro = {"micro_batch": ways[key[1]].data.micro_batch}
+        found[key] = found[key].model_copy(update={"data": single.data.model_copy(update=micro)})
     found["dpo", "half"], found["dpo", "rest"] = found["dpo", "tp"], found["dpo", "fsdp"]
     found["ipo, whole", "half"], found["ipo, whole", "rest"] = found["ipo, whole", "fsdp"], found["ipo, whole", "one"]
     return {
@@ -88,7 +97,7 @@ def ran(folder: Path, plans: dict[Key, Plan]) -> dict[Key, list[Traced]]:
     return found
 
 
-@pytest.mark.parametrize("job", ["dpo", "ipo, whole", "orpo"])
+@pytest.mark.parametrize("job", ["dpo", "ipo, whole", "orpo", "kto"])
 def test_losses_and_gradients_are_those_of_transformers_and_peft_on_any_mesh(
     plans: dict[Key, Plan], ran: dict[Key, list[Traced]], job: str
 ) -> None:
@@ -127,9 +136,10 @@ def test_a_reference_of_other_weights_is_refused(
 
 @pytest.mark.parametrize("mistake", [m for m in get_args(Mistake) if m])
 def test_mistakes_are_seen(plans: dict[Key, Plan], ran: dict[Key, list[Traced]], mistake: Mistake) -> None:
-    job = "ipo, whole" if mistake == "prompt counted" else "dpo"  # of sums a prompt has no part: both sides have it
+    # of sums a prompt has no part: both sides have it
+    job = {"prompt counted": "ipo, whole", "own answer": "kto"}.get(mistake, "dpo")
     wrong = oracle(plans[job, "one"], mistake)
-    assert ran[job, "one"][0].losses[1:] != pytest.approx(wrong.losses[1:], rel=1e-4)
+    assert ran[job, "one"][0].losses[1:] != pytest.approx(wrong.losses[1:], rel=1e-5)
 
 
 def sigma(x: float) -> float:
@@ -152,6 +162,7 @@ def test_formulas_are_those_that_were_published(c: float, r: float) -> None:
         "sigmoid_norm": -math.log(sigma(means)),
         "apo_zero": 1 - sigma(beta * c) + sigma(beta * r),
         "apo_down": sigma(beta * c) + 1 - sigma(ahead),
+        "kto": 1 - sigma(beta * c) + sigma(beta * r),
         "simpo": -(1 - eps) * math.log(sigma(means - gamma)) - eps * math.log(sigma(gamma - means)),
     }
     if c < 0:
@@ -206,7 +217,10 @@ def test_the_page_is_what_happens(
 def test_what_is_refused(folder: Path, plans: dict[Key, Plan]) -> None:
     for change, why in (
         ({"data.packing": "best-fit"}, "share no row"),
-        ({"preference.loss_type": "kto"}, "preference.loss_type"),
+        ({"preference.loss_type": "kto"}, "is that of the task"),
+        ({"task": "kto", "preference.loss_type": "sigmoid"}, "is that of the task"),
+        ({"task": "kto", "preference.loss_type": "kto", "data.global_batch": "1"}, "take at least 2"),
+        ({"preference.desirable_weight": "2.0"}, "no weights of good and bad answers"),
         ({"task": "sft"}, "preferences are what the task"),
     ):
         with pytest.raises(UserError, match=why):

@@ -29,6 +29,8 @@ class Corpus:
     """The token in places that count nothing."""
     rows: int = 1
     """How many rows of tokens a sample is (`Split.rows`)."""
+    labelled: bool = False
+    """Whether each is an answer that is good or bad."""
     read: tuple[str, ...] = ()
     """Of each source, how many files and documents were taken and left out, and why, in words."""
 
@@ -82,7 +84,7 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
             "run.evaluate_every to 0 to measure none"
         )
     read = tuple(_read(store, data) for store in stores)
-    return Corpus(training, held_out, content.hexdigest(), tokens.end, tokens.rows, read)
+    return Corpus(training, held_out, content.hexdigest(), tokens.end, tokens.rows, tokens.labelled, read)
 
 
 def times_seen(corpus: Corpus, data: DataPlan, steps: int) -> tuple[float, ...]:

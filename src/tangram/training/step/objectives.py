@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.errors import UserError
@@ -23,9 +24,19 @@ from tangram.schema.tuning import TaskName
 from tangram.training.data import IGNORE, Batch, RankBatches
 from tangram.training.objective.loss import Logits, leaving, logits_placement, row_losses, token_loss
 from tangram.training.objective.model_inputs import model_inputs
-from tangram.training.objective.preferences import FIGURES, FORMULAS, Scores, figures_of
+from tangram.training.objective.preferences import (
+    FIGURES,
+    FORMULAS,
+    LABELLED_FIGURES,
+    Labelled,
+    Scores,
+    figures_of,
+    labelled_figures,
+    labelled_scores,
+)
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.reference import evaluating
 
 Over = Literal["labels", "samples", "first tokens"]
 """What a term is a mean over: counted labels, samples, or all tokens but the begin of the first rows of samples."""
@@ -54,6 +65,8 @@ class Objective:
     rows: Callable[[Logits, Batch], Tensor] | None = None
     """What is compared with a reference, for each row of a batch (B); None: there is no reference."""
     rows_per_sample: int = 1
+    labelled: bool = False
+    """Whether samples are answers that are good or bad: what they are compared with is `Labelled`, stacked."""
     own: LossSum | None = None
     """In the place of `sums`; of a model without stages."""
 
@@ -80,21 +93,15 @@ class Objective:
             return [None for _ in batches]
         if model.reference is None:
             raise UserError("this loss compares with a reference: give the ParallelModel one before it is trained")
+        others = [batch.others for batch in batches if batch.others is not None]
         with model.reference.used():
-            if model.pipeline is None:
-                return [rows(_logits(model.parts[0], batch), batch) for batch in batches]
-            found: dict[int, Tensor] = {}
-            at_once = model.plan.micro_steps  # as many as train, of one size
-            for _, group in groupby(enumerate(batches), lambda one: (one[0] // at_once, one[1].inputs_BS.shape)):
-                some = list(group)
-
-                def keep(logits: Logits, micro: int, some: Sequence[tuple[int, Batch]] = some) -> Tensor:
-                    number, batch = some[micro]
-                    found[number] = rows(logits, batch)
-                    return found[number].sum()
-
-                model.pipeline.losses([batch for _, batch in some], keep)
-            return [found.get(number) for number in range(len(batches))]
+            found = _each(model, batches, rows)
+            of_others = _each(model, others, rows)
+        if not self.labelled:
+            return found
+        with evaluating(model.module):
+            ahead = [(own, was) for own, was in zip(_each(model, others, rows), of_others, strict=True)]
+        return _labelled_with(model, batches, found, ahead)
 
     def loss(self, sums: Sums, batches: RankBatches) -> Tensor:
         """This batch's part of the loss of the global batch."""
@@ -112,6 +119,51 @@ class Objective:
             "first tokens": (every_label(batch)[:: self.rows_per_sample] != IGNORE).sum(),
         }
         return torch.stack([counts[over] for over in (*self.over, "samples")]).double()
+
+
+def _each(
+    model: ParallelModel, batches: Sequence[Batch], rows: Callable[[Logits, Batch], Tensor]
+) -> list[Tensor | None]:
+    """Of each batch, on ranks that have logits; in a pipeline as many go through at once as train, of one size."""
+    if model.pipeline is None:
+        return [rows(_logits(model.parts[0], batch), batch) for batch in batches]
+    found: dict[int, Tensor] = {}
+    at_once = model.plan.micro_steps
+    for _, group in groupby(enumerate(batches), lambda one: (one[0] // at_once, one[1].inputs_BS.shape)):
+        some = list(group)
+
+        def keep(logits: Logits, micro: int, some: Sequence[tuple[int, Batch]] = some) -> Tensor:
+            number, batch = some[micro]
+            found[number] = rows(logits, batch)
+            return found[number].sum()
+
+        model.pipeline.losses([batch for _, batch in some], keep)
+    return [found.get(number) for number in range(len(batches))]
+
+
+def _labelled_with(
+    model: ParallelModel,
+    batches: Sequence[Batch],
+    references: Sequence[Tensor | None],
+    others: Sequence[tuple[Tensor | None, Tensor | None]],
+) -> list[Tensor | None]:
+    """`Labelled` of each batch, stacked. `others`: of the others' answers, under the policy and the reference."""
+    sums = torch.zeros(4, dtype=torch.float64, device=model.world.device)
+    for batch, (now, before) in zip(batches, others, strict=True):
+        if now is None or before is None or batch.bad_B is None:  # a stage without logits
+            continue
+        counts_B = (batch.labels_BS != IGNORE).any(1)
+        sums += torch.stack(
+            [
+                (now - before).where(counts_B, 0.0).sum(),
+                counts_B.sum(),
+                *((counts_B & side_B).sum() for side_B in (~batch.bad_B, batch.bad_B)),
+            ]
+        )
+    dist.all_reduce(sums, group=model.world.group)  # of model axes' ranks all are multiples
+    ahead, count, good, bad = sums
+    shares = (ahead / count).clamp(min=0), *(torch.where(side > 0, count / side, 0.0) for side in (good, bad))
+    return [None if x is None else torch.stack([x, *(share.expand_as(x) for share in shares)]) for x in references]
 
 
 def objective_of(plan: Job, loss_sum: LossSum | None = None) -> Objective:
@@ -159,6 +211,22 @@ def _preferences(plan: Job) -> Objective:
     return Objective(sums, over, FIGURES, _answers if plan.has_reference else None, each)
 
 
+def _labelled(plan: Job) -> Objective:
+    preference = plan.preference
+    assert preference is not None  # the job's tables say so
+    formula = FORMULAS[preference.loss_type]
+
+    def sums(logits: Logits, batch: Batch, compared_KB: Tensor | None) -> Sums:
+        assert compared_KB is not None  # the job has a reference
+        assert batch.bad_B is not None  # its rows have labels
+        logps_B, compared = _answers(logits, batch), Labelled(*compared_KB)
+        counts_B = (batch.labels_BS != IGNORE).any(1)
+        losses_B = formula.loss(labelled_scores(logps_B, compared, batch.bad_B, counts_B), preference)
+        return Sums((losses_B.sum(),), labelled_figures(logps_B, compared, batch.bad_B, counts_B, preference.beta))
+
+    return Objective(sums, ("samples",), LABELLED_FIGURES, _answers, labelled=True)
+
+
 def _answers(logits: Logits, batch: Batch) -> Tensor:
     return answer_log_probs(logits, batch)[0]
 
@@ -193,5 +261,5 @@ def every_label(batch: Batch) -> Tensor:
 
 
 OBJECTIVES: Mapping[TaskName, Callable[[Job], Objective]] = MappingProxyType(
-    {"pretrain": lambda plan: NEXT_TOKEN, "sft": lambda plan: NEXT_TOKEN, "dpo": _preferences}
+    {"pretrain": lambda plan: NEXT_TOKEN, "sft": lambda plan: NEXT_TOKEN, "dpo": _preferences, "kto": _labelled}
 )
