@@ -153,8 +153,11 @@ def _job(folder: Path) -> Path:
     return folder / "dpo.toml"
 
 
-LABELLED = [{"prompt": [USER], "completion": [GOOD], "label": True}, {"prompt": "3?", "completion": [{**GOOD, "content": "no"}], "label": "0"},
-            {"prompt": [USER], "completion": [BAD], "label": 0}]  # fmt: skip
+LABELLED = [
+    {"prompt": [USER], "completion": [GOOD], "label": True},
+    {"prompt": "3?", "completion": [{**GOOD, "content": "no"}], "label": "0"},
+    {"prompt": [USER], "completion": [BAD], "label": 0},
+]
 
 
 def test_answers_with_labels_stand_beside_those_of_the_sample_before(tmp_path: Path) -> None:

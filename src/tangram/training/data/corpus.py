@@ -10,7 +10,7 @@ import numpy as np
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
 from tangram.training.data.cache import PART_BYTES, fill, open_source
-from tangram.training.data.chat import CUT, KINDS
+from tangram.training.data.chat import CUT, KINDS, OPEN
 from tangram.training.data.files import LEFT_OUT, TAKEN, in_words
 from tangram.training.data.samples import Split
 from tangram.training.data.store import TokenStore
@@ -107,16 +107,21 @@ def repeats(split: Split) -> int:
 
 def _read(store: TokenStore, data: DataPlan) -> str:
     """What was counted while the tokens of a source were made, as one line."""
-    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT)}
+    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN)}
     for key, number in store.tally.items():
         what, _, which = key.partition(": ")
         counts[what][which] = number
-    taken, left_out, special, kinds, cut = counts.values()
+    taken, left_out, special, kinds, cut, without_end = counts.values()
     documents = sum(len(split.end_D) for split in store.splits)
     words = [f"{taken.total():,} taken ({in_words(taken)}), {documents:,} documents"]
     words += [f"each of {kind}" for kind in kinds]
     if cut:
         words.append(f"cut: {in_words(cut)} (data.too_long)")
+    if without_end:
+        words.append(
+            f"{without_end.total():,} answers end without a special token, so the model is not taught where to stop: "
+            "let the chat template end them with one"
+        )
     if left_out:
         words.append(f"left out: {in_words(left_out)}")
     if special:
