@@ -309,6 +309,26 @@ def test_answers_before_the_last_are_found_where_the_template_ends_them_otherwis
     assert not [key for key in tally if "otherwise" in key or "without an end" in key]
 
 
+def test_answers_of_weight_0_are_in_no_loss(tmp_path: Path) -> None:
+    turns = [dict(turn) for turn in TURNS]
+    turns[2] |= {"weight": 0}
+    turns[4] |= {"weight": 1}
+    tokens = tokens_at(tmp_path)
+    ((ids, counts),) = encoded(tokens, {"messages": turns})
+    ((whole, _),) = encoded(tokens, {"messages": TURNS})
+    assert ids == whole
+    assert tokens.spelled([i for i, own in zip(ids, counts, strict=True) if own]) == "Yes: 4. é<|im_end|>\n"
+
+
+def test_a_source_of_which_all_is_left_out_says_why(tmp_path: Path) -> None:
+    tokens_at(tmp_path, "Hello.")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text(json.dumps({"messages": TURNS[:3]}))
+    job = load(tmp_path / "sft.toml", {"data.cache": str(tmp_path / "cache")})
+    with pytest.raises(UserError, match="all of it is left out: 1 conversations without an answer within"):
+        prepare(job.data, tokens_of(job), lambda event: None)
+
+
 def test_a_template_without_an_end_of_answers_is_told(tmp_path: Path) -> None:
     endless = CHATML.replace("{{ m.content }}<|im_end|>\n{% endgeneration %}", "{{ m.content }}{% endgeneration %}")
     tally = Counter[str]()

@@ -289,6 +289,8 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
         raise BadRow("begins with an answer: give what it answers before it")
     text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
     for turn in turns:
+        if messages[turn].get("weight") == 0:  # as OpenAI's files say that an answer is not to be learnt
+            continue
         before, prompt = render(messages[:turn], False), render(messages[:turn], True)
         until = text if turn == len(messages) - 1 else render(messages[: turn + 1], False)
         start = alike(prompt, until)

@@ -71,10 +71,10 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
         tuple(replace(store.splits[split], context=tokens.context, rows=tokens.rows, best_fit=best) for store in stores)
         for split in (0, 1)
     )
-    for source, split, kept in zip(data.sources, training, held_out, strict=True):
+    for source, split, kept, store in zip(data.sources, training, held_out, stores, strict=True):
         if not split.windows(data.sequence, single=is_single(data)):
             raise UserError(
-                f'the source "{source.path}" has no text to train on: {_where(len(kept.end_D), data.held_out)}'
+                f'the source "{source.path}" has no text to train on: {_where(store, len(kept.end_D), data.held_out)}'
             )
     if data.held_out and not any(split.windows(data.sequence, single=is_single(data)) for split in held_out):
         count = sum(len(split.end_D) for split in training)
@@ -130,7 +130,11 @@ def _read(store: TokenStore, data: DataPlan) -> str:
     return "; ".join(words)
 
 
-def _where(kept: int, share: float) -> str:
+_ROWS_LEFT_OUT = tuple(f"{LEFT_OUT}: {rows}" for rows in ("conversations", "pairs"))
+
+
+def _where(store: TokenStore, kept: int, share: float) -> str:
     if not kept:
-        return "its files are empty"
+        lost = {key.partition(": ")[2]: n for key, n in store.tally.items() if key.startswith(_ROWS_LEFT_OUT)}
+        return f"all of it is left out: {in_words(Counter(lost))}" if lost else "its files are empty"
     return f"all of its {kept} documents are held out: lower data.held_out (now {share}) or give more documents"
