@@ -42,7 +42,7 @@ class ModelInputs(NamedTuple):
     order: Tensor | None
     """Which token of the batch stands where; None: as they are."""
 
-    def as_given(self, x_BS: Tensor) -> Tensor:
+    def input_order_of(self, x_BS: Tensor) -> Tensor:
         """What the batch has for each token (B, S), in the order in which the model is given them."""
         return x_BS if self.order is None else x_BS[:, self.order]
 

@@ -224,11 +224,9 @@ def finish(
     )
     by_token = plan.data.held_out and plan.preference is None  # else no model's entropy bounds the loss
     entropy = unigram_entropy(ready.corpus, plan.data) if by_token else None
-    if report.held_out_loss is not None:
-        words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}"
-        if entropy is not None:
-            words += f"; unigram entropy {entropy:.4f}, ratio {report.held_out_loss / entropy:.2f}"
-        on_event(Note(f"held out   {words}"))
+    if (loss := report.held_out_loss) is not None:
+        beside = f"; unigram entropy {entropy:.4f}, ratio {loss / entropy:.2f}" if entropy else ""
+        on_event(Note(f"held out   loss {loss:.6f} on {count(plan.ranks, 'rank')}{beside}"))
     with computing_as_a_rank(plan.ranks):
         proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, on_event)
     summary = summarise(
@@ -238,7 +236,7 @@ def finish(
         wall_s=time.monotonic() - ready.begun,
         model=ready.source.name,
         parameters=ready.parameters,
-        eval_loss=report.held_out_loss,
+        eval_loss=loss,
         unigram_entropy=entropy,
         packing=report.packing,
         padding=padding(ready.corpus, plan.data),

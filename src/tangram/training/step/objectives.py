@@ -245,9 +245,9 @@ def answer_log_probs(logits: Logits, batch: Batch, *, prompts: bool = False) -> 
     but its first."""
     every_BS = every_label(batch) if prompts else batch.labels_BS
     masks = [batch.labels_BS != IGNORE, *([every_BS != IGNORE] if prompts else [])]
-    as_given = logits.inputs.as_given
+    ordered = logits.inputs.input_order_of
     answers_B, *whole = row_losses(
-        logits.values_BSV, as_given(every_BS), [as_given(mask_BS) for mask_BS in masks], logits.placement
+        logits.values_BSV, ordered(every_BS), [ordered(mask_BS) for mask_BS in masks], logits.placement
     )
     return -answers_B, whole[0] if whole else None
 
