@@ -124,6 +124,7 @@ def test_a_chat_model_is_tuned_as_by_trl(tmp_path: Path) -> None:
 PREFERENCES: Mapping[str, dict[str, str]] = {
     "sigmoid": {}, "ipo": {}, "hinge": {}, "robust": {"label_smoothing": "0.1"}, "sigmoid_norm": {}, "apo_zero": {},
     "apo_down": {}, "simpo": {"beta": "2.0"}, "orpo": {},
+    "kto": {"desirable_weight": "1.5", "undesirable_weight": "0.75"},
 }  # fmt: skip
 
 
@@ -135,7 +136,10 @@ def test_preferences_are_learnt_as_by_trl(tmp_path: Path, loss: str) -> None:
     folder = write_pairs(tmp_path, "texts" if loss in ("simpo", "orpo") else "pairs")
     own = {"beta": "0.1", **PREFERENCES[loss]}
     asked = {f"preference.{key}": value for key, value in {"loss_type": loss, **own}.items()}
-    plan = planned(folder, "dpo.toml", **asked, **{"lora.rank": "4", "run.steps": "30" if loss == "sigmoid" else "4"})
+    steps = "30" if loss in ("sigmoid", "kto") else "4"
+    plan = planned(
+        folder, f"{'kto' if loss == 'kto' else 'dpo'}.toml", **asked, **{"lora.rank": "4", "run.steps": steps}
+    )
     mine = ran(plan, folder)
     rows, same = rows_in_order(plan, "a.jsonl"), settings(plan, folder / "theirs")
     numbers = {key: float(value) for key, value in own.items()}
@@ -144,6 +148,10 @@ def test_preferences_are_learnt_as_by_trl(tmp_path: Path, loss: str) -> None:
         cpo, orpo = (pytest.importorskip(f"trl.experimental.{name}") for name in ("cpo", "orpo"))
         kind, config = (cpo.CPOTrainer, cpo.CPOConfig) if simpo else (orpo.ORPOTrainer, orpo.ORPOConfig)
         theirs = logged(kind, plan, config(**same, **numbers, **simpo), rows, folder)
+    elif loss == "kto":
+        theirs = logged(trl.KTOTrainer, plan, trl.KTOConfig(loss_type=loss, **same, **numbers), rows, folder)
+        assert max(one["kl"] for one in theirs) > 1e-3
+        assert mine.figures["kl"] == pytest.approx([one["kl"] for one in theirs], rel=1e-4, abs=1e-6)
     else:
         theirs = logged(trl.DPOTrainer, plan, trl.DPOConfig(loss_type=[loss], **same, **numbers), rows, folder)
     assert len(theirs) == plan.run.steps
@@ -151,4 +159,4 @@ def test_preferences_are_learnt_as_by_trl(tmp_path: Path, loss: str) -> None:
     assert mine.norms == pytest.approx([one["grad_norm"] for one in theirs], rel=1e-5)
     for key, values in mine.figures.items():
         if key.startswith("rewards/"):
-            assert values == pytest.approx([one[key] for one in theirs], rel=1e-4, abs=1e-6), key
+            assert values == pytest.approx([one[key] for one in theirs], rel=1e-4, abs=3e-6), key

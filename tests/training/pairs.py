@@ -17,7 +17,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, tokens_of
 from tests.training.tuning_tasks import Traced, begin_as, whole, write_folder
 
-Mistake = Literal["", "reference follows", "swapped", "mask shifted", "prompt counted"]
+Mistake = Literal["", "reference follows", "swapped", "mask shifted", "prompt counted", "own answer"]
 Row = tuple[list[int], list[bool]]
 """The tokens of a conversation, and which are answer."""
 
@@ -33,11 +33,18 @@ def write_pairs(folder: Path, kind: str = "pairs") -> Path:
         for asked, good, bad in said
     ]  # fmt: skip
     texts = [{"prompt": asked + " ", "chosen": good, "rejected": bad} for asked, good, bad in said]
-    for name, rows in (("pairs", messages), ("texts", texts)):
+    labels = [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for n, row in enumerate(messages) for side in [("chosen", "rejected")[n % 5 % 2]]
+    ]  # fmt: skip
+    for name, rows in (("pairs", messages), ("texts", texts), ("labels", labels)):
         (folder / name).mkdir()
         (folder / name / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "dpo.toml").write_text(
         f'version = 3\ntask = "dpo"\nmodel.path = "chat-model"\nrun.steps = 6\ndata.sources = [{{ path = "{kind}" }}]\n'
+    )
+    (folder / "kto.toml").write_text(
+        'version = 3\ntask = "kto"\nmodel.path = "chat-model"\nrun.steps = 6\ndata.sources = [{ path = "labels" }]\n'
     )
     return folder
 
@@ -73,15 +80,23 @@ def oracle(plan: Plan, mistake: Mistake = "") -> Traced:
     norms: list[float] = []
     gradients: dict[str, Any] = {}
     for step in range(plan.run.steps):
-        some = [row for _, window in order[step * size :][:size] for row in pairs[window]]
+        windows = [window for _, window in order[step * size :][:size]]
+        some = [row for window in windows for row in pairs[window]]
         logps_B, counts_B, tokens = _log_probs(model, some)
         if preference.loss_type != "orpo":
             with torch.no_grad():
                 before_B = _log_probs(model if mistake == "reference follows" else frozen, some)[0]
             logps_B = logps_B - before_B
         at = (1, 0) if mistake == "swapped" else (0, 1)
-        (c, r), (nc, nr) = ([x[side::2] for side in at] for x in (logps_B, counts_B))
-        loss = LOSSES[preference.loss_type](c, r, nc, nr, preference.beta).mean()
+        if plan.task == "kto":
+            beside = [_answered(row, some[n - 1], mistake) for n, row in enumerate(some)]
+            with torch.no_grad():
+                kl = (_log_probs(model, beside)[0] - _log_probs(frozen, beside)[0]).mean().clamp(min=0)
+            sign_B = torch.tensor([1.0 if _is_good(window) else -1.0 for window in windows])
+            loss = (1 - torch.sigmoid(preference.beta * sign_B * (logps_B - kl))).mean()
+        else:
+            (c, r), (nc, nr) = ([x[side::2] for side in at] for x in (logps_B, counts_B))
+            loss = LOSSES[preference.loss_type](c, r, nc, nr, preference.beta).mean()
         if preference.loss_type == "orpo":
             loss = loss - torch.cat(tokens[::2]).mean()
         optimiser.zero_grad()
@@ -102,15 +117,30 @@ def _pairs(plan: Plan, folder: Path, mistake: Mistake) -> list[list[Row]]:
         row = json.loads(line)
         begin = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
         at = 1 if mistake == "prompt counted" else len(begin) + (mistake == "mask shifted")
+        sides = ("completion",) if plan.task == "kto" else ("chosen", "rejected")
         both = [
             tokenizer.apply_chat_template(row["prompt"] + row[side], return_dict=True)["input_ids"][
                 : plan.data.sequence
             ]
-            for side in ("chosen", "rejected")
+            for side in sides
         ]
         assert all(ids[: len(begin)] == begin for ids in both)
         found.append([(ids, [n >= at for n in range(len(ids))]) for ids in both])
     return found
+
+
+def _is_good(window: int) -> bool:
+    """As `write_pairs` has it."""
+    return window % 5 % 2 == 0
+
+
+def _answered(row: Row, other: Row, mistake: Mistake) -> Row:
+    """What a conversation answers, with the answer of another."""
+    if mistake == "own answer":
+        return row
+    (ids, marks), (others, others_marks) = row, other
+    prompt, answer = ids[: marks.index(True)], others[others_marks.index(True) :]
+    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def _log_probs(model: Any, some: list[Row]) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -205,23 +205,17 @@ def ran(folder: Path) -> dict[tuple[str, str], Traced]:
     again = {"run.recompute": '["model.layers.*"]'}  # of which the backward makes weights, too
     plans["still", "one"] = _plan(folder, STILL, "one", 4, **again)
     plans["half", "fsdp"] = _plan(folder, LORA, "fsdp", 3)
-    plans |= {key: _plan(folder, LORA, key[1]) for key in RESUMED}
+    gone = shutil.copytree(folder / "chat-model", folder / "gone") / "model.safetensors"
+    values = {name: torch.zeros_like(one) for name, one in load_file(gone).items()}
+    save_file(values, gone, metadata={"format": "pt"})
+    plans |= {key: _plan(folder, LORA, key[1], **{"model.path": str(gone.parent)}) for key in RESUMED}
     found: dict[tuple[str, str], Traced] = {}
-
-    def run(*keys: tuple[str, str]) -> None:
-        for ranks in {plans[key].ranks for key in keys}:
-            work = {key: plans[key] for key in keys if plans[key].ranks == ranks}
-            done: list[dict[tuple[str, str], Traced]] = run_ranks(
-                run_in_turn, (work, folder / "runs", RESUMED), world=ranks, on_event=print, device="cpu"
-            )
-            found.update(done[0])
-
-    run(*(key for key in plans if key not in RESUMED))
-    weights = folder / "chat-model" / "model.safetensors"
-    values = load_file(weights)
-    save_file({name: torch.zeros_like(one) for name, one in values.items()}, weights, metadata={"format": "pt"})
-    run(*RESUMED)
-    save_file(values, weights, metadata={"format": "pt"})
+    for ranks in (1, 2):
+        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
+        done: list[dict[tuple[str, str], Traced]] = run_ranks(
+            run_in_turn, (work, folder / "runs", RESUMED), world=ranks, on_event=print, device="cpu"
+        )
+        found.update(done[0])
     return found
 
 

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.schema.tables import Beta, Count, Mistake, PathText, Positive, Share, TomlTable
-from tangram.schema.tuning import ALONE, ROWS, LoraPlan, PreferencePlan, TaskName
+from tangram.schema.tuning import ALONE, ROWS, LoraPlan, PreferencePlan, TaskName, mistake_of_preferences
 
 VERSION = 3
 
@@ -328,7 +328,7 @@ class Job(TomlTable):
     lora: LoraPlan | None = None
     """None: the model's own parameters are trained."""
     preference: PreferencePlan | None = None
-    """Of the task "dpo"."""
+    """Of the tasks "dpo" and "kto"."""
     data: DataPlan
     optimiser: OptimiserPlan
     precision: PrecisionPlan = PrecisionPlan()
@@ -362,10 +362,8 @@ class Job(TomlTable):
                 "data.packing",
                 'windows of packed text cut conversations: for the task "sft" take "best-fit", or "single"',
             )
-        if ROWS[self.task] > 1 and self.data.packing != "single":
-            raise Mistake("data.packing", f'the two answers of a pair share no row: for "{self.task}" take "single"')
-        if (self.task == "dpo") != (self.preference is not None):
-            raise Mistake("preference", 'preferences are what the task "dpo" learns: give both, or none of them')
+        if mistake := mistake_of_preferences(self.task, self.preference, self.data.packing, self.data.global_batch):
+            raise mistake
         return self
 
     @model_validator(mode="after")

@@ -118,10 +118,6 @@ class Plan(Job):
                 )
         if self.pipeline is None:
             return self
-        if self.rows_per_sample > 1:
-            raise Mistake(
-                "pipeline", f'the task "{self.task}" compares rows, and stages train each alone: leave it out'
-            )
         if self.pipeline.schedule == "table":  # its file is read when the plan's is
             return self
         name, stages, ranks = self.pipeline.schedule, len(self.pipeline.stages), self.stage_ranks

@@ -15,14 +15,18 @@ from pydantic import Field, model_validator
 
 from tangram.layout import Layout
 from tangram.layout.syntax import REST, VOID, Dim
-from tangram.schema.tables import PathText, Positive, TomlTable
+from tangram.schema.tables import Mistake, PathText, Positive, TomlTable
 
-TaskName = Literal["pretrain", "sft", "dpo"]
-"""What is trained on: documents from end to end; conversations, of which only the answers are in the loss; or pairs of
-answers, of which one was preferred."""
-ROWS: Mapping[TaskName, int] = MappingProxyType({"pretrain": 1, "sft": 1, "dpo": 2})
+TaskName = Literal["pretrain", "sft", "dpo", "kto"]
+"""What is trained on: documents from end to end; conversations, of which only the answers are in the loss; pairs of
+answers, of which one was preferred; or single answers with a label, good or bad."""
+ROWS: Mapping[TaskName, int] = MappingProxyType({"pretrain": 1, "sft": 1, "dpo": 2, "kto": 1})
 """How many rows of tokens a sample of a task is."""
 
+_COMPARED = {
+    "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
+    "optimiser": {"lr": 1e-6, "betas": [0.9, 0.999]},
+}
 DEFAULTS: Mapping[TaskName, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "pretrain": {},
@@ -30,11 +34,8 @@ DEFAULTS: Mapping[TaskName, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
             "optimiser": {"lr": 2e-4, "betas": [0.9, 0.999]},
         },
-        "dpo": {
-            "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
-            "optimiser": {"lr": 1e-6, "betas": [0.9, 0.999]},
-            "preference": {},
-        },
+        "dpo": {**_COMPARED, "preference": {}},
+        "kto": {**_COMPARED, "preference": {"loss_type": "kto"}},
     }
 )
 """By task, what stands in a job for keys that its file does not have."""
@@ -80,7 +81,7 @@ class LoraPlan(TomlTable):
 
 
 LossType = Literal[
-    "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "simpo", "orpo"
+    "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "simpo", "orpo", "kto"
 ]  # fmt: skip
 """Of preferences; `training.objective.preferences` has the formula and the source of each."""
 SMOOTHED = ("sigmoid", "robust", "simpo")
@@ -99,14 +100,38 @@ class PreferencePlan(TomlTable):
     """The share of pairs that are taken to be the wrong way round."""
     simpo_gamma: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """By how much the chosen answer is to be ahead."""
+    desirable_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Of "kto": by what the loss of a good answer is multiplied."""
+    undesirable_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Of "kto": the same of a bad one."""
 
     @model_validator(mode="after")
-    def _smoothing_is_used(self) -> Self:
+    def _all_is_used(self) -> Self:
+        if self.loss_type != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
+            raise ValueError(f'the loss "{self.loss_type}" has no weights of good and bad answers: leave them out')
         if self.label_smoothing and self.loss_type not in SMOOTHED:
             raise ValueError(
                 f'the loss "{self.loss_type}" has no label_smoothing, only {", ".join(SMOOTHED)} have: leave it out'
             )
         return self
+
+
+def mistake_of_preferences(
+    task: TaskName, preference: PreferencePlan | None, packing: str, global_batch: int
+) -> Mistake | None:
+    """What does not go together of a task and its preferences."""
+    compares = task in ("dpo", "kto")
+    if compares and packing != "single":
+        return Mistake("data.packing", f'answers that are compared share no row: for "{task}" take "single"')
+    if compares != (preference is not None):
+        return Mistake("preference", 'preferences are what the tasks "dpo" and "kto" learn: give both, or none of them')
+    if preference is not None and (task == "kto") != (preference.loss_type == "kto"):
+        return Mistake("preference.loss_type", 'the loss "kto" is that of the task "kto", and of no other')
+    if task == "kto" and global_batch < 2:
+        return Mistake(
+            "data.global_batch", '"kto" puts a prompt together with the answer of another sample: take at least 2'
+        )
+    return None
 
 
 COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64})

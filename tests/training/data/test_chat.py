@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,23 @@ THOUGHTS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As stock templates do: the last answer is written with its thoughts, those before without."""
+CLOSED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+)
+"""As stock templates do: what ends the whole conversation stands behind the last answer only."""
+RETURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' and loop.last else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As stock templates do: the last answer has another end than those before."""
+ASKS_TO_THINK = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>"
+    "{% if loop.last %}\nwell\n{% endif %}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""As stock templates do: the model is asked with the begin of thoughts, which answers before the last have not."""
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{% endfor %}"
 )
@@ -270,3 +288,49 @@ def test_a_step_without_an_answer_stops_the_run(tmp_path: Path) -> None:
     assert answers(255).counted > 0
     with pytest.raises(UserError, match="step 1 has no token in its loss"):
         answers(256)
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (CLOSED, ["4<|im_end|>", f"Yes: 4. é<|im_end|>\n{END_TEXT}"]),
+        (RETURNS, ["4<|im_end|>", f"Yes: 4. é{END_TEXT}"]),
+        (ASKS_TO_THINK, ["</think>4<|im_end|>\n", "well\n</think>Yes: 4. é<|im_end|>\n"]),
+    ],
+)
+def test_answers_before_the_last_are_found_where_the_template_ends_them_otherwise(
+    tmp_path: Path, template: str, answers: list[str]
+) -> None:
+    tally = Counter[str]()
+    tokens = tokens_at(tmp_path, template)
+    ((ids, counts),) = encoded(tokens, {"messages": TURNS}, tally=tally)
+    runs = [[i for i, _ in some] for own, some in groupby(zip(ids, counts, strict=True), lambda one: one[1]) if own]
+    assert [tokens.spelled(run) for run in runs] == answers
+    assert not [key for key in tally if "otherwise" in key or "without an end" in key]
+
+
+def test_answers_of_weight_0_are_in_no_loss(tmp_path: Path) -> None:
+    turns = [dict(turn) for turn in TURNS]
+    turns[2] |= {"weight": 0}
+    turns[4] |= {"weight": 1}
+    tokens = tokens_at(tmp_path)
+    ((ids, counts),) = encoded(tokens, {"messages": turns})
+    ((whole, _),) = encoded(tokens, {"messages": TURNS})
+    assert ids == whole
+    assert tokens.spelled([i for i, own in zip(ids, counts, strict=True) if own]) == "Yes: 4. é<|im_end|>\n"
+
+
+def test_a_source_of_which_all_is_left_out_says_why(tmp_path: Path) -> None:
+    tokens_at(tmp_path, "Hello.")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text(json.dumps({"messages": TURNS[:3]}))
+    job = load(tmp_path / "sft.toml", {"data.cache": str(tmp_path / "cache")})
+    with pytest.raises(UserError, match="all of it is left out: 1 conversations without an answer within"):
+        prepare(job.data, tokens_of(job), lambda event: None)
+
+
+def test_a_template_without_an_end_of_answers_is_told(tmp_path: Path) -> None:
+    endless = CHATML.replace("{{ m.content }}<|im_end|>\n{% endgeneration %}", "{{ m.content }}{% endgeneration %}")
+    tally = Counter[str]()
+    encoded(tokens_at(tmp_path, endless), {"messages": TURNS}, tally=tally)
+    assert tally["answers: without an end"] == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tangram.schema.files import load
-from tangram.training.data import IGNORE, Split, step_batches, tokens_of
+from tangram.training.data import IGNORE, Split, open_corpus, prepare, sample_ids, step_batches, tokens_of
 from tangram.training.data.corpus import Corpus
 from tangram.training.data.tasks import PairTokens
 from tangram.training.data.tokens import BadDocument
@@ -151,3 +151,68 @@ def test_ranks_share_pairs_and_never_cut_one(tmp_path: Path, ranks: int) -> None
 def _job(folder: Path) -> Path:
     tokens_at(folder, sequence=8, global_batch=7, micro_batch=2)
     return folder / "dpo.toml"
+
+
+LABELLED = [
+    {"prompt": [USER], "completion": [GOOD], "label": True},
+    {"prompt": "3?", "completion": [{**GOOD, "content": "no"}], "label": "0"},
+    {"prompt": [USER], "completion": [BAD], "label": 0},
+]
+
+
+def test_answers_with_labels_stand_beside_those_of_the_sample_before(tmp_path: Path) -> None:
+    tokens_at(tmp_path)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("\n".join(map(json.dumps, LABELLED)))
+    file = tmp_path / "dpo.toml"
+    file.write_text(file.read_text().replace('"dpo"', '"kto"') + "data.global_batch = 3\ndata.micro_batch = 3\n")
+    job = load(file, {"data.cache": str(tmp_path / "cache")})
+    tokens = tokens_of(job)
+    prepare(job.data, tokens, lambda event: None)
+    corpus = open_corpus(job.data, tokens)
+    order = [window for _, window in sample_ids(corpus, job.data, 0, 0, 3)]
+    whole: list[list[str]] = []
+    for size in (1, 3):
+        ranks = [
+            step_batches(corpus, job.data, seed=0, first_sample=0, index=index, size=size, micro_steps=1,
+                         device=torch.device("cpu")).micro[0]
+            for index in range(size)
+        ]  # fmt: skip
+        rows: list[str] = []
+        for batch in ranks:
+            others = batch.others
+            assert others is not None
+            assert batch.bad_B is not None
+            for row in range(len(batch.bad_B)):
+                if not (batch.labels_BS[row] != IGNORE).any():
+                    continue
+                shown = [
+                    tokens.spelled(of.labels_BS[row][of.labels_BS[row] != IGNORE].tolist()) for of in (batch, others)
+                ]
+                asked = tokens.spelled(others.inputs_BS[row][: int((others.labels_BS[row] != IGNORE).nonzero()[0]) + 1])
+                rows += [f"{bool(batch.bad_B[row])} {asked[-40:]} {shown[0]} {shown[1]}"]
+        whole.append(rows)
+    assert whole[0] == whole[1]
+    says = ["4", "no", "five or so"]
+    for n, window in enumerate(order):
+        assert whole[0][n].startswith(f"{window != 0} ")
+        assert whole[0][n].endswith(f" {says[window]}<|im_end|>\n {says[order[n - 1]]}<|im_end|>\n")
+        assert ("3?" if window == 1 else "2 + 2?") in whole[0][n]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"label": None}, "true for a good answer"),
+        ({"label": 2}, "true for a good answer"),
+        ({"completion": ""}, 'nothing as its "completion"'),
+        ({"completion": [USER]}, 'as its "completion"'),
+    ],
+)
+def test_labels_that_say_nothing_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    tokens_at(tmp_path)
+    file = tmp_path / "dpo.toml"
+    file.write_text(file.read_text().replace('"dpo"', '"kto"'))
+    row = {"prompt": "2 + 2?", "completion": "4", "label": True, **change}
+    with pytest.raises(BadDocument, match=why):
+        tokens_of(load(file)).encode([json.dumps(row).encode()])

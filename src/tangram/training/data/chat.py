@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -29,7 +30,8 @@ from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 
 KINDS = "conversations"
 CUT = "cut"
-VERSION = 1
+OPEN = "answers"
+VERSION = 2
 """To be raised when the same rows come to give other tokens."""
 
 C = TypeVar("C", bound="ChatTokens")
@@ -37,6 +39,9 @@ Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 """The text of some messages; whether what asks for an answer follows them."""
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_NEAR_END = 3
+"""Tokens; behind a special one there may be white space."""
+_MARK = "\ue000"  # of no language
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "text")
 
 
@@ -98,7 +103,7 @@ class ChatTokens(Tokens):
             return (Rendered(parts[0], [(0, len(parts[0]))], bare=True),)
         if kind == "prompt and completion":
             return (Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True),)
-        found = answers_of(self._template(row.get("tools")), parts)
+        found = answers_of(self._template(row.get("tools")), parts, [*_special(self._tokenizer).values()])
         if found.lost:
             tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
         return (found,)
@@ -166,6 +171,9 @@ class ChatTokens(Tokens):
         counted = np.zeros(len(ids), bool)
         for start, stop in one.answers:
             counted |= (spans[:, 1] > start) & (spans[:, 0] < stop)
+        special = _special(self._tokenizer)
+        if not one.bare and counted.any() and not any(n in special for n in ids[counted][-_NEAR_END:].tolist()):
+            tally[f"{OPEN}: without an end"] += 1
         if one.bare:  # of the two what the text has by itself is not written twice
             begin = [] if self.begin is None or ids[0] == self.begin else [self.begin]
             end = [] if ids[-1] == self.end else [self.end]
@@ -186,6 +194,14 @@ class ChatTokens(Tokens):
             tally[f"{LEFT_OUT}: conversations without an answer within {self.sequence:,} tokens"] += 1
             return np.zeros(0, np.uint32)
         return np.where(counted, ids, ids + self.vocabulary).astype(np.uint32)
+
+
+@lru_cache(2)
+def _special(tokenizer: Any) -> dict[int, str]:
+    """The special tokens of a tokenizer, by number; the longest first, which begin others."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    named |= {n: one.content for n, one in tokenizer.added_tokens_decoder.items() if one.special}
+    return dict(sorted(named.items(), key=lambda one: -len(one[1])))
 
 
 class BadRow(ValueError):
@@ -261,8 +277,11 @@ def messages_of(value: Any, key: str) -> list[Message]:
     return messages
 
 
-def answers_of(render: Render, messages: Sequence[Message]) -> Rendered:
-    """A conversation as the template writes it, and where its answers are. Raises BadRow."""
+def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] = ()) -> Rendered:
+    """A conversation as the template writes it, and where its answers are. Raises BadRow.
+
+    `ends`: the special tokens with which an answer may end.
+    """
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     if not turns:
         raise BadRow('has no turn of the role "assistant", so there is nothing to train on: leave it out')
@@ -270,6 +289,8 @@ def answers_of(render: Render, messages: Sequence[Message]) -> Rendered:
         raise BadRow("begins with an answer: give what it answers before it")
     text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
     for turn in turns:
+        if messages[turn].get("weight") == 0:  # as OpenAI's files say that an answer is not to be learnt
+            continue
         before, prompt = render(messages[:turn], False), render(messages[:turn], True)
         until = text if turn == len(messages) - 1 else render(messages[: turn + 1], False)
         start = alike(prompt, until)
@@ -280,8 +301,8 @@ def answers_of(render: Render, messages: Sequence[Message]) -> Rendered:
             )
         if text.startswith(until):
             answers.append((start, len(until)))
-        elif (stop := _in_the_middle(text, until, start, str(messages[turn].get("content", "")))) is not None:
-            answers.append((start, stop))
+        elif (place := _in_the_middle(render, messages, turn, until, ends)) is not None:
+            answers.append(place)
         else:
             lost += 1
     return Rendered(text, answers, lost)
@@ -295,9 +316,23 @@ def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next(n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
-def _in_the_middle(text: str, until: str, start: int, content: str) -> int | None:
-    """Where an answer ends that is written otherwise as the last turn, with its thoughts, say; else None."""
-    content = content.strip()
-    ending = until[start:].rpartition(content)[2] if content else ""
-    same = content and text[:start] == until[:start] and text.startswith(content + ending, start)
-    return start + len(content + ending) if same else None
+def _in_the_middle(
+    render: Render, messages: Sequence[Message], turn: int, until: str, ends: Sequence[str]
+) -> tuple[int, int] | None:
+    """Where an answer stands that is written otherwise as the last turn, without its thoughts or with another end;
+    None where that cannot be told.
+
+    Its content is what changes when a mark stands in its place. Behind it is the end that it has as the last turn, or
+    else one of `ends`.
+    """
+    content = str(messages[turn].get("content", "")).strip()
+    text, prompt = render(messages, False), render(messages[:turn], True)
+    marked = render([*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]], False)
+    first, behind = alike(text, marked), alike(text[::-1], marked[::-1])
+    start, stop = min(alike(text, prompt), first), len(text) - behind
+    if not content or marked[first:] != _MARK + text[stop:] or text[:start] != until[:start]:
+        return None
+    for end in (until.rpartition(content)[2], *ends):
+        if end and text.startswith(end, stop):
+            return start, stop + len(end)
+    return None

@@ -10,7 +10,7 @@ import numpy as np
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
 from tangram.training.data.cache import PART_BYTES, fill, open_source
-from tangram.training.data.chat import CUT, KINDS
+from tangram.training.data.chat import CUT, KINDS, OPEN
 from tangram.training.data.files import LEFT_OUT, TAKEN, in_words
 from tangram.training.data.samples import Split
 from tangram.training.data.store import TokenStore
@@ -29,6 +29,8 @@ class Corpus:
     """The token in places that count nothing."""
     rows: int = 1
     """How many rows of tokens a sample is (`Split.rows`)."""
+    labelled: bool = False
+    """Whether each is an answer that is good or bad."""
     read: tuple[str, ...] = ()
     """Of each source, how many files and documents were taken and left out, and why, in words."""
 
@@ -69,10 +71,10 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
         tuple(replace(store.splits[split], context=tokens.context, rows=tokens.rows, best_fit=best) for store in stores)
         for split in (0, 1)
     )
-    for source, split, kept in zip(data.sources, training, held_out, strict=True):
+    for source, split, kept, store in zip(data.sources, training, held_out, stores, strict=True):
         if not split.windows(data.sequence, single=is_single(data)):
             raise UserError(
-                f'the source "{source.path}" has no text to train on: {_where(len(kept.end_D), data.held_out)}'
+                f'the source "{source.path}" has no text to train on: {_where(store, len(kept.end_D), data.held_out)}'
             )
     if data.held_out and not any(split.windows(data.sequence, single=is_single(data)) for split in held_out):
         count = sum(len(split.end_D) for split in training)
@@ -82,7 +84,7 @@ def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
             "run.evaluate_every to 0 to measure none"
         )
     read = tuple(_read(store, data) for store in stores)
-    return Corpus(training, held_out, content.hexdigest(), tokens.end, tokens.rows, read)
+    return Corpus(training, held_out, content.hexdigest(), tokens.end, tokens.rows, tokens.labelled, read)
 
 
 def times_seen(corpus: Corpus, data: DataPlan, steps: int) -> tuple[float, ...]:
@@ -105,16 +107,21 @@ def repeats(split: Split) -> int:
 
 def _read(store: TokenStore, data: DataPlan) -> str:
     """What was counted while the tokens of a source were made, as one line."""
-    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT)}
+    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN)}
     for key, number in store.tally.items():
         what, _, which = key.partition(": ")
         counts[what][which] = number
-    taken, left_out, special, kinds, cut = counts.values()
+    taken, left_out, special, kinds, cut, without_end = counts.values()
     documents = sum(len(split.end_D) for split in store.splits)
     words = [f"{taken.total():,} taken ({in_words(taken)}), {documents:,} documents"]
     words += [f"each of {kind}" for kind in kinds]
     if cut:
         words.append(f"cut: {in_words(cut)} (data.too_long)")
+    if without_end:
+        words.append(
+            f"{without_end.total():,} answers end without a special token, so the model is not taught where to stop: "
+            "let the chat template end them with one"
+        )
     if left_out:
         words.append(f"left out: {in_words(left_out)}")
     if special:
@@ -123,7 +130,11 @@ def _read(store: TokenStore, data: DataPlan) -> str:
     return "; ".join(words)
 
 
-def _where(kept: int, share: float) -> str:
+_ROWS_LEFT_OUT = tuple(f"{LEFT_OUT}: {rows}" for rows in ("conversations", "pairs"))
+
+
+def _where(store: TokenStore, kept: int, share: float) -> str:
     if not kept:
-        return "its files are empty"
+        lost = {key.partition(": ")[2]: n for key, n in store.tally.items() if key.startswith(_ROWS_LEFT_OUT)}
+        return f"all of it is left out: {in_words(Counter(lost))}" if lost else "its files are empty"
     return f"all of its {kept} documents are held out: lower data.held_out (now {share}) or give more documents"

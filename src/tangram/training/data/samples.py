@@ -20,7 +20,7 @@ it: what it is filled up with stands to the right of all that counts. The price 
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,11 @@ class Split:
         )
         return stop - start - ends
 
+    def is_bad(self, window: int, sequence: int) -> bool:
+        """Whether a single window is written as an answer that was rejected, or is labelled as a bad one."""
+        start, _ = self.span(window, sequence, single=True)
+        return self.context is not None and int(self.read(start, start + 1)[0]) >= 2 * self.context
+
     def _packed(self, sequence: int) -> "Packs":
         """One pass over the single windows, then kept."""
         if sequence not in self._packs:
@@ -195,6 +200,10 @@ class Batch:
     labels_BS: Tensor
     positions_BS: Tensor | None
     """None: a row holds one document from its left end on, and a model is told nothing of positions."""
+    bad_B: Tensor | None = None
+    """Of answers with labels: which rows are bad ones."""
+    others: "Batch | None" = None
+    """Of these: what each row answers, answered by another sample's answer."""
 
 
 def collate(
@@ -212,6 +221,23 @@ def collate(
             _lay(*place, sequence, single, inputs_BS[row], labels_BS[row], positions_BS[row])
     inputs, labels, positions = (torch.from_numpy(x_BS).to(device) for x_BS in (inputs_BS, labels_BS, positions_BS))
     return Batch(inputs, labels, None if single else positions)
+
+
+def labelled(own: Batch, rows: Sequence[tuple[Split, int] | None], before: Batch, fill: int) -> Batch:
+    """A batch of single windows with their labels, and with the answers of the rows of `before` in its own's place."""
+    sequence = own.inputs_BS.shape[1]
+    bad_B = torch.zeros(len(rows), dtype=torch.bool, device=own.inputs_BS.device)
+    inputs_BS, labels_BS = torch.full_like(own.inputs_BS, fill), torch.full_like(own.labels_BS, IGNORE)
+    for row, place in enumerate(rows):
+        if place is None:
+            continue
+        bad_B[row] = place[0].is_bad(place[1], sequence)
+        at = int((own.labels_BS[row] != IGNORE).nonzero()[0])  # where the last token of the prompt stands
+        answer = before.labels_BS[row][before.labels_BS[row] != IGNORE][: sequence - 1 - at]
+        inputs_BS[row, : at + 1] = own.inputs_BS[row, : at + 1]
+        inputs_BS[row, at + 1 : at + len(answer)] = answer[:-1]
+        labels_BS[row, at : at + len(answer)] = answer
+    return replace(own, bad_B=bad_B, others=Batch(inputs_BS, labels_BS, None))
 
 
 def _lay(

@@ -23,7 +23,7 @@ from tangram.errors import UserError
 from tangram.schema.job import DataPlan, Job
 from tangram.training.data.corpus import Corpus, is_single
 from tangram.training.data.mix import Mix, make_mix
-from tangram.training.data.samples import IGNORE, Batch, Split, collate
+from tangram.training.data.samples import IGNORE, Batch, Split, collate, labelled
 from tangram.training.data.shuffle import permuted
 from tangram.training.data.tokens import Tokens
 
@@ -95,10 +95,11 @@ def step_batches(
     width, first = data.micro_batch * each, (first_sample + start) * each
     mine = _rows(corpus.training, samples[start:stop])
     mine += [None] * (micro_steps * width - len(mine))
+    before = _rows(corpus.training, [samples[number - 1] for number in range(start, stop)])
     counted, first_tokens = _count(corpus.training, samples, data)
     return RankBatches(
         micro=tuple(
-            collate(mine[at : at + width], data.sequence, corpus.fill, device, single=is_single(data))
+            _batch(corpus, data, mine[at : at + width], before[at : at + width], device)
             for at in range(0, len(mine), width)
         ),
         counted=counted,
@@ -134,9 +135,25 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
 def held_out_batches(corpus: Corpus, data: DataPlan, *, index: int, size: int, device: torch.device) -> Iterator[Batch]:
     """One rank's share of the held-out samples; empty rows where they run out, so that all get as many batches."""
     rows, own = _rows(corpus.held_out, held_out_samples(corpus, data)), data.micro_batch * corpus.rows
+    before = [*rows[-1:], *rows[:-1]]
     rows += [None] * (-len(rows) % (own * size))
     for at in range(index * own, len(rows), own * size):
-        yield collate(rows[at : at + own], data.sequence, corpus.fill, device, single=is_single(data))
+        yield _batch(corpus, data, rows[at : at + own], before[at : at + own], device)
+
+
+def _batch(
+    corpus: Corpus,
+    data: DataPlan,
+    rows: Sequence[tuple[Split, int] | None],
+    before: Sequence[tuple[Split, int] | None],
+    device: torch.device,
+) -> Batch:
+    """`before`: the windows of the samples before those of `rows`, whose answers stand beside labelled ones."""
+    found = collate(rows, data.sequence, corpus.fill, device, single=is_single(data))
+    if not corpus.labelled:
+        return found
+    before = [*before, *[None] * (len(rows) - len(before))]
+    return labelled(found, rows, collate(before, data.sequence, corpus.fill, device, single=True), corpus.fill)
 
 
 def unigram_entropy(corpus: Corpus, data: DataPlan) -> float:
@@ -175,7 +192,7 @@ class ShownSample(NamedTuple):
     number: int
     """Of the sample."""
     side: str
-    """Of a pair, which answer it is."""
+    """Of a pair, which answer it is; of an answer with a label, what that says."""
     source: str
     runs: list[tuple[bool, str]]
     """Its text in order, in pieces that are in the loss or are not."""
@@ -188,6 +205,8 @@ def shown_samples(job: Job, tokens: Tokens, corpus: Corpus, first: int, count: i
     for number, (source, sample) in enumerate(sample_ids(corpus, job.data, job.seed, first, count), first):
         split = corpus.training[source]
         for side, window in zip(SIDES[corpus.rows], split.rows_of(sample).tolist(), strict=True):
+            if corpus.labelled:
+                side = "bad" if split.is_bad(window, job.data.sequence) else "good"
             marked = _marked(split, window, job.data, corpus.fill)
             runs = [(counts, tokens.spelled([i for _, i in some])) for counts, some in groupby(marked, lambda m: m[0])]
             counted = sum(one for one, _ in marked)

@@ -8,8 +8,9 @@ in the loss, of several turns all that follows the prompt. A token of a rejected
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -34,6 +35,8 @@ from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 VERSION = ["pairs", 1]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
+_COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
+"""By task, what its rows need."""
 
 Messages = list[Message]
 
@@ -90,46 +93,88 @@ class PairTokens(ChatTokens):
         return Rendered(text, [(start, len(text))])
 
 
+@dataclass(frozen=True)
+class LabelledTokens(PairTokens):
+    """Tokens of answers that are good or bad; those of bad ones are written as those of rejected ones."""
+
+    @property
+    def labelled(self) -> bool:
+        return True
+
+    @property
+    def rows(self) -> int:
+        return 1
+
+    def documents(self, row: TokenArray) -> list[TokenArray]:
+        return [row] if len(row) else []
+
+    def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> tuple[Rendered, ...]:
+        prompt, answer = pair_of(row, ("completion",), "kto")
+        parts = [part for some in (prompt, answer) for part in ([some] if isinstance(some, str) else some)]
+        self._count_kind(f"labelled {'text' if isinstance(prompt, str) else 'messages'}", parts, tally)
+        one = self._side(prompt, answer, row.get("tools"))
+        return (one,) if _is_good(row) else (one, one)
+
+    def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
+        return self._row(some[0], tally) + np.uint32(2 * self.vocabulary * (len(some) - 1))
+
+
+def _is_good(row: dict[str, Any]) -> bool:
+    """The label of a row, which a table of cells may have as text. Raises BadRow."""
+    label = row.get("label")
+    label = label.strip().lower() if isinstance(label, str) else label
+    if label in (True, "true", "1"):
+        return True
+    if label in (False, "false", "0"):
+        return False
+    raise BadRow(f'has {json.dumps(label)[:40]} as its "label": give true for a good answer, false for a bad one')
+
+
+def labelled_tokens(tokens: Tokens, data: DataPlan) -> LabelledTokens:
+    """The tokens of answers with labels. Raises UserError as `pair_tokens`."""
+    return with_template(LabelledTokens, tokens, data, ["labelled", 1])
+
+
 def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
     """The tokens of pairs. Raises UserError for a tokenizer that does not say where its tokens stand."""
     return with_template(PairTokens, tokens, data, VERSION)
 
 
-def pair_of(row: dict[str, Any]) -> tuple[str, str, str] | tuple[Messages, Messages, Messages]:
-    """What is answered, the chosen answer and the rejected one: all texts, or all messages. Raises BadRow."""
-    if lacks := [key for key in _SIDES if key not in row]:
-        has = ", ".join(row) or "nothing"
-        raise BadRow(f'has no "{lacks[0]}" (it has {has}): the task "dpo" takes rows of chosen and rejected answers')
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
-        return _texts(prompt, chosen, rejected)
-    turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in (chosen, rejected)]
-    answers = [messages_of(one, key) for one, key in zip(turns, _SIDES, strict=True)]
+def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName = "dpo") -> list[str] | list[Messages]:
+    """What is answered, and the answers, one for each side: all texts, or all messages. Raises BadRow."""
+    if lacks := [key for key in _COLUMNS[task] if key not in row]:
+        has, takes = ", ".join(row) or "nothing", " and ".join(_COLUMNS[task])
+        raise BadRow(f'has no "{lacks[0]}" (it has {has}): the task "{task}" takes rows of {takes}')
+    prompt, answers = row.get("prompt"), [row[key] for key in sides]
+    if all(isinstance(x, str) for x in answers) and (prompt is None or isinstance(prompt, str)):
+        return _texts(prompt, answers, sides)
+    turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
+    answers = [messages_of(one, key) for one, key in zip(turns, sides, strict=True)]
     if prompt is None:
-        history = answers[0][: alike(answers[0], answers[1])]
+        history = answers[0][: alike(answers[0], answers[-1])]
     else:
         history = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, "prompt")
     if all(one[: len(history)] == history for one in answers):
         answers = [one[len(history) :] for one in answers]
     if not history:
         raise BadRow("has answers that begin with different messages, and no prompt: give what they answer")
-    for one, key in zip(answers, _SIDES, strict=True):
+    for one, key in zip(answers, sides, strict=True):
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')
-    return history, answers[0], answers[1]
+    return [history, *answers]
 
 
-def _texts(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
+def _texts(prompt: str | None, answers: list[str], sides: Sequence[str]) -> list[str]:
     if prompt is None:
-        at = alike(chosen, rejected)
-        at -= chosen[:at].endswith(" ")  # which a token takes with the word behind it
-        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+        at = alike(answers[0], answers[-1])
+        at -= answers[0][:at].endswith(" ")  # which a token takes with the word behind it
+        prompt, answers = answers[0][:at], [one[at:] for one in answers]
         if not prompt:
             raise BadRow("has answers that begin with different characters, and no prompt: give what they answer")
-    for answer, key in ((chosen, "chosen"), (rejected, "rejected")):
+    for answer, key in zip(answers, sides, strict=True):
         if not answer:
-            raise BadRow(f'has nothing as its "{key}" after the prompt: every row needs two answers')
-    return prompt, chosen, rejected
+            raise BadRow(f'has nothing as its "{key}" after the prompt: every row needs an answer there')
+    return [prompt, *answers]
 
 
 TOKENS: Mapping[TaskName, Callable[[Tokens, DataPlan], Tokens]] = MappingProxyType(
@@ -137,6 +182,7 @@ TOKENS: Mapping[TaskName, Callable[[Tokens, DataPlan], Tokens]] = MappingProxyTy
         "pretrain": lambda tokens, data: tokens,
         "sft": chat_tokens,
         "dpo": pair_tokens,
+        "kto": labelled_tokens,
     }
 )
 

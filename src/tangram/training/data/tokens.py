@@ -96,6 +96,11 @@ class Tokens:
         return self.vocabulary
 
     @property
+    def labelled(self) -> bool:
+        """Whether each sample is an answer that is good or bad."""
+        return False
+
+    @property
     def rows(self) -> int:
         """How many documents a sample is, one after the other."""
         return 1

@@ -8,12 +8,13 @@ So of a model that is derived (`derived`) the logits are never put together. Whe
 any model, outside of `next_token_loss`; a mark `logits: ...` says how they lie in either case.
 """
 
-# ruff: noqa: N803, N806  a tensor carries its dims in its name
+# ruff: noqa: N803, N806, N815  a tensor carries its dims in its name
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,19 @@ from tangram.relayout.collectives.one_collective import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM
 from tangram.training.data import IGNORE
 from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
+from tangram.training.objective.model_inputs import ModelInputs
+
+
+class Logits(NamedTuple):
+    """What a model says of a batch."""
+
+    values_BSV: Tensor
+    """This rank's part of them."""
+    inputs: ModelInputs
+    """What it was given."""
+    placement: ResultPlacement | None
+    """None: they are whole."""
+
 
 Reduce = Callable[[Tensor, dist.ProcessGroup], Tensor]
 LOGITS = "logits"

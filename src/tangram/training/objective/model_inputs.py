@@ -42,6 +42,10 @@ class ModelInputs(NamedTuple):
     order: Tensor | None
     """Which token of the batch stands where; None: as they are."""
 
+    def input_order_of(self, x_BS: Tensor) -> Tensor:
+        """What the batch has for each token (B, S), in the order in which the model is given them."""
+        return x_BS if self.order is None else x_BS[:, self.order]
+
     def in_order(self, x_BS: Tensor) -> Tensor:
         """What a model gives for each token (B, S, ...), in the order of the batch."""
         return x_BS if self.order is None else x_BS[:, self.order.argsort()]

@@ -12,6 +12,8 @@
     sigmoid_norm  -log sigma(beta delta of means)
     apo_zero      1 - sigma(beta c) + sigma(beta r)               APO; D'Oosterlinck et al. 2024, eq. 7
     apo_down      sigma(beta c) + 1 - sigma(beta delta)           the same, eq. 8
+    kto           as apo_zero, of an answer by itself: c or r   KTO; Ethayarajh et al. 2024, eq. 7-8
+                  less the KL divergence of the batch
     simpo         -log sigma(beta delta of means - gamma)         SimPO; Meng et al. 2024, eq. 6; no reference
     orpo          -beta log sigma(log odds c - log odds r) of     ORPO; Hong et al. 2024, eq. 6-7; no reference; with
                   means, and the cross-entropy of the chosen      the prompt in the cross-entropy, as TRL has it
@@ -19,7 +21,7 @@
 Rewards, by which a run is watched, are beta times c and r (times their means where the loss takes no sums).
 """
 
-# ruff: noqa: N803  a tensor carries its dims in its name
+# ruff: noqa: N803, N806, N815  a tensor carries its dims in its name
 
 from __future__ import annotations
 
@@ -38,6 +40,10 @@ FIGURES = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
 )  # fmt: skip
 """Means over pairs, by the names that TRL logs them under."""
+LABELLED_FIGURES = (
+    "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl",
+)  # fmt: skip
+"""The same of good answers, of bad ones, and of all."""
 _HALF = -0.6931471805599453  # log(1/2)
 
 
@@ -111,6 +117,12 @@ FORMULAS: Mapping[LossType, Formula] = MappingProxyType(
             lambda s, plan: torch.sigmoid(-plan.beta * s.chosen) + torch.sigmoid(plan.beta * s.rejected)
         ),
         "apo_down": Formula(lambda s, plan: torch.sigmoid(plan.beta * s.chosen) + torch.sigmoid(-plan.beta * s.delta)),
+        "kto": Formula(
+            lambda s, plan: (
+                plan.desirable_weight * torch.sigmoid(-plan.beta * s.chosen)
+                + plan.undesirable_weight * torch.sigmoid(plan.beta * s.rejected)
+            )
+        ),
         "simpo": Formula(
             lambda s, plan: _sigmoid(plan.beta * s.delta_of_means - plan.simpo_gamma, plan), by_means=True
         ),
@@ -126,3 +138,34 @@ def figures_of(scores: Scores, logps_P2: tuple[Tensor, Tensor], counts_P: Tensor
     rewards = plan.beta * chosen, plan.beta * rejected
     each = (*rewards, rewards[0] > rewards[1], rewards[0] - rewards[1], *logps_P2)
     return torch.stack([one.double().where(counts_P, 0.0).sum() for one in each])
+
+
+class Labelled(NamedTuple):
+    """What answers with a label are compared with, for each row (B, float64)."""
+
+    reference_B: Tensor
+    """How likely the answer is under the reference."""
+    kl_B: Tensor
+    """By how much others' answers are likelier under the policy: of the global batch, at least 0."""
+    of_good_B: Tensor
+    """How many samples the global batch has for each good one; of what there is none, 0."""
+    of_bad_B: Tensor
+
+
+def labelled_scores(logps_B: Tensor, with_: Labelled, bad_B: Tensor, counts_B: Tensor) -> Scores:
+    """Of each row one side; the other, and both of an empty row, are so far off that they cost nothing."""
+    ahead_B, none_B = logps_B - with_.reference_B - with_.kl_B, torch.ones_like(bad_B, dtype=torch.int64)
+    chosen_B, rejected_B = (counts_B & ~bad_B, torch.inf), (counts_B & bad_B, -torch.inf)
+    return Scores(ahead_B.where(*chosen_B), ahead_B.where(*rejected_B), none_B, none_B)
+
+
+@torch.no_grad()
+def labelled_figures(logps_B: Tensor, with_: Labelled, bad_B: Tensor, counts_B: Tensor, beta: float) -> Tensor:
+    """What `LABELLED_FIGURES` names, so that its mean over samples is the mean over those that it is of (float64)."""
+    rewards_B = beta * (logps_B - with_.reference_B)
+    good_B, bad_B = with_.of_good_B.where(counts_B & ~bad_B, 0.0), with_.of_bad_B.where(counts_B & bad_B, 0.0)
+    each = (
+        rewards_B * good_B, rewards_B * bad_B, rewards_B * (good_B - bad_B), logps_B * good_B, logps_B * bad_B,
+        with_.kl_B.where(counts_B, 0.0),
+    )  # fmt: skip
+    return torch.stack([one.double().sum() for one in each])

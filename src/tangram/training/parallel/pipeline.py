@@ -28,17 +28,16 @@ from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import forward_only
 from tangram.training.data import Batch
 from tangram.training.mesh.drawing import Draws
-from tangram.training.mesh.tensor_parallel import ResultPlacement
 from tangram.training.mesh.world import World
-from tangram.training.objective.loss import leaving, logits_placement
+from tangram.training.objective.loss import Logits, leaving, logits_placement
 from tangram.training.objective.model_inputs import ModelInputs, model_inputs
 from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.schedule_runtime import ScheduleRun, StageRun
 
-TokenLoss = Callable[[Tensor, Tensor, ResultPlacement | None], Tensor]
-"""The loss of logits (B, S, V), which lie so, and labels (B, S), summed over the labels that count."""
+StageLoss = Callable[[Logits, int], Tensor]
+"""The loss of the logits of a micro-batch, whose number is told."""
 RouterLoss = Callable[[Routers, Tensor], Tensor]
 """What the last stage's routers make of the sums over all layers."""
 
@@ -81,7 +80,7 @@ class PipelineRun:
         self.actions: Callable[[int], Schedule] = plan.actions
         """The table for so many micro-batches."""
         self._made: dict[tuple[Any, ...], ScheduleRun] = {}
-        self._loss: Callable[[Tensor, Tensor], Tensor] = _no_loss
+        self._loss: Callable[[Tensor, int], Tensor] = _no_loss
         self._draws: Draws | None = None
         self._router_loss: RouterLoss = _no_router_loss
         self._tokens = next((part.tokens for part in parts.values()), None)
@@ -97,7 +96,7 @@ class PipelineRun:
         """The stage that has them."""
         return self.parts.get(len(self._rank_of) - 1)
 
-    def backward(self, micro: Sequence[Batch], loss: TokenLoss, draws: Draws, router_loss: RouterLoss) -> list[Tensor]:
+    def backward(self, micro: Sequence[Batch], loss: StageLoss, draws: Draws, router_loss: RouterLoss) -> list[Tensor]:
         """Add the gradients of micro-batches of one size; their losses on the last stage, else none.
 
         `draws` is told which micro-batch runs through which stage, `router_loss` called where the stages' routers are
@@ -106,7 +105,7 @@ class PipelineRun:
         self._router_loss = router_loss
         return self._run_in_parts(micro, loss, draws, train=True)
 
-    def losses(self, micro: Sequence[Batch], loss: TokenLoss) -> list[Tensor]:
+    def losses(self, micro: Sequence[Batch], loss: StageLoss) -> list[Tensor]:
         """The losses of micro-batches of one size on the last stage, else none; without gradients."""
         with torch.no_grad():
             return self._run_in_parts(micro, loss, None, train=False)
@@ -115,7 +114,7 @@ class PipelineRun:
         """The logits (B, S, V) of a batch, which the last stage gives to all; without gradients."""
         kept: list[Tensor] = []
 
-        def keep(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+        def keep(logits_BSV: Tensor, micro: int) -> Tensor:
             kept.append(logits_BSV.detach())
             return logits_BSV.sum()
 
@@ -129,7 +128,7 @@ class PipelineRun:
         return model_inputs(self._tokens, batch).in_order(logits_BSV)
 
     def _run_in_parts(
-        self, micro: Sequence[Batch], loss: TokenLoss, draws: Draws | None, *, train: bool
+        self, micro: Sequence[Batch], loss: StageLoss, draws: Draws | None, *, train: bool
     ) -> list[Tensor]:
         """As `_run`; the last stage leaves its logits as they lie, and the loss is told how."""
         last = self._last
@@ -139,13 +138,13 @@ class PipelineRun:
         with leaving(derived):
             return self._run(
                 micro,
-                lambda logits, labels: loss(logits, labels, logits_placement(derived, "output0")),
+                lambda x, micro: loss(Logits(x, self._seen[micro], logits_placement(derived, "output0")), micro),
                 draws,
                 train=train,
             )
 
     def _run(
-        self, micro: Sequence[Batch], loss: Callable[[Tensor, Tensor], Tensor], draws: Draws | None, *, train: bool
+        self, micro: Sequence[Batch], loss: Callable[[Tensor, int], Tensor], draws: Draws | None, *, train: bool
     ) -> list[Tensor]:
         table = self._table(micro[0], len(micro), train)
         self._loss, self._draws = loss, draws
@@ -158,12 +157,11 @@ class PipelineRun:
                 part.capacity.before(*seen)
         inputs = [torch.cat([one.batch.inputs_BS for one in seen])] if 0 in self.parts else []
         keywords = {name: torch.cat([one.keywords[name] for one in seen]) for name in seen[0].keywords}
-        labels = torch.cat([one.batch.labels_BS for one in seen]) if self.is_last else None
         losses: list[Tensor] = []
         run = cast("Callable[..., Any]", table.step if train else table.eval)
         try:
             with quiet("torch.distributed.pipelining.schedules"):  # it logs the whole table
-                run(*inputs, target=labels, losses=losses if self.is_last else None, return_outputs=False, **keywords)
+                run(*inputs, losses=losses if self.is_last else None, return_outputs=False, **keywords)
         except RuntimeError as error:  # torch tells of shapes; what went wrong is its cause
             if (cause := error.__cause__) is None:
                 raise
@@ -206,8 +204,8 @@ class PipelineRun:
         stage.replicas = part.data_parallel if isinstance(part.data_parallel, Replicas) else None
         return stage
 
-    def _loss_of(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        return self._loss(logits_BSV, labels_BS)
+    def _loss_of(self, logits_BSV: Tensor, micro: int) -> Tensor:
+        return self._loss(logits_BSV, micro)
 
     def _loss_of_sums(self, sums: Tensor) -> Tensor:
         assert self._last is not None  # the sums are its routers'
@@ -238,7 +236,7 @@ class PipelineRun:
             routers.forget()
 
 
-def _no_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+def _no_loss(logits_BSV: Tensor, micro: int) -> Tensor:
     """Of a rank that has no logits."""
     raise AssertionError("a stage that is not the last has no loss")
 

@@ -17,6 +17,18 @@ from torch.distributed.tensor import DTensor
 from tangram.training.parallel.fsdp import resharded
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Generator[None]:
+    """Within, a module computes in evaluation and without gradients. All ranks call it alike."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), resharded(module):
+            yield
+    finally:
+        module.train(training)
+
+
 class Reference:
     """A copy of this rank's parts of what is trained of a module, as it is now."""
 
@@ -32,15 +44,12 @@ class Reference:
     @contextmanager
     def used(self) -> Generator[None]:
         """Within, the module computes with them, in evaluation and without gradients. All ranks call it alike."""
-        training = self._module.training
         self._exchange()
-        self._module.eval()
         try:
-            with torch.no_grad(), resharded(self._module):
+            with evaluating(self._module):
                 yield
         finally:
             self._exchange()
-            self._module.train(training)
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         """Asked each time: FSDP changes where parameters lie."""

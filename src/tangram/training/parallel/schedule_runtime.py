@@ -48,7 +48,8 @@ from tangram.training.parallel.data_parallel import Replicas
 
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, int], Tensor]
+"""Of what the last stage gives for a micro-batch, whose number is told."""
 Sums = Callable[[int, int], Tensor]
 """What a stage adds to a micro-batch's sums, with gradients: called with both after the stage's forward of it."""
 
@@ -166,6 +167,7 @@ class ScheduleRun(Runtime):
         self, stages: list[StageRun], schedule: Schedule, loss: Loss, loss_of_sums: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(cast(Any, stages), schedule.micros, loss_fn=loss, scale_grads=False)
+        self._loss = loss
         self._loss_of: dict[int, Tensor] = {}
         """What the backward begins at, by micro-batch."""
         self._told_of: dict[int, Tensor] = {}
@@ -189,7 +191,7 @@ class ScheduleRun(Runtime):
     ) -> None:
         if not stage.is_last:
             return
-        loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        loss = self._loss(output, mb_index)
         self._told_of[mb_index] = loss.detach()
         sums = cast(StageRun, stage).summed.pop(mb_index, None)
         self._loss_of[mb_index] = loss if sums is None else loss + self._loss_of_sums(sums)

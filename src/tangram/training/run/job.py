@@ -145,7 +145,8 @@ def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
     cuts_of(model, plan)
     corpus = open_corpus(plan.data, tokens)
     counted = model_costs(model, plan.data.sequence, plan.data.micro_batch * plan.rows_per_sample)
-    again = counted.forward_flops_per_sample if plan.has_reference else 0.0
+    forwards = 3 if plan.task == "kto" else 1 if plan.has_reference else 0  # of others' answers by both models, too
+    again = counted.forward_flops_per_sample * forwards
     flops = (counted.flops_per_sample + again) * plan.rows_per_sample
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -221,10 +222,11 @@ def finish(
     on_event(
         Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {figures.seconds(trained.seconds)}")
     )
-    entropy = unigram_entropy(ready.corpus, plan.data) if plan.data.held_out else None
-    if report.held_out_loss is not None and entropy is not None:
-        words = f"loss {report.held_out_loss:.6f} on {count(plan.ranks, 'rank')}; unigram entropy {entropy:.4f}"
-        on_event(Note(f"held out   {words}, ratio {report.held_out_loss / entropy:.2f}"))
+    by_token = plan.data.held_out and plan.preference is None  # else no model's entropy bounds the loss
+    entropy = unigram_entropy(ready.corpus, plan.data) if by_token else None
+    if (loss := report.held_out_loss) is not None:
+        beside = f"; unigram entropy {entropy:.4f}, ratio {loss / entropy:.2f}" if entropy else ""
+        on_event(Note(f"held out   loss {loss:.6f} on {count(plan.ranks, 'rank')}{beside}"))
     with computing_as_a_rank(plan.ranks):
         proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, on_event)
     summary = summarise(
@@ -234,7 +236,7 @@ def finish(
         wall_s=time.monotonic() - ready.begun,
         model=ready.source.name,
         parameters=ready.parameters,
-        eval_loss=report.held_out_loss,
+        eval_loss=loss,
         unigram_entropy=entropy,
         packing=report.packing,
         padding=padding(ready.corpus, plan.data),

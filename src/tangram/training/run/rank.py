@@ -42,6 +42,7 @@ from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
 from tangram.training.state.pace import Pace
+from tangram.training.state.reference_digest import REFERENCE, reference_digest, refuse_other_reference
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.optimiser_step import make_adamw
@@ -128,6 +129,9 @@ def begin(rank: Rank, job: RankJob) -> Begun:
         compares = plan.has_reference  # with the values of the begin, whatever a checkpoint has
         model = build(plan, source, world, values=job.resume is None or compares)
         model = replace(model, reference=Reference(model.module) if compares else None)
+    begun = reference_digest(model) if compares else None
+    if begun is not None and job.resume is not None:
+        refuse_other_reference(job.resume, begun)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     optimiser = make_adamw(model.module, plan.optimiser, plan.precision.masters, model.plain)
     state = JobState(model.module, optimiser, plain=model.plain)
@@ -136,7 +140,7 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     tell(Doing("asking whether the model tells documents apart"))
     settled = settled_packing(model, job.resume, source)
     plan = with_packing(plan, settled.packing)
-    state.about = about(plan, corpus)
+    state.about = about(plan, corpus) | ({} if begun is None else {REFERENCE: begun})
     return Begun(replace(model, plan=plan), corpus, state, settled)
 
 

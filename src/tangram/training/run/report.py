@@ -102,7 +102,7 @@ def _learnt(summary: Summary) -> str:
     if loss is None:
         return _verdict("unknown", "Held-out loss", None, "", "No held-out text was measured.")
     if entropy is None:
-        return _verdict("unknown", "Held-out loss", f"{loss:.4f}", "nats per token", "Nothing to compare it with.")
+        return _verdict("unknown", "Held-out loss", f"{loss:.4f}", "a mean over samples", "Nothing to compare it with.")
     beside = f"nats per token; unigram entropy {entropy:.4f}"
     if loss < entropy:
         told = f"{figures.percent(1 - loss / entropy)} below what a model that ignores the context can reach."

@@ -1,7 +1,5 @@
 """The forwards and backwards of a step on one rank: its gradients, and its parts of the sums of the global batch."""
 
-# ruff: noqa: N803  a tensor carries its dims in its name
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,18 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tangram.errors import UserError
 from tangram.tracing.format import Phase
 from tangram.tracing.recorder import Trace
 from tangram.training.data import RankBatches
 from tangram.training.mesh.drawing import Draws, drawing
-from tangram.training.mesh.tensor_parallel import ResultPlacement
-from tangram.training.objective.loss import token_loss
+from tangram.training.objective.loss import Logits
 from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
 from tangram.training.parallel.pipeline import PipelineRun
-from tangram.training.step.objectives import LossSum, Objective, objective_of
+from tangram.training.step.objectives import LossSum, Objective, Sums, objective_of
 
 
 class BackwardSums(NamedTuple):
@@ -45,7 +41,7 @@ def backward(
     with drawing(model.draw_sources, model.plan.seed, batches) as draws:
         if model.pipeline is not None:
             model.trace.phase(Phase.PIPELINE)
-            return _backward_of_stage(model.pipeline, batches, loss_sum, draws, scale)
+            return _backward_of_stage(model.pipeline, batches, objective, references, draws, scale)
         return _backward_of_model(model.parts[0], batches, objective, references, draws, scale, model.trace)
 
 
@@ -68,7 +64,7 @@ def _backward_of_model(
         if capacity is not None:
             capacity.before(model_inputs(part.tokens, batch))
         trace.phase(Phase.FORWARD)
-        sums = objective.sums(part, batch, references[micro])
+        sums = objective.of_part(part, batch, references[micro])
         loss = trained = objective.loss(sums, batches)
         if routers is not None:
             ordered = model_inputs(part.tokens, batch).batch
@@ -79,27 +75,35 @@ def _backward_of_model(
             routers.forget()
         losses.append(loss.detach())
         figures += [] if sums.figures is None else [sums.figures]
-    return _summed(losses, figures, batches.micro[0].inputs_BS.device)
+    return _summed(losses, figures, objective.no_sums(batches.micro[0].inputs_BS.device))
 
 
 def _backward_of_stage(
-    pipeline: PipelineRun, batches: RankBatches, loss_sum: LossSum | None, draws: Draws, scale: float
+    pipeline: PipelineRun,
+    batches: RankBatches,
+    objective: Objective,
+    references: Sequence[Tensor | None],
+    draws: Draws,
+    scale: float,
 ) -> BackwardSums:
-    """The same for a stage; its part of the loss is nothing but on the last."""
-    if loss_sum is not None:
-        raise UserError("stages of a pipeline are trained on the next token: this version takes no loss of one's own")
+    """The same for a stage; its part of the sums is nothing but on the last."""
+    objective.refuse_own()
+    figures: list[Tensor] = []
 
-    def loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement | None) -> Tensor:
-        return token_loss(logits_BSV, labels_BS, placement) * (scale / max(1, batches.counted))
+    def loss(logits: Logits, micro: int) -> Tensor:
+        sums = objective.sums(logits, batches.micro[micro], references[micro])
+        figures.extend([] if sums.figures is None else [sums.figures])
+        return objective.loss(sums, batches) * scale
 
     losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
-    found = _summed(losses, [], batches.micro[0].inputs_BS.device)
+    found = _summed(losses, figures, objective.no_sums(batches.micro[0].inputs_BS.device))
     return found._replace(loss=found.loss / scale)
 
 
-def _summed(losses: Sequence[Tensor], figures: Sequence[Tensor], device: torch.device) -> BackwardSums:
-    none = torch.zeros(0, dtype=torch.float64, device=device)
+def _summed(losses: Sequence[Tensor], figures: Sequence[Tensor], none: Sums) -> BackwardSums:
+    """`none`: of no losses."""
+    assert none.figures is not None
     return BackwardSums(
-        torch.stack([*losses]).double().sum() if losses else none.sum(),
-        torch.stack([*figures]).sum(0) if figures else none,
+        torch.stack([*losses]).double().sum() if losses else none.terms[0],
+        torch.stack([*figures]).sum(0) if figures else none.figures,
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.training.data import Batch, Corpus, held_out_batches
-from tangram.training.objective.loss import token_loss
+from tangram.training.objective.loss import Logits
 from tangram.training.objective.model_inputs import TokenOrder, logits_in_order
 from tangram.training.objective.step_guard import must_be_finite
 from tangram.training.parallel.fsdp import resharded
@@ -54,12 +54,21 @@ def measure(model: ParallelModel, batches: Iterable[Batch], objective: Objective
     else:
         references = itertools.repeat(None)
     model.module.eval()
+    if pipeline is not None:
+        objective.refuse_own()
 
     def of_batch(batch: Batch, reference: Tensor | None) -> Sums:
         if pipeline is None:
-            return objective.sums(model.parts[0], batch, reference)
-        losses = pipeline.losses([batch], token_loss)
-        return Sums((losses[0] if losses else torch.zeros((), device=batch.inputs_BS.device),))
+            return objective.of_part(model.parts[0], batch, reference)
+        found = objective.no_sums(batch.inputs_BS.device)
+
+        def keep(logits: Logits, micro: int) -> Tensor:
+            nonlocal found
+            found = objective.sums(logits, batch, reference)
+            return found.terms[0]
+
+        pipeline.losses([batch], keep)
+        return found
 
     each = ((batch, of_batch(batch, reference)) for batch, reference in zip(batches, references, strict=False))
     return _means(each, objective, model.world.group, counts=pipeline is None or pipeline.is_last)
@@ -72,7 +81,7 @@ def evaluate_unsharded(
     """The mean loss, by an objective without a reference, of a model that this process has all of."""
     module.eval()
     part = ModelPart(module, tokens)
-    return _means(((batch, objective.sums(part, batch, None)) for batch in batches), objective, None).loss
+    return _means(((batch, objective.of_part(part, batch, None)) for batch in batches), objective, None).loss
 
 
 def _means(

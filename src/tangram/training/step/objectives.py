@@ -10,21 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.errors import UserError
 from tangram.schema.job import Job
 from tangram.schema.tuning import TaskName
 from tangram.training.data import IGNORE, Batch, RankBatches
-from tangram.training.objective.loss import leaving, logits_placement, row_losses, token_loss
+from tangram.training.objective.loss import Logits, leaving, logits_placement, row_losses, token_loss
 from tangram.training.objective.model_inputs import model_inputs
-from tangram.training.objective.preferences import FIGURES, FORMULAS, Scores, figures_of
+from tangram.training.objective.preferences import (
+    FIGURES,
+    FORMULAS,
+    LABELLED_FIGURES,
+    Labelled,
+    Scores,
+    figures_of,
+    labelled_figures,
+    labelled_scores,
+)
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.reference import evaluating
 
 Over = Literal["labels", "samples", "first tokens"]
 """What a term is a mean over: counted labels, samples, or all tokens but the begin of the first rows of samples."""
@@ -44,24 +56,52 @@ class Sums(NamedTuple):
 class Objective:
     """What is trained on, and what is told beside the loss."""
 
-    sums: Callable[[ModelPart, Batch, Tensor | None], Sums]
-    """Of a part and a batch; with what `rows` gives of it under the reference."""
+    sums: Callable[[Logits, Batch, Tensor | None], Sums]
+    """Of the logits of a batch; with what `rows` gives of it under the reference."""
     over: tuple[Over, ...] = ("labels",)
     """What each term is divided by."""
     figures: tuple[str, ...] = ()
     """Names of means over samples."""
-    rows: Callable[[ModelPart, Batch], Tensor] | None = None
+    rows: Callable[[Logits, Batch], Tensor] | None = None
     """What is compared with a reference, for each row of a batch (B); None: there is no reference."""
     rows_per_sample: int = 1
+    labelled: bool = False
+    """Whether samples are answers that are good or bad: what they are compared with is `Labelled`, stacked."""
+    own: LossSum | None = None
+    """In the place of `sums`; of a model without stages."""
+
+    def of_part(self, part: ModelPart, batch: Batch, reference_B: Tensor | None) -> Sums:
+        """The sums of a whole model on a batch."""
+        if self.own is not None:
+            return Sums((self.own(part.module, batch),))
+        return self.sums(_logits(part, batch), batch, reference_B)
+
+    def refuse_own(self) -> None:
+        """Raise UserError for a loss of one's own, of a model with stages."""
+        if self.own is not None:
+            raise UserError("stages of a pipeline train on the plan's task: this version takes no loss of one's own")
+
+    def no_sums(self, device: torch.device) -> Sums:
+        """Of a stage without logits."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return Sums((zero,) * len(self.over), zero.expand(len(self.figures)))
 
     def references(self, model: ParallelModel, batches: Sequence[Batch]) -> list[Tensor | None]:
-        """What the reference says of each batch. Raises UserError for a model without one."""
-        if self.rows is None:
+        """What it says of each batch, on ranks that have logits. Raises UserError for a model without one."""
+        rows = self.rows
+        if rows is None:
             return [None for _ in batches]
         if model.reference is None:
             raise UserError("this loss compares with a reference: give the ParallelModel one before it is trained")
+        others = [batch.others for batch in batches if batch.others is not None]
         with model.reference.used():
-            return [self.rows(model.parts[0], batch) for batch in batches]
+            found = _each(model, batches, rows)
+            of_others = _each(model, others, rows)
+        if not self.labelled:
+            return found
+        with evaluating(model.module):
+            ahead = [(own, was) for own, was in zip(_each(model, others, rows), of_others, strict=True)]
+        return _labelled_with(model, batches, found, ahead)
 
     def loss(self, sums: Sums, batches: RankBatches) -> Tensor:
         """This batch's part of the loss of the global batch."""
@@ -81,10 +121,55 @@ class Objective:
         return torch.stack([counts[over] for over in (*self.over, "samples")]).double()
 
 
+def _each(
+    model: ParallelModel, batches: Sequence[Batch], rows: Callable[[Logits, Batch], Tensor]
+) -> list[Tensor | None]:
+    """Of each batch, on ranks that have logits; in a pipeline as many go through at once as train, of one size."""
+    if model.pipeline is None:
+        return [rows(_logits(model.parts[0], batch), batch) for batch in batches]
+    found: dict[int, Tensor] = {}
+    at_once = model.plan.micro_steps
+    for _, group in groupby(enumerate(batches), lambda one: (one[0] // at_once, one[1].inputs_BS.shape)):
+        some = list(group)
+
+        def keep(logits: Logits, micro: int, some: Sequence[tuple[int, Batch]] = some) -> Tensor:
+            number, batch = some[micro]
+            found[number] = rows(logits, batch)
+            return found[number].sum()
+
+        model.pipeline.losses([batch for _, batch in some], keep)
+    return [found.get(number) for number in range(len(batches))]
+
+
+def _labelled_with(
+    model: ParallelModel,
+    batches: Sequence[Batch],
+    references: Sequence[Tensor | None],
+    others: Sequence[tuple[Tensor | None, Tensor | None]],
+) -> list[Tensor | None]:
+    """`Labelled` of each batch, stacked. `others`: of the others' answers, under the policy and the reference."""
+    sums = torch.zeros(4, dtype=torch.float64, device=model.world.device)
+    for batch, (now, before) in zip(batches, others, strict=True):
+        if now is None or before is None or batch.bad_B is None:  # a stage without logits
+            continue
+        counts_B = (batch.labels_BS != IGNORE).any(1)
+        sums += torch.stack(
+            [
+                (now - before).where(counts_B, 0.0).sum(),
+                counts_B.sum(),
+                *((counts_B & side_B).sum() for side_B in (~batch.bad_B, batch.bad_B)),
+            ]
+        )
+    dist.all_reduce(sums, group=model.world.group)  # of model axes' ranks all are multiples
+    ahead, count, good, bad = sums
+    shares = (ahead / count).clamp(min=0), *(torch.where(side > 0, count / side, 0.0) for side in (good, bad))
+    return [None if x is None else torch.stack([x, *(share.expand_as(x) for share in shares)]) for x in references]
+
+
 def objective_of(plan: Job, loss_sum: LossSum | None = None) -> Objective:
     """What a plan trains on; `loss_sum`: a loss of one's own in its place."""
     if loss_sum is not None:
-        return Objective(lambda part, batch, _: Sums((loss_sum(part.module, batch),)))
+        return replace(NEXT_TOKEN, own=loss_sum)
     return OBJECTIVES[plan.task](plan)
 
 
@@ -93,13 +178,21 @@ def next_token_loss(part: ModelPart, batch: Batch) -> Tensor:
 
     Of a derived model the logits stay in parts (`training.objective.loss`).
     """
+    return _next_token(_logits(part, batch))
+
+
+def _logits(part: ModelPart, batch: Batch) -> Logits:
     inputs = model_inputs(part.tokens, batch)
     with leaving(part.derived):
-        logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
-    return token_loss(logits, inputs.batch.labels_BS, logits_placement(part.derived))
+        values_BSV: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
+    return Logits(values_BSV, inputs, logits_placement(part.derived))
 
 
-NEXT_TOKEN = Objective(lambda part, batch, _: Sums((next_token_loss(part, batch),)))
+def _next_token(logits: Logits) -> Tensor:
+    return token_loss(logits.values_BSV, logits.inputs.batch.labels_BS, logits.placement)
+
+
+NEXT_TOKEN = Objective(lambda logits, batch, _: Sums((_next_token(logits),)))
 
 
 def _preferences(plan: Job) -> Objective:
@@ -107,8 +200,8 @@ def _preferences(plan: Job) -> Objective:
     assert preference is not None  # the job's tables say so
     formula, each = FORMULAS[preference.loss_type], plan.rows_per_sample
 
-    def sums(part: ModelPart, batch: Batch, reference_B: Tensor | None) -> Sums:
-        logps_B, whole_B = answer_log_probs(part, batch, prompts=formula.cross_entropy)
+    def sums(logits: Logits, batch: Batch, reference_B: Tensor | None) -> Sums:
+        logps_B, whole_B = answer_log_probs(logits, batch, prompts=formula.cross_entropy)
         scores, counts_P = _scores(logps_B, reference_B, batch)
         losses_P = formula.loss(scores, preference).where(counts_P, 0.0)
         figures = figures_of(scores, (logps_B[::each], logps_B[1::each]), counts_P, preference)
@@ -118,8 +211,24 @@ def _preferences(plan: Job) -> Objective:
     return Objective(sums, over, FIGURES, _answers if plan.has_reference else None, each)
 
 
-def _answers(part: ModelPart, batch: Batch) -> Tensor:
-    return answer_log_probs(part, batch)[0]
+def _labelled(plan: Job) -> Objective:
+    preference = plan.preference
+    assert preference is not None  # the job's tables say so
+    formula = FORMULAS[preference.loss_type]
+
+    def sums(logits: Logits, batch: Batch, compared_KB: Tensor | None) -> Sums:
+        assert compared_KB is not None  # the job has a reference
+        assert batch.bad_B is not None  # its rows have labels
+        logps_B, compared = _answers(logits, batch), Labelled(*compared_KB)
+        counts_B = (batch.labels_BS != IGNORE).any(1)
+        losses_B = formula.loss(labelled_scores(logps_B, compared, batch.bad_B, counts_B), preference)
+        return Sums((losses_B.sum(),), labelled_figures(logps_B, compared, batch.bad_B, counts_B, preference.beta))
+
+    return Objective(sums, ("samples",), LABELLED_FIGURES, _answers, labelled=True)
+
+
+def _answers(logits: Logits, batch: Batch) -> Tensor:
+    return answer_log_probs(logits, batch)[0]
 
 
 def _scores(logps_B: Tensor, reference_B: Tensor | None, batch: Batch) -> tuple[Scores, Tensor]:
@@ -131,17 +240,15 @@ def _scores(logps_B: Tensor, reference_B: Tensor | None, batch: Batch) -> tuple[
     return Scores(chosen, rejected, *(tokens_B[side::2].clamp(min=1) for side in (0, 1))), counts_P
 
 
-def answer_log_probs(part: ModelPart, batch: Batch, *, prompts: bool = False) -> tuple[Tensor, Tensor | None]:
+def answer_log_probs(logits: Logits, batch: Batch, *, prompts: bool = False) -> tuple[Tensor, Tensor | None]:
     """The log-probability of the labels of each row (B, float64), and with `prompts` the cross-entropy of every token
     but its first."""
     every_BS = every_label(batch) if prompts else batch.labels_BS
-    inputs = model_inputs(part.tokens, replace(batch, labels_BS=every_BS))
-    with leaving(part.derived):
-        logits: Tensor = part.module(input_ids=inputs.batch.inputs_BS, use_cache=False, **inputs.keywords).logits
     masks = [batch.labels_BS != IGNORE, *([every_BS != IGNORE] if prompts else [])]
-    if inputs.order is not None:
-        masks = [mask_BS[:, inputs.order] for mask_BS in masks]
-    answers_B, *whole = row_losses(logits, inputs.batch.labels_BS, masks, logits_placement(part.derived))
+    ordered = logits.inputs.input_order_of
+    answers_B, *whole = row_losses(
+        logits.values_BSV, ordered(every_BS), [ordered(mask_BS) for mask_BS in masks], logits.placement
+    )
     return -answers_B, whole[0] if whole else None
 
 
@@ -154,5 +261,5 @@ def every_label(batch: Batch) -> Tensor:
 
 
 OBJECTIVES: Mapping[TaskName, Callable[[Job], Objective]] = MappingProxyType(
-    {"pretrain": lambda plan: NEXT_TOKEN, "sft": lambda plan: NEXT_TOKEN, "dpo": _preferences}
+    {"pretrain": lambda plan: NEXT_TOKEN, "sft": lambda plan: NEXT_TOKEN, "dpo": _preferences, "kto": _labelled}
 )

@@ -231,6 +231,8 @@ def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> 
     rows, length = plan.data.micro_batch * plan.rows_per_sample, plan.data.sequence
     ids_BS = torch.zeros(rows, length, dtype=torch.long)
     batch = Batch(ids_BS, ids_BS.clone(), None if plan.data.packing == "single" else ids_BS.clone())
+    if plan.task == "kto":
+        batch = replace(batch, bad_B=torch.zeros(rows, dtype=torch.bool), others=batch)
     batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
     part = loop.backward(model, batches).loss
     model.sum_gradients()

@@ -1,0 +1,113 @@
+"""Chats and labelled answers that were trained on wrongly elsewhere.
+
+huggingface/trl#4922          of Phi-3.5's template only the last answer of a chat was learnt
+axolotl-ai-cloud/axolotl#1703 a message of weight 0 is not to be learnt
+THUDM/slime#1742              a template that wants a question before each answer, and drops earlier thoughts
+huggingface/trl#1911          of an odd batch one answer stood beside its own prompt (hiyouga/LlamaFactory#7509)
+huggingface/trl#1380          a batch of good answers alone, or of bad ones, made no number of the loss
+"""
+
+# ruff: noqa: N806  a tensor carries its dims in its name
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tangram.schema.files import load
+from tangram.schema.tuning import PreferencePlan
+from tangram.training.data import IGNORE, Batch, open_corpus, prepare, step_batches, tokens_of
+from tangram.training.objective.preferences import FORMULAS, Labelled, labelled_figures, labelled_scores
+from tests.training.data.test_chat import END_TEXT, encoded, tokenizer_of, tokens_at
+
+PHI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+)
+THINKING = (
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if ns.asked < 0 %}{{ raise_exception('nobody asks') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.asked %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Name the intent."},
+    {"role": "user", "content": "How do I print?"},
+    {"role": "assistant", "content": "<rag>();", "reasoning_content": "new"},
+    {"role": "user", "content": "And in colour?"},
+    {"role": "assistant", "content": "<followup>();", "reasoning_content": "the same"},
+]
+
+
+def learnt(folder: Path, template: str, messages: list[dict[str, Any]]) -> list[str]:
+    tokens = tokens_at(folder, template)
+    ((ids, counts),) = encoded(tokens, {"messages": messages})
+    runs = groupby(zip(ids, counts, strict=True), lambda one: one[1])
+    return [tokens.spelled([i for i, _ in some]) for counted, some in runs if counted]
+
+
+def test_all_answers_of_a_chat_are_learnt_where_the_last_has_an_end_of_its_own(tmp_path: Path) -> None:
+    assert learnt(tmp_path, PHI, CHAT) == ["<rag>();<|im_end|>", f"<followup>();<|im_end|>\n{END_TEXT}"]
+
+
+def test_an_answer_of_weight_0_is_context(tmp_path: Path) -> None:
+    chat = [{**CHAT[n], "weight": 0} if n == 2 else CHAT[n] for n in range(5)]
+    assert learnt(tmp_path, PHI, chat) == [f"<followup>();<|im_end|>\n{END_TEXT}"]
+
+
+def test_answers_whose_thoughts_are_dropped_are_learnt_without(tmp_path: Path) -> None:
+    assert learnt(tmp_path, THINKING, CHAT) == [
+        "<rag>();<|im_end|>\n", "the same\n</think>\n\n<followup>();<|im_end|>\n",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5])
+def test_no_prompt_stands_beside_its_own_answer(tmp_path: Path, batch: int) -> None:
+    (tmp_path / "chat-model").mkdir()
+    tokenizer_of(tmp_path / "chat-model", PHI)
+    rows = [{"prompt": f"{n}?", "completion": [{"role": "assistant", "content": f"is {n}"}], "label": n % 2 == 0}
+            for n in range(batch)]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "kto.toml").write_text(
+        'version = 3\ntask = "kto"\nmodel.path = "chat-model"\ndata.sources = [{ path = "a.jsonl" }]\nrun.steps = 1\n'
+        f'data.global_batch = {batch}\ndata.micro_batch = {batch}\ndata.cache = "cache"\n'
+    )
+    job = load(tmp_path / "kto.toml")
+    tokens = tokens_of(job)
+    prepare(job.data, tokens, lambda event: None)
+    (own,) = step_batches(
+        open_corpus(job.data, tokens), job.data, seed=0, first_sample=0, index=0, size=1, micro_steps=1,
+        device=torch.device("cpu"),
+    ).micro  # fmt: skip
+
+    def answers(of: Batch) -> list[str]:
+        return [tokens.spelled(row[row != IGNORE].tolist()) for row in of.labels_BS]
+
+    assert own.others is not None
+    mine, others = answers(own), answers(own.others)
+    assert sorted(mine) == sorted(others)
+    assert all(a != b for a, b in zip(mine, others, strict=True))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_answers_of_one_kind_alone_have_a_loss(bad: bool) -> None:
+    logps_B = torch.tensor([-3.0, -200.0, 0.0], dtype=torch.float64, requires_grad=True)
+    before_B, kl_B = torch.tensor([-4.0, -190.0, 0.0], dtype=torch.float64), torch.full((3,), 0.5, dtype=torch.float64)
+    share_B, none_B = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    compared = Labelled(before_B, kl_B, *((none_B, share_B) if bad else (share_B, none_B)))
+    bad_B, counts_B = torch.full((3,), bad), torch.tensor([True, True, False])  # the last row is an empty one
+    plan = PreferencePlan(loss_type="kto")
+    losses_B = FORMULAS["kto"].loss(labelled_scores(logps_B, compared, bad_B, counts_B), plan)
+    sign = -1 if bad else 1
+    expected_B = 1 - torch.sigmoid(sign * 0.1 * (logps_B - before_B - kl_B)).detach()
+    assert losses_B[:2].tolist() == pytest.approx(expected_B[:2].tolist(), rel=1e-12)
+    assert losses_B[2] == 0
+    (slope_B,) = torch.autograd.grad(losses_B.sum(), logps_B)
+    assert slope_B.isfinite().all()
+    assert slope_B[2] == 0
+    assert labelled_figures(logps_B, compared, bad_B, counts_B, 0.1).isfinite().all()
