@@ -8,6 +8,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.schema.job import SourcePlan
 from tangram.training.data.files import list_files
+from tangram.training.data.rows import ROW
 from tangram.training.data.sources import documents
 from tests.training.data.texts import corpus_of, data_plan, texts_of
 
@@ -139,3 +140,24 @@ def test_what_was_counted_before_a_kill_is_counted_once(tmp_path: Path) -> None:
     assert (
         "9 taken (9 text), 6 documents; left out: 9 binary, 3 documents without text" in open_corpus(whole, BYTES).read
     )
+
+
+def test_cells_of_every_ending_are_rows(tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    root.mkdir()
+    (root / "a.tab").write_text("id\ttext\n1\tby tabs\n")
+    (root / "b.psv").write_text("id|text\n1|by bars, alone\n")
+    for source in (root, root / "a.tab", root / "b.psv"):
+        got = texts_of(corpus_of(data_plan(tmp_path / "cache", source, held_out=0.0)))
+        assert sorted(got) == [
+            text for name, text in (("b", b"by bars, alone"), ("a", b"by tabs")) if source.stem in (name, "in")
+        ]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,id,text\none,1,two\n")
+    for field in ("text", ROW):
+        with pytest.raises(UserError, match=r'a\.csv" has 2 columns "text": give each a name of its own'):
+            list(documents(list_files(SourcePlan(path=str(tmp_path / "a.csv"))), field))
+    (tmp_path / "b.csv").write_text("text,id,id\none,1,2\n")  # those that are not read may be alike
+    assert texts_of(corpus_of(data_plan(tmp_path / "cache", tmp_path / "b.csv", held_out=0.0))) == [b"one"]

@@ -20,7 +20,7 @@ from tangram.training.data.opened import OpenedDataset, opened
 from tangram.training.data.rows import ROW, NoField, TextRow, no_field, row_text, text_of, unreadable
 from tangram.training.data.tables import cell_rows, dataset_rows, parquet_rows
 
-READING = 3
+READING = 4
 """The rules by which files are read; to be raised when the same files come to give other documents."""
 
 EMPTY = f"{LEFT_OUT}: documents without text"

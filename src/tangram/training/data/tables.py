@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, cast
 from tangram.errors import UserError
 from tangram.training.data.rows import ROW, TextRow, no_field, row_text, text_of, unreadable
 
-_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
+_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t", ".tab": "\t", ".psv": "|"}
 _ROWS = 1000  # of a table that are in memory at once
 
 
 def cell_rows(path: Path, stream: BinaryIO, ending: str, field: str, first: int) -> Generator[tuple[int, bytes]]:
-    """The texts of the column `field` of comma- or tab-separated cells under a line of names, with their numbers.
+    """The texts of the column `field` of separated cells under a line of names, with their numbers.
 
     Which delimiter separates the cells, the line of names says: the one by which `field` is a name.
     """
@@ -33,6 +33,9 @@ def cell_rows(path: Path, stream: BinaryIO, ending: str, field: str, first: int)
             delimiter, names = max(cut.items(), key=lambda one: len(one[1]))
         if not names:
             raise no_field(field, cut[_DELIMITERS[ending][0]], f'"{path}"')
+        twice = next((name for name in names if names.count(name) > 1 and field in (name, ROW)), None)
+        if twice is not None:
+            raise UserError(f'"{path}" has {names.count(twice)} columns "{twice}": give each a name of its own')
         column = -1 if field == ROW else names.index(field)
         for number, cells in enumerate(csv.reader(lines, delimiter=delimiter, strict=True)):
             where = f'row {number + 1} of "{path}"'
