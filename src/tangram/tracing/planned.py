@@ -188,7 +188,8 @@ class PlanCheck:
                 told = self._tell(kind, "skipped", step, text, site, group)
                 found += [told] if told else []
                 left.clear()
-        for one in {} if late else (derived := Counter(self.program.missing())):
+        derived = Counter(self.program.missing() if not late else ())
+        for one in derived:
             where = "" if one.layer else "in the backward "
             text = f"ended the backward of step {step} without {_said(one)}: {where}{derived[one]} of its calls"
             text += " by the plan have not come"

@@ -9,7 +9,8 @@
 
 Nothing is asked of FSDP2 or of the runtime of pipelines, so that what they do can be held against it. What is not
 said here is learned from the first steps (`tracing.conformance`): gathers of models whose layers do not surely run
-once and in order; derived programs of compiled models and of stages of pipelines; adapters, frozen and quantised
+once and in order; derived programs of compiled models, of stages of pipelines
+and of keys that go round in rings; adapters, frozen and quantised
 parameters, of which FSDP2 leaves some out; buffers that steps change; the losses of routers.
 """
 
@@ -97,23 +98,23 @@ def due_in_forwards(model: ParallelModel) -> ProgramCheck:
     """What is told, in each forward, what its derived program moves in it and in its backward."""
     plan, world = model.plan, model.world
     derived = None if _is_learned(model) or plan.pipeline or plan.run.compile else model.parts[0].derived
-    if derived is None:
+    if derived is None or derived.rings:
         return ProgramCheck()
     sizes = {axis: world.mesh.axes[axis][0] for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
-    check, rings, known = ProgramCheck(tuple(sizes)), bool(derived.rings), dict[int, DerivedCalls]()
+    check, known = ProgramCheck(tuple(sizes)), dict[int, DerivedCalls]()
 
     def begins(program: Program) -> None:
         if check.active:
             if id(program) not in known:
-                known[id(program)] = _moved(program, sizes, rings)
+                known[id(program)] = _moved(program, sizes)
             check.forward(known[id(program)])
 
     derived.begins = begins
     return check
 
 
-def _moved(program: Program, sizes: Mapping[str, int], rings: bool) -> DerivedCalls:
-    """The calls of a program over axes of these sizes; none of what runs operators one by one, rings or routes."""
+def _moved(program: Program, sizes: Mapping[str, int]) -> DerivedCalls:
+    """The calls of a program over axes of these sizes; none of what runs operators one by one, or of routes."""
     graph = program.derived.folded.graph
     # Within one place what a module takes is brought from outside in, what it gives from inside out.
     placed: list[tuple[tuple[int, ...], str, int, Change]] = []
@@ -130,7 +131,7 @@ def _moved(program: Program, sizes: Mapping[str, int], rings: bool) -> DerivedCa
         for key in actions:
             action, path = actions[key], graph.runs[at].module
             call = graph.calls[action.call]
-            if action.why or key not in program.sure[at] or (rings and "scaled_dot_product" in call.function):
+            if action.why or key not in program.sure[at]:
                 unknown.add(path)
                 continue
             taken = {(call.takes[leaf], change): leaf for leaf, change in reversed(action.takes.items())}
