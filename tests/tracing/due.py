@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
+from tangram.relayout.collectives import one_collective
+from tangram.tracing.format import Phase
 from tangram.tracing.groups import axes_of_ranks
 from tangram.tracing.planned import PlannedCalls, planned_words
 from tangram.tracing.reading import read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings
 from tangram.tracing.weights import sums_of
+from tangram.training.mesh import tensor_parallel
 from tangram.training.parallel import data_parallel, fsdp
-from tangram.training.parallel.due_calls import due_calls
+from tangram.training.parallel.due_calls import due_calls, due_in_forwards
 from tangram.training.parallel.weight_groups import weight_groups
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.state.checkpointer import Checkpointer
@@ -71,7 +75,8 @@ def held(rank: Rank, case: Case, folder: Path) -> Held:
         model, state = built(case, setting, case.plan.seed)
         planned: PlannedCalls = due_calls(model)
         trace.label(part.module for part in model.parts)
-        trace.expect(planned)
+        program = due_in_forwards(model)
+        trace.expect(planned, program)
         groups = weight_groups(model)
         trace.weights(groups)
         plan = model.plan.model_copy(update={"run": model.plan.run.model_copy(update={"steps": STEPS})})
@@ -87,7 +92,7 @@ def held(rank: Rank, case: Case, folder: Path) -> Held:
     at = model.world.mesh.coords(rank.index)
     sums = zip(groups, sums_of(groups), strict=True)
     weights = {(group.layer, *(at[axis] for axis in group.axes)): total for group, total in sums}
-    return Held(tuple(planned_words(planned)), tuple(texts), weights)
+    return Held(tuple(planned_words(planned, program.axes)), tuple(texts), weights)
 
 
 def all_held(work: Work, world: int) -> list[dict[str, Held]]:
@@ -142,9 +147,31 @@ def _norms_of_a_rank_alone(rank: Rank) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _not_moved(rank: Rank, backward: bool) -> Iterator[None]:
+    """The second sum over tp of every forward, or of every backward, is left out on all ranks: each takes its own."""
+    real, count = one_collective._moved, {"at": 0}  # pyright: ignore[reportPrivateUsage]
+    forward = tensor_parallel.DerivedModel._begin  # pyright: ignore[reportPrivateUsage]
+
+    def moved(x: Tensor, source: Any, target: Any, group: dist.ProcessGroup) -> Tensor:
+        within = cast(Any, rank.trace)._phase is (Phase.BACKWARD if backward else Phase.FORWARD)
+        count["at"] += within and source.kind == "sum"
+        left = within and source.kind == "sum" and count["at"] == 2
+        return real(x, one_collective.RankPlacement("several") if left else source, target, group)
+
+    def begin(self: Any, *given: Any) -> Any:
+        count["at"] = 0
+        return forward(self, *given)
+
+    with swapped(one_collective, "_moved", moved), swapped(tensor_parallel.DerivedModel, "_begin", begin):
+        yield
+
+
 MISTAKES: Mapping[str, Callable[[Rank], contextlib.AbstractContextManager[None]]] = {
     "a layer outside of FSDP": _a_layer_outside_of_fsdp,
     "a bucket not summed": _a_bucket_not_summed,
     "reduced each time": _reduced_each_time,
     "norms of a rank alone": _norms_of_a_rank_alone,
+    "not moved in the forward": lambda rank: _not_moved(rank, backward=False),
+    "not moved in the backward": lambda rank: _not_moved(rank, backward=True),
 }

@@ -14,6 +14,8 @@ PLANTED = {
     "a layer outside": ("hsdp", "a layer outside of FSDP"),
     "not summed": ("copies", "a bucket not summed"),
     "alone": ("copies", "norms of a rank alone"),
+    "unmoved": ("derived inside fsdp", "not moved in the forward"),
+    "gradient unmoved": ("derived inside fsdp", "not moved in the backward"),
 }
 Measured = tuple[Mapping[str, Case], list[dict[str, Held]]]
 
@@ -81,6 +83,14 @@ def test_replicas_hold_the_same_bits_after_their_updates_and_no_others_are_taken
         ("a layer outside", ("parameters in the root in step 1 with", "reduce-scatter", "all-reduce over rep")),
         ("not summed", ("ended the backward of step 1 without all-reduce over dp for gradients: 1 of 1 such calls",)),
         ("alone", ("ended step 1 without all-reduce over dp for loss, gradient norm, wishes to stop: 1 of 1",)),
+        (
+            "unmoved",
+            ("skipped reduce-scatter over tp in model.layers.0.mlp.down_proj in step 1, which the plan has",),
+        ),
+        (
+            "gradient unmoved",
+            ("the backward of step 1 without reduce-scatter over tp: in the backward 1 of its calls",),
+        ),
     ],
 )
 def test_what_all_ranks_do_unlike_the_plan_is_named_in_the_first_step(

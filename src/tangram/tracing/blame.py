@@ -12,6 +12,7 @@ a slow link                            a group whose calls take long, though nob
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,9 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     strayed = deviations(traces)
     now, before = [one for one in strayed if one.step == last], [one for one in strayed if one.step != last]
     still = _lifeless(traces, outside)
-    absent = [] if still or now else _absent(traces, outside)
+    # A call too many or too few makes ranks wait in the next step only, where it pairs with one of that.
+    recent = any(one.step >= last - 1 for one in strayed)
+    absent = [] if still or recent else _absent(traces, outside)
     odd = _odd(traces) if (still or absent) and not now else []
     found = [*now, *odd, *still, *before, *([] if odd else [*unlike_calls(traces), *absent])]
     return [*found, *unlike_replicas(traces), *_not_finite(traces), *slow_rank_findings(traces)]
@@ -64,6 +67,10 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
 def _where(trace: RankTrace) -> str:
     """What a rank does, in words."""
     step = f" of step {trace.live.step}" if trace.live.step else ""
+    if trace.live.end is End.FINISHED:
+        return f"has come to its end after step {trace.live.step}"
+    if trace.failed and trace.waiting is None:
+        return f"has failed of {trace.failed} in {trace.live.phase.word}{step}"
     if trace.waiting is not None:
         return f"waits in {trace.waiting}{step}"
     return f"is in {trace.live.phase.word}{step}"
@@ -138,7 +145,7 @@ def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
                 continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
-            key = one["kind"], one["text"], axes
+            key = one["kind"], _wherever(one), axes
             ranks = (*found[key].ranks, trace.rank) if key in found else (trace.rank,)
             text = f"{rank_words(ranks)} {one['text']}"
             found[key] = Finding(one["kind"], ranks, text, one["step"], axes, one["layer"], one["line"])
@@ -146,12 +153,17 @@ def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
 
 
 def noted_by(traces: Sequence[RankTrace]) -> dict[tuple[int, str], set[int]]:
-    """By step and words the ranks that have noted a deviation."""
+    """By step and words, but for lines of code, the ranks that have noted a deviation."""
     found: dict[tuple[int, str], set[int]] = {}
     for trace in traces:
         for one in trace.deviations:
-            found.setdefault((one["step"], one["text"]), set()).add(trace.rank)
+            found.setdefault((one["step"], _wherever(one)), set()).add(trace.rank)
     return found
+
+
+def _wherever(one: Mapping[str, Any]) -> str:
+    """A deviation in words without lines of code: ranks may make one call from several."""
+    return re.sub(r" \([^()]*:\d+\)", "", one["text"])
 
 
 def peers_without(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple[int, str], set[int]]) -> set[int]:
@@ -161,7 +173,7 @@ def peers_without(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple
     an epoch with a smaller batch, or what follows the last step: of calls that were only learned that is no fault.
     """
     ranks = trace.groups.get(one["group"], {}).get("ranks", range(trace.world))
-    return {*ranks} - noted.get((one["step"], one["text"]), set())
+    return {*ranks} - noted.get((one["step"], _wherever(one)), set())
 
 
 def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
@@ -170,17 +182,21 @@ def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     waiting = [trace for trace in traces if trace.waiting is not None]
     calls: dict[tuple[Ranks, str], Call] = {}
     """Of each group the last call that somebody waits in."""
+    long: dict[tuple[Ranks, str], bool] = {}
     for trace in waiting:
         call = trace.waiting
         assert call is not None
         known = calls.get((call.ranks, call.axes))
-        if (known is None or known.turn < call.turn) and _waits_long(trace, traces, outside):
+        if known is None or known.turn < call.turn:
             calls[call.ranks, call.axes] = call
+            long[call.ranks, call.axes] = _waits_long(trace, traces, outside)
     late: dict[int, Call] = {}
-    for call in calls.values():
+    for group, call in calls.items():
         for rank in call.ranks:
             other = by_rank.get(rank)
-            if other is not None and other.turns(call.ranks, call.axes) < call.turn:
+            # For who has ended nobody need wait long: it never comes.
+            ended = other is not None and _has_ended(other)
+            if other is not None and (long[group] or ended) and other.turns(call.ranks, call.axes) < call.turn:
                 late.setdefault(rank, call)
     # Who waits for another absent rank is late for that reason.
     culprits = {rank: call for rank, call in late.items() if not _waits_for(by_rank[rank], late)} or late
@@ -196,34 +212,57 @@ def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     return result
 
 
+def _has_ended(trace: RankTrace) -> bool:
+    """Whether a rank has come to its end, and not because somebody ended it by hand."""
+    return trace.live.end is not End.RUNNING and trace.failed not in ("KeyboardInterrupt", "SystemExit")
+
+
 def _odd(traces: Sequence[RankTrace]) -> list[Finding]:
-    """The rank whose calls of the step that hangs are not those of its peers, as far as these have come."""
+    """The rank whose calls of a step that ranks are in are not those of its peers, as far as these have come."""
     for peers in peers_of(traces):
-        last = max(trace.live.step for trace in peers)
-        each = {trace.rank: calls_of_step(trace, last) for trace in peers if trace.live.step == last}
-        # Of a ring that does not go back to the begin of the step nothing says which call is which.
-        calls = {rank: some for rank, some in each.items() if some is not None}
-        if len(calls) < 2:
-            continue
-        some = [*calls.values()][:MOST_COMPARED]
-        alike = {rank: sum(_agree(own, other) for other in some) for rank, own in calls.items()}
-        odd = min(alike, key=lambda rank: alike[rank])
-        if alike[odd] < len(some) and sum(count == alike[odd] for count in alike.values()) == 1:
-            trace = next(one for one in peers if one.rank == odd)
-            other = next(rank for rank in calls if not _agree(calls[odd], calls[rank]))
-            here, there = calls[odd], calls[other]
-            at = next(i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a[0] != b[0])
-            call = there[at][1]
-            text = (
-                f"rank {odd} called {here[at][1]} as call {at + 1} of step {last}, where rank {other} called {call}; "
-                f"it {_where(trace)}"
-            )
-            details = _others(traces, {odd})
-            return [Finding("unlike", (odd,), text, last, call.axes, call.site.layer, call.site.line, details)]
+        for step in sorted({trace.live.step for trace in peers}):
+            each = {trace.rank: _calls_until(trace, step) for trace in peers if trace.live.step >= step}
+            # Of a ring that does not go back to the begin of the step nothing says which call is which.
+            calls = {rank: some for rank, some in each.items() if some is not None}
+            some = [*calls.values()][:MOST_COMPARED]
+            alike = {rank: sum(_agree(own, other) for other in some) for rank, own in calls.items()}
+            least = min(alike.values(), default=0)
+            odd = [rank for rank in alike if alike[rank] == least]
+            if least == len(some) or (len(odd) > 1 and len(calls) > 2):
+                continue
+            other = next(rank for rank in calls if not _agree(calls[odd[0]], calls[rank]))
+            return [_unlike(traces, odd, calls, other, step)]
     return []
 
 
-def _agree(some: Sequence[tuple[object, Call]], others: Sequence[tuple[object, Call]]) -> bool:
+def _unlike(
+    traces: Sequence[RankTrace],
+    odd: Sequence[int],
+    calls: Mapping[int, Sequence[tuple[object, Call | None]]],
+    other: int,
+    step: int,
+) -> Finding:
+    """Of two ranks nobody knows which is right: then both are `odd`."""
+    one = odd[0]
+    here, there = calls[one], calls[other]
+    at = next(i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a[0] != b[0])
+    call = there[at][1] or here[at][1]
+    assert call is not None  # both would have ended alike
+    said, others = ("nothing more" if some[at][1] is None else str(some[at][1]) for some in (here, there))
+    where = _where(next(trace for trace in traces if trace.rank == one))
+    text = f"rank {one} called {said} as call {at + 1} of step {step}, where rank {other} called {others}; it {where}"
+    place = call.axes, call.site.layer, call.site.line
+    return Finding("unlike", (*odd,), text, step, *place, _others(traces, {*odd}))
+
+
+def _calls_until(trace: RankTrace, step: int) -> list[tuple[object, Call | None]] | None:
+    """`calls_of_step`, and that no more come where the rank is beyond the step."""
+    found = calls_of_step(trace, step)
+    over: list[tuple[object, Call | None]] = [(None, None)] if trace.live.step > step else []
+    return None if found is None else [*found, *over]
+
+
+def _agree(some: Sequence[tuple[object, Call | None]], others: Sequence[tuple[object, Call | None]]) -> bool:
     """Whether the one goes on as the other, as far as both go."""
     return all(a[0] == b[0] for a, b in zip(some, others, strict=False))
 

@@ -14,6 +14,7 @@ phases are recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, cast
@@ -110,8 +111,10 @@ class RecordedWork(dist.Work):
         future, (number, group, op) = self._work.get_future(), self._call
         recorder = self._recorder
 
-        def done(_: object) -> None:
-            recorder.ended(number, group, op)
+        def done(over: Any) -> None:
+            with suppress(RuntimeError):  # of a call that failed: it has not ended, and others are asked why
+                over.value()
+                recorder.ended(number, group, op)
 
         recorder.follows(number, group)
         future.add_done_callback(done)

@@ -135,6 +135,8 @@ class RankTrace:
     """By step the sum of each layer's bits after the update."""
     planned: tuple[str, ...] = ()
     """Which calls of a step its plan says, in words."""
+    failed: str = ""
+    """The class of the exception that it ended with."""
 
     @property
     def events(self) -> npt.NDArray[np.void]:
@@ -265,6 +267,7 @@ def read_rank(path: Path) -> RankTrace:
         ),
         sums={int(one["step"]): tuple(one["sums"]) for one in names if "sums" in one},
         planned=next((tuple(one["planned"]) for one in names if "planned" in one), ()),
+        failed=next((str(one["failed"]) for one in names if "failed" in one), ""),
     )
 
 

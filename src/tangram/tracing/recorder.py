@@ -41,7 +41,7 @@ from tangram.tracing.format import (
     Kind,
     Phase,
 )
-from tangram.tracing.planned import PlanCheck, PlannedCalls, planned_words
+from tangram.tracing.planned import PlanCheck, PlannedCalls, ProgramCheck, planned_words
 from tangram.tracing.ring import Pending, TraceFiles
 from tangram.tracing.sites import caller, site_of
 from tangram.tracing.weights import WeightGroup, WeightWatch
@@ -77,8 +77,8 @@ class Trace(Protocol):
         """The parts of the model that will run, whose modules and parameters are called by their paths."""
         ...
 
-    def expect(self, planned: PlannedCalls) -> None:
-        """Before the first step: the calls of a step that the plan says; of other kinds they are learned."""
+    def expect(self, planned: PlannedCalls, program: ProgramCheck | None = None) -> None:
+        """Before the first step: the calls of a step that the plan says; `program` is told of each forward's."""
         ...
 
     def weights(self, groups: Sequence[WeightGroup]) -> None:
@@ -105,7 +105,7 @@ class Untraced:
     def label(self, modules: Iterable[nn.Module]) -> None:
         """Nothing."""
 
-    def expect(self, planned: PlannedCalls) -> None:
+    def expect(self, planned: PlannedCalls, program: ProgramCheck | None = None) -> None:
         """Nothing."""
 
     def weights(self, groups: Sequence[WeightGroup]) -> None:
@@ -245,9 +245,8 @@ class Recorder:
         self._seen[key] = number
         came = Expected(key, site, number, carrier)
         if self._plans and self._phase in CHECKED:
-            late = self._phase is Phase.OPTIMISER
             assert self._plan is not None
-            if (other := self._plan.came(came, self._groups[key.group], late, self._step)) is not None:
+            if (other := self._plan.came(came, self._groups[key.group], self._phase, self._step)) is not None:
                 self._deviated(other)
         if self._cursor.came(came):
             self._deviated(deviation(self._cursor, came, self._step, self._groups))
@@ -284,7 +283,7 @@ class Recorder:
             cursor.begin()
         if self._plan is not None:
             self._plans = self._checked.expected is None and self._rows < self._learns + UNSETTLED
-            self._plan.begin()
+            self._plan.begin(self._plans)
         self.phase(Phase.DATA)
 
     def phase(self, phase: Phase) -> None:
@@ -317,11 +316,12 @@ class Recorder:
             self._labels |= {id(module): path for path, module in modules_ if path}
             self._labels |= {id(parameter): path for path, parameter in part.named_parameters()}
 
-    def expect(self, planned: PlannedCalls) -> None:
+    def expect(self, planned: PlannedCalls, program: ProgramCheck | None = None) -> None:
         """The calls of a step that the plan says. What was learned before counts no more."""
-        self._plan = PlanCheck(planned) if planned else None
+        derived = ProgramCheck() if program is None else program
+        self._plan = PlanCheck(planned, derived) if planned or derived.axes else None
         self._plans, self._checked, self._learns = False, Cursor(strict=True), self._rows
-        self.files.name({"planned": planned_words(planned)})
+        self.files.name({"planned": planned_words(planned, derived.axes)})
 
     def weights(self, groups: Sequence[WeightGroup]) -> None:
         """The weights whose bits are summed now and then."""

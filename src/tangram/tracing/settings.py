@@ -77,6 +77,9 @@ def traced_rank(settings: TraceSettings | None, rank: int, world: int, backend: 
     try:
         yield TracedRank(recorder, named)
         end = End.FINISHED
+    except BaseException as error:
+        files.name({"failed": type(error).__name__})
+        raise
     finally:
         recorder.close(end)
         faulthandler.unregister(SIGNAL)

@@ -222,7 +222,9 @@ def outside_of(traces: Sequence[RankTrace], now: int) -> Outside:
     stopped = frozenset(rank for rank, state in states.items() if state == "T")
     gone = frozenset(rank for rank, state in states.items() if state in ("", "Z", "X") and rank in running)
     alive = any(state not in ("", "Z", "X") for state in states.values())
-    return Outside(now if alive else None, gone if alive else frozenset(), stopped)
+    # Of a run that is over, who has not said how it ended, where others have, ended without a word.
+    known = alive or len(running) < len(traces)
+    return Outside(now if alive else None, gone if known else frozenset(), stopped)
 
 
 def process_state(trace: RankTrace) -> str:

@@ -207,6 +207,8 @@ class DerivedModel:
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
         self.compared: set[Sizes] | None = None
         """The sizes of which inputs were compared between ranks, at the first call of each; None: of none they are."""
+        self.begins: Callable[[Program], None] = lambda program: None
+        """Is told of each forward with gradients."""
         self.rings: Sequence[str] = ()
         """Axes over which keys of attention by tokens go round, and no rank has all."""
         self._runtime = Runtime()
@@ -282,6 +284,7 @@ class DerivedModel:
         now = self._now(given)
         if torch.is_grad_enabled():
             self._sum_alike(now.program)
+            self.begins(now.program)
         if now.program.random:
             modes.agree_on_draws(self._groups, self._model)
             self._number(now.program, given)

@@ -5,18 +5,19 @@
     HSDP         an all-reduce of each reduced shard
     pipelines    a send and a receive for each micro-batch at each border of ranks, as the schedule's table has them
     norms        one all-reduce over all ranks, with the loss and the wishes to stop
+    derived      what programs move over model axes at borders and around functions, in each forward and backward
 
 Nothing is asked of FSDP2 or of the runtime of pipelines, so that what they do can be held against it. What is not
 said here is learned from the first steps (`tracing.conformance`): gathers of models whose layers do not surely run
-once and in order; derived programs over model axes, whose backward is
-autograd's; adapters, frozen and quantised parameters, of which FSDP2 leaves some out; buffers that steps change; the
-losses of routers.
+once and in order; derived programs of compiled models, of stages of pipelines
+and of keys that go round in rings; adapters, frozen and quantised
+parameters, of which FSDP2 leaves some out; buffers that steps change; the losses of routers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,22 @@ from torch.distributed.tensor import DTensor
 from tangram.layout import intervals
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.local.peak_memory import is_plain_ddp
+from tangram.relayout.collectives import one_collective
 from tangram.schema.plan import Plan
+from tangram.sharding.derive.problem.states import Routed
+from tangram.sharding.derive.transitions import Change, Joint
+from tangram.sharding.runtime.program import Program
 from tangram.tracing.format import OPS
 from tangram.tracing.groups import axes_of_ranks
-from tangram.tracing.planned import CallKind, CallsOfKind, PlannedCall, PlannedCalls
+from tangram.tracing.planned import (
+    CallKind,
+    CallsOfKind,
+    DerivedCall,
+    DerivedCalls,
+    PlannedCall,
+    PlannedCalls,
+    ProgramCheck,
+)
 from tangram.training.mesh.buffers import RULES
 from tangram.training.mesh.layout_to_torch import cuts_of_one, named_modules, over_model_axes
 from tangram.training.mesh.world import World
@@ -62,12 +75,7 @@ class _Unit:
 def due_calls(model: ParallelModel, wishes: int = WISHES) -> PlannedCalls:
     """The calls of a step on this rank, of the kinds that the plan says. `wishes`: how many are given to each step."""
     plan, world = model.plan, model.world
-    beside = plan.lora is not None or plan.preference is not None  # whose calls are others
-    if world.size == 1 or beside or not all(p.requires_grad for p in model.module.parameters()):
-        return {}
-    if any(isinstance(module, tuple(RULES)) for module in model.module.modules()):
-        return {}
-    if any(part.routers is not None or part.capacity is not None for part in model.parts):
+    if _is_learned(model):
         return {}
     data = _copies(model) if is_plain_ddp(plan) else _shards(model)
     ends = PlannedCall((NORM_NUMBERS + wishes) * 8, torch.float64, what="loss, gradient norm, wishes to stop")
@@ -75,6 +83,88 @@ def due_calls(model: ParallelModel, wishes: int = WISHES) -> PlannedCalls:
     model_axes = {axis for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
     found = {**data, **_between_stages(model), **whole}
     return {kind: of for kind, of in found.items() if of.calls and not {*kind.axes.split()} <= model_axes}
+
+
+def _is_learned(model: ParallelModel) -> bool:
+    """Whether the calls of a step do not follow from the plan alone."""
+    beside = model.plan.lora is not None or model.plan.preference is not None  # whose calls are others
+    if model.world.size == 1 or beside or not all(p.requires_grad for p in model.module.parameters()):
+        return True
+    buffers = any(isinstance(module, tuple(RULES)) for module in model.module.modules())
+    return buffers or any(part.routers is not None or part.capacity is not None for part in model.parts)
+
+
+def due_in_forwards(model: ParallelModel) -> ProgramCheck:
+    """What is told, in each forward, what its derived program moves in it and in its backward."""
+    plan, world = model.plan, model.world
+    derived = None if _is_learned(model) or plan.pipeline or plan.run.compile else model.parts[0].derived
+    if derived is None or derived.rings:
+        return ProgramCheck()
+    sizes = {axis: world.mesh.axes[axis][0] for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
+    check, known = ProgramCheck(tuple(sizes)), dict[int, DerivedCalls]()
+
+    def begins(program: Program) -> None:
+        if check.active:
+            if id(program) not in known:
+                known[id(program)] = _moved(program, sizes)
+            check.forward(known[id(program)])
+
+    derived.begins = begins
+    return check
+
+
+def _moved(program: Program, sizes: Mapping[str, int]) -> DerivedCalls:
+    """The calls of a program over axes of these sizes; none of what runs operators one by one, or of routes."""
+    graph = program.derived.folded.graph
+    # Within one place what a module takes is brought from outside in, what it gives from inside out.
+    placed: list[tuple[tuple[int, ...], str, int, Change]] = []
+    once = not program.gathered and len({run.module for run in graph.runs}) == len(graph.runs)
+    unknown = set[str]()  # the modules that call more than is said here
+    for at, border in program.borders.items():
+        run = graph.runs[at]
+        taken = {(run.takes[leaf], change): leaf for leaf, change in reversed(border.takes.items())}
+        given = {(run.gives[leaf], change): leaf for leaf, change in reversed(border.gives.items())}
+        # An equal tensor in several places is brought once.
+        placed += [((run.first, 1, at, i), run.module, v or 0, change) for (v, change), i in taken.items()]
+        placed += [((run.stop, 0, -at, i), run.module, v or 0, change) for (v, change), i in given.items()]
+    for at, actions in program.actions.items():
+        for key in actions:
+            action, path = actions[key], graph.runs[at].module
+            call = graph.calls[action.call]
+            if action.why or key not in program.sure[at]:
+                unknown.add(path)
+                continue
+            taken = {(call.takes[leaf], change): leaf for leaf, change in reversed(action.takes.items())}
+            given = {(call.gives[leaf], change): leaf for leaf, change in reversed(action.gives.items())}
+            placed += [((call.first, 2, at, i), path, v or 0, change) for (v, change), i in taken.items()]
+            placed += [((call.stop, -1, at, i), path, v or 0, change) for (v, change), i in given.items()]
+    forward: list[DerivedCall] = []
+    backward: list[DerivedCall] = []
+    for _, path, v, change in sorted(placed, key=lambda one: one[0]):
+        value = graph.values[v]
+        if not value.dtype.is_floating_point or value.dtype.itemsize == 1:  # is sent as another type
+            unknown.add(path)
+        else:
+            there, back = _sent(change, sizes)
+            forward += [DerivedCall(axes, op, value.dtype, path) for axes, op in there if path]
+            backward += [DerivedCall(axes, op, value.dtype) for axes, op in back if value.differentiable]
+    ordered = once and unknown.isdisjoint(one.layer for one in forward)
+    return DerivedCalls(tuple(forward), tuple(backward), ordered)
+
+
+def _sent(change: Change, sizes: Mapping[str, int]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """The collectives of a change, by axes and kind, in the forward and in the backward."""
+    there: list[tuple[str, int]] = []
+    back: list[tuple[str, int]] = []
+    for one in change:
+        if isinstance(one, Joint):
+            for steps, found in ((one.there, there), (one.back or (), back)):
+                known = ((" ".join(axis for axis in step.axes if axis in sizes), step.collective) for step in steps)
+                found += [(axes, OPS.index(op)) for axes, op in known if axes and op in OPS]
+        elif one.axis in sizes and not isinstance(one.source, Routed) and not isinstance(one.target, Routed):
+            for op, found in zip(one_collective.way(one.source, one.target), (there, back), strict=True):
+                found += [(one.axis, OPS.index(op))] if op in OPS else []
+    return there, back
 
 
 def _axes(world: World, ranks: Sequence[int]) -> str:

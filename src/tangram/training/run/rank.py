@@ -31,7 +31,7 @@ from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.packing import SettledPacking, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
 from tangram.training.observe.profiling import profiled
-from tangram.training.parallel.due_calls import due_calls
+from tangram.training.parallel.due_calls import due_calls, due_in_forwards
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.reference import Reference
@@ -150,7 +150,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     model, corpus, state = replace(begun.model, trace=rank.trace), begun.corpus, begun.state
     plan, world = model.plan, model.world
     rank.trace.label(part.module for part in model.parts)
-    rank.trace.expect(due_calls(model))
+    rank.trace.expect(due_calls(model), due_in_forwards(model))
     rank.trace.weights(weight_groups(model))
     tell = rank.emit if rank.index == 0 else _nowhere
     to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)

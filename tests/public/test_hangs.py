@@ -1,0 +1,144 @@
+"""Loops that hang or die as people have reported, over gloo under `tracing.record`: the report names the culprit.
+
+pytorch/pytorch#196968             a rank raises while its peer waits, and is missing from what is dumped
+alan-turing-institute/autocast#386 one rank alone saves, which ends in a barrier that pairs with one of the others
+microsoft/PyMarlin#80              a rank has fewer batches than the others
+k2-fsa/snowfall#152                the same under DDP, whose reduction waits in the backward
+huggingface/accelerate#157         one rank alone evaluates, and its calls pair with those of the others' training
+
+The loops are written here; torch's own timeout ends them, and the report is asked for afterwards.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tangram import tracing
+from tangram.tracing.finding import Finding
+from tangram.tracing.show.report import report
+from tangram.training.run.fork_server import context_of_ranks
+
+Step = Callable[[int, int], None]
+STEPS, ODD = 6, 4
+
+
+def _plain(rank: int, step: int) -> None:
+    dist.all_reduce(torch.ones(64))
+
+
+def raises(rank: int, step: int) -> None:
+    if rank == 1 and step == ODD:
+        raise ValueError("a bad sample")
+    _plain(rank, step)
+
+
+def killed(rank: int, step: int) -> None:
+    if rank == 1 and step == ODD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _plain(rank, step)
+
+
+def saves_alone(rank: int, step: int) -> None:
+    _plain(rank, step)
+    if rank == 0 and step == ODD:
+        dist.barrier()
+    dist.barrier()
+
+
+def fewer(rank: int, step: int) -> None:
+    _plain(rank, step)
+
+
+def evaluates_alone(rank: int, step: int) -> None:
+    _plain(rank, step)
+    if rank == 2 and step == ODD:
+        dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(8))
+
+
+def never_alike(rank: int, step: int) -> None:
+    """No two steps are equal, so nothing is learned of them."""
+    dist.all_reduce(torch.ones(8 + step))
+    if not (rank == 1 and step == ODD):
+        dist.all_reduce(torch.ones(64 + step))
+    dist.all_reduce(torch.ones(256 + step))
+
+
+def ddp(rank: int) -> Step:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 8))
+
+    def step(own: int, number: int) -> None:
+        model(torch.ones(4, 8)).sum().backward()
+
+    return step
+
+
+def run(rank: int, world: int, folder: Path, what: Step | None) -> None:
+    """The loop of a rank; its process ends at once, as torch may hang where it frees what has failed."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    with suppress(RuntimeError, ValueError), tracing.record(folder / "trace", mesh=f"dp={world}") as recording:
+        store = f"file://{folder}/store"
+        limit = timedelta(seconds=4)
+        dist.init_process_group(recording.backend, init_method=store, rank=rank, world_size=world, timeout=limit)
+        step = ddp(rank) if what is None else what
+        for number in range(1, (ODD if rank == 1 and what in (fewer, None) else STEPS) + 1):
+            recording.step(number)
+            step(rank, number)
+    os._exit(0)
+
+
+def found(folder: Path, what: Step | None, world: int = 3) -> list[Finding]:
+    """What the report on such a run says, but for who is slow."""
+    ranks = [context_of_ranks().Process(target=run, args=(rank, world, folder, what)) for rank in range(world)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    return [one for one in report(folder / "trace").findings if one.kind != "slow"]
+
+
+def test_a_rank_that_raises_while_others_wait_is_named_with_the_error(tmp_path: Path) -> None:
+    """pytorch/pytorch#196968"""
+    (one,) = found(tmp_path, raises)
+    assert (one.kind, one.ranks, one.step) == ("absent", (1,), ODD)
+    assert "has failed of ValueError" in one.text
+
+
+def test_a_rank_that_was_killed_is_named_once_the_run_is_over(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, killed)
+    assert (one.kind, one.ranks, one.step) == ("died", (1,), ODD)
+
+
+@pytest.mark.parametrize(("what", "odd"), [(saves_alone, 0), (evaluates_alone, 2)])
+def test_a_rank_that_alone_calls_a_collective_is_named(what: Step, odd: int, tmp_path: Path) -> None:
+    """alan-turing-institute/autocast#386, huggingface/accelerate#157"""
+    first = found(tmp_path, what)[0]
+    assert (first.ranks, first.step) == ((odd,), ODD)
+    assert first.kind in ("extra", "unlike", "mis-sized")
+
+
+@pytest.mark.parametrize("what", [fewer, None], ids=["own", "ddp"])
+def test_a_rank_with_fewer_batches_is_named(what: Step | None, tmp_path: Path) -> None:
+    """microsoft/PyMarlin#80, k2-fsa/snowfall#152"""
+    first = found(tmp_path, what)[0]
+    assert (first.kind, first.ranks) == ("absent", (1,))
+    assert f"has come to its end after step {ODD}" in first.text
+
+
+@pytest.mark.parametrize(("world", "odd"), [(3, (1,)), (2, (0, 1))])
+def test_a_skipped_call_of_steps_that_are_never_alike_is_seen_by_comparing_ranks(
+    world: int, odd: tuple[int, ...], tmp_path: Path
+) -> None:
+    first = found(tmp_path, never_alike, world)[0]
+    assert (first.kind, first.ranks, first.step) == ("unlike", odd, ODD)
