@@ -108,7 +108,7 @@ def derive(
 
 def mesh_from(mesh: Mesh | str) -> Mesh:
     """A mesh as text, read. Raises UserError for what is neither."""
-    if not isinstance(mesh, str | Mesh):
+    if not isinstance(cast(Any, mesh), str | Mesh):
         raise UserError(f'the mesh is {kind(mesh)}: write each axis with its number of ranks, as in "dp=2 tp=4"')
     return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
 
