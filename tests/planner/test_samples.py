@@ -175,12 +175,12 @@ def test_embeddings_that_are_trained_beside_adapters_have_states() -> None:
     frozen = adapted(DENSE, 8)
     ends = 2 * 32000 * 1024
     g = grid(batch=8, sequence=2048, zero=0)
-    less, more = (memory(one, g, SETTING).first for one in (frozen, replace(frozen, whole_ends=True)))
+    less, more = (memory(one, g, SETTING).first for one in (frozen, replace(frozen, trained_ends=True)))
     profile = SETTING.framework
     assert more.parameters[0] - less.parameters[0] == ends * profile.parameter_bytes
     assert more.gradients[0] - less.gradients[0] == ends * profile.gradient_bytes
     assert more.optimiser[0] - less.optimiser[0] == ends * profile.optimiser_bytes
-    slower, quicker = (seconds(one, g, SETTING).head[0] for one in (replace(frozen, whole_ends=True), frozen))
+    slower, quicker = (seconds(one, g, SETTING).head[0] for one in (replace(frozen, trained_ends=True), frozen))
     assert slower > quicker
 
 

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
-from tangram.schema.tables import Beta, Count, Mistake, PathText, Positive, Share, TomlTable
+from tangram.schema.tables import Beta, Count, Kind, Mistake, PathText, Positive, Share, TomlTable
 from tangram.schema.tuning import ALONE, ROWS, LoraPlan, PreferencePlan, TaskName, mistake_of_preferences
 
 VERSION = 3
@@ -257,11 +257,6 @@ class DivergencePlan(TomlTable):
         return self
 
 
-def _renamed(kept: object) -> object:
-    """A kind of operators by the name that it has now."""
-    return "matmuls" if kept == "products" else kept
-
-
 class RunPlan(TomlTable):
     """When to stop, and on what to run."""
 
@@ -293,7 +288,7 @@ class RunPlan(TomlTable):
     """torch.compile each block."""
     recompute: tuple[str, ...] = ()
     """Name patterns of modules whose activations are recomputed in the backward instead of being kept."""
-    recompute_keep: tuple[Annotated[Literal["matmuls", "attention"], BeforeValidator(_renamed)], ...] = ()
+    recompute_keep: tuple[Kind, ...] = ()
     """Kinds of operators whose results are kept within these modules, so that they do not run again."""
     reshard: Literal["after forward", "after backward", "after step"] = "after forward"
     """Until when a rank keeps the parameters that it has gathered from the ranks of FSDP: the longer, the fewer

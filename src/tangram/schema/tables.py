@@ -1,8 +1,8 @@
 """What all tables of jobs and plans share: exact types, mistakes that name a key, common kinds of numbers."""
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Mistake(ValueError):
@@ -18,6 +18,15 @@ Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PathText = Annotated[str, Field(min_length=1)]
+
+
+def _renamed(kind: object) -> object:
+    """A kind of operators by the name that it has now."""
+    return "matmuls" if kind == "products" else kind
+
+
+Kind = Annotated[Literal["matmuls", "attention"], BeforeValidator(_renamed)]
+"""Of operators."""
 
 
 class TomlTable(BaseModel):

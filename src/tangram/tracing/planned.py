@@ -144,7 +144,7 @@ class PlanCheck:
         """Take in a call; what it means where it is not the plan's."""
         if skipped := self.program.came(came, axes, phase):
             more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
-            kind, said = _kind(skipped[0]), _said(skipped[0])
+            kind, said = _kind(skipped[0]), _in_words(skipped[0])
             text = f"skipped {said}{more} in step {step}, which the plan has before "
             text += call_words(OPS[came.key.op], axes, came.site)
             return self._tell(kind, "skipped", step, text, Site("", skipped[0].layer, came.site.line), came.key.group)
@@ -191,7 +191,7 @@ class PlanCheck:
         derived = Counter(self.program.missing() if not late else ())
         for one in derived:
             where = "" if one.layer else "in the backward "
-            text = f"ended the backward of step {step} without {_said(one)}: {where}{derived[one]} of its calls"
+            text = f"ended the backward of step {step} without {_in_words(one)}: {where}{derived[one]} of its calls"
             text += " by the plan have not come"
             group = next((i for i, axes in enumerate(groups) if axes == one.axes), 0)
             told = self._tell(_kind(one), "skipped", step, text, Site("", one.layer), group)
@@ -215,7 +215,7 @@ def _kind(one: DerivedCall) -> CallKind:
     return CallKind(one.axes, one.op)
 
 
-def _said(one: DerivedCall) -> str:
+def _in_words(one: DerivedCall) -> str:
     return call_words(OPS[one.op], one.axes, Site("", one.layer))
 
 

@@ -116,7 +116,7 @@ def job_in(
                 "embedding and head are: plan without"
             )
         outline = adapted(outline, job.lora.rank, job.lora.targets)
-        outline = replace(outline, whole_ends=bool(job.lora.modules_to_save))
+        outline = replace(outline, trained_ends=bool(job.lora.modules_to_save))
     return JobAndOutline(job, outline, Counted(job, config))
 
 

@@ -53,7 +53,7 @@ class TrainingOptions:
         """A model with its adapters. Raises UserError."""
         if self.train_embeddings and not self.lora:
             raise UserError("--train-embeddings is beside adapters: give --lora, their rank, or leave it out")
-        return replace(adapted(outline, self.lora), whole_ends=self.train_embeddings)
+        return replace(adapted(outline, self.lora), trained_ends=self.train_embeddings)
 
     def samples(self, outline: Outline, sequence: int) -> Outline:
         """With what its samples are of, as typed. Raises UserError."""

@@ -62,7 +62,7 @@ class Outline:
     model lacks a norm."""
     kept: WeightsKept | None = None
     """How its configuration says that weights are kept, where that is in fewer bits."""
-    whole_ends: bool = False
+    trained_ends: bool = False
     """Beside adapters: whether embedding and head are trained whole (peft's modules_to_save)."""
     images: float = 0.0
     """Share of a sample's tokens that are of images (`models.outlines.images`); 0: it sees none."""
@@ -78,13 +78,13 @@ class Outline:
 
     @cached_property
     def adapted(self) -> bool:
-        """Whether blocks have frozen products; embedding and head are frozen then, too, but for `whole_ends`."""
+        """Whether blocks have frozen products; embedding and head are frozen then, too, but for `trained_ends`."""
         return any(block.adapted for block, _ in self.kinds)
 
     @property
     def frozen_ends(self) -> bool:
         """Whether embedding and head are."""
-        return self.adapted and not self.whole_ends
+        return self.adapted and not self.trained_ends
 
     @cached_property
     def kinds(self) -> tuple[tuple[Block, int], ...]:
