@@ -125,15 +125,15 @@ def skewed() -> nn.Module:
             Crossing,
             "attend.in_proj_weight: f/tp e",
             "split_with_sizes of attend",
-            "in_proj_weight cut over tp in dim 0",
+            "in_proj_weight sharded over tp in dim 0",
         ),
         (
             lambda: nn.EmbeddingBag(32, 16),
             "weight: v/tp d",
             "_embedding_bag",
-            "cannot take weight cut over tp in dim 0",
+            "cannot take weight sharded over tp in dim 0",
         ),
-        (lambda: nn.ConvTranspose1d(1, 4, 3), "weight: i/tp o k", "convolution", "cannot take weight cut over tp"),
+        (lambda: nn.ConvTranspose1d(1, 4, 3), "weight: i/tp o k", "convolution", "cannot take weight sharded over tp"),
         (skewed, "*.original: o/tp i", "parametrizations.weight.0", "cannot give its result"),
     ],
 )

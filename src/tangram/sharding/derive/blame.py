@@ -49,10 +49,13 @@ def _sentence(folded: Folded, axis: str, step: FoldedStep, v: int, state: State)
     name = node.operator.name().partition("::")[2].partition(".")[0]
     where = " ".join(x for x in (node.module and f"of {node.module}", node.source and f"({node.source})") if x)
     dim = part_dim(state)
-    lies = f"cut over {axis} in dim {dim}" if dim is not None else "as summands" if state.kind == "sum" else "whole"
+    kinds = {"sum": "as partial sums"}
+    lies = kinds.get(state.kind, "replicated") if dim is None else f"sharded over {axis} in dim {dim}"
     if v in step.inputs:
         return f"{name} {where} cannot take {_named(folded, v)} {lies}"
-    return f"{name} {where} cannot give its result {lies}, as what takes it needs, and what is made of parameters stays"
+    return (
+        f"{name} {where} cannot give its result {lies}, as what takes it needs: what is made of parameters stays as is"
+    )
 
 
 def _named(folded: Folded, v: int) -> str:
