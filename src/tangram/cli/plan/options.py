@@ -64,7 +64,7 @@ TrainEmbeddings = Annotated[
     bool, typer.Option("--train-embeddings", help="Of --lora: embedding and head whole, as peft's modules_to_save.")
 ]
 Base = Annotated[str | None, typer.Option(help="Of --lora: precision of the frozen weights: bf16, int8, nf4.")]
-ImageTokens = Annotated[int, typer.Option(help="Of a sample's tokens those of images; 0: one image of usual size.")]
+ImageTokens = Annotated[str, typer.Option(help="Of a sample's tokens those of images, as 2k; default: one image.")]
 DocumentLengths = Annotated[
     str, typer.Option("--documents", help="Of packed samples: mean length and 99th percentile, as 600,4k.")
 ]
@@ -128,7 +128,7 @@ class Common:
     train_embeddings: TrainEmbeddings = False
     base: Base = None
     documents: DocumentLengths = ""
-    image_tokens: ImageTokens = 0
+    image_tokens: ImageTokens = "0"
     imbalance: Imbalance = 0.0
     checkpoint_every: CheckpointEvery = 0
     without: Without = ""
@@ -151,7 +151,8 @@ class Common:
 
         return TrainingOptions(
             self.optimiser or "", self.lora, self.base or "", self.offload or "", self.imbalance,
-            self.checkpoint_every, self.without, self.loss or "", self.documents, self.image_tokens,
+            self.checkpoint_every, self.without, self.loss or "", self.documents,
+            length(self.image_tokens, "--image-tokens") or 0,
             self.train_embeddings, memory_of(self.memory)[1],
         )  # fmt: skip
 
@@ -231,13 +232,13 @@ def with_options(*kinds: type[Any]) -> Callable[[Callable[..., int]], Callable[.
     return decorate
 
 
-def length(typed: str | None) -> int | None:
+def length(typed: str | None, option: str = "--seq") -> int | None:
     """A sequence length as people write it: 8192, 8k, 128K, 1M. Raises UserError."""
     if typed is None:
         return None
     found = re.fullmatch(r"(\d+)([kKmM]?)", typed.strip())
     if found is None:
-        raise UserError(f"--seq {typed}: write a number of tokens, as 8192 or 8k")
+        raise UserError(f"{option} {typed}: write a number of tokens, as 8192 or 8k")
     return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
 
 
