@@ -30,7 +30,7 @@ from tangram.checkpoint.formats.common.optimiser_names import split
 from tangram.checkpoint.formats.common.outgoing import WriteTask
 from tangram.checkpoint.formats.common.side_files import side_files, small_files, with_provenance
 from tangram.checkpoint.formats.detect import TARGETS, WriteFormat
-from tangram.checkpoint.formats.hf_export import SHARD, cast_of, with_dtype
+from tangram.checkpoint.formats.hf_export import SHARD, cast_into, cast_of, with_dtype
 from tangram.checkpoint.saving.file_writer import RING
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES
@@ -301,13 +301,13 @@ class Filler:
         values = self._as_it_is(name)
         if values is not None and values.dtype == own:
             into = values[tuple(slice(a, b) for a, b in region.hull)]
-            out.copy_(into)
+            cast_into(name, into, out)
         else:
             into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
             steps = plan(self._bound, self._holders, [Piece(_OUT, name, region)])
             execute(steps, self._source.read, {(_OUT, name): into})
             if into is not out:
-                out.copy_(into)
+                cast_into(name, into, out)
         self._let_go(into.nbytes)
 
     def _let_go(self, nbytes: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from tangram import __version__
 from tangram.checkpoint.formats import read_ahead
@@ -178,6 +179,20 @@ def cast_of(name: str, own: str, dtype: str | None, rounded: bool) -> str:
     if not rounded and not holds(dtype, own):
         raise UserError(f"{name} is {own}, of which {dtype} would lose bits: add --round where that is meant")
     return dtype
+
+
+def cast_into(name: str, values: Tensor, out: Tensor) -> None:
+    """Copy values of a tensor into memory of its shape and any type.
+
+    Raises UserError where a finite number has no finite one in that type: rounding was asked for, not infinity.
+    """
+    out.copy_(values)
+    own, was = (str(one.dtype).removeprefix("torch.") for one in (out, values))
+    if own != was and _is_float(own) and _is_float(was) and not holds(own, was):
+        finite = values if values.itemsize > 2 else values.float()  # torch asks no float8
+        lost = int((finite.isfinite() & ~out.float().isfinite()).sum())
+        if lost:
+            raise UserError(f"{name}: {lost:,} finite numbers are too large for {own}: give a wider --dtype (bfloat16)")
 
 
 @lru_cache(maxsize=256)
