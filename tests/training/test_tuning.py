@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
@@ -24,6 +24,7 @@ from tangram.training.data import prepare, tokens_of
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
+from tests.training.small import SMALL_MODEL
 from tests.training.tuning_tasks import STEPS, Traced, oracle, run_plans, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
@@ -142,6 +143,7 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "no pattern": ({"targets": ["model.layer.*.q_proj"]}, "which fits no module"),
     "a norm": ({"targets": ["input_layernorm"]}, "a Qwen3RMSNorm: adapters stand beside linear layers"),
     "both": ({"targets": ["lm_head"], "modules_to_save": ["lm_head"]}, "in lora.targets and in lora.modules_to_save"),
+    "lengths of rows": ({"targets": ["embed_tokens"], "dora": True}, "model.embed_tokens is an embedding: leave"),
     "whole": ({"modules_to_save": ["lmhead"]}, 'lora.modules_to_save names "lmhead"'),
 }  # fmt: skip
 
@@ -156,6 +158,38 @@ def test_targets_that_are_refused(folder: Path, tmp_path: Path) -> None:
     config.tie_word_embeddings = True
     with pytest.raises(UserError, match="has its weights together with"):
         add_adapters(build_on_meta(config), rank=2, alpha=2.0, modules_to_save=["lm_head"])
+
+
+ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # of peft about parameters
+@pytest.mark.parametrize(
+    ("family", "targets", "instead"),
+    [
+        ("mixtral", "all-linear", str(ATTENTION)),
+        ("qwen3_moe", "all-linear", str(ATTENTION)),
+        ("glm4_moe", ["q_proj", "shared_experts.down_proj"], "['q_proj']"),  # peft reads the end of the name
+        ("glm4_moe", ["shared_experts.gate_proj", "shared_experts.up_proj"], "['q_proj', 'v_proj']"),
+    ],
+)
+def test_targets_that_peft_takes_for_experts_are_refused(family: str, targets: str | list[str], instead: str) -> None:
+    def model() -> torch.nn.Module:
+        fields = {
+            **SMALL_MODEL,
+            "num_experts": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_routed_experts": 4,
+        }
+        return build_on_meta(AutoConfig.for_model(family, **fields, moe_intermediate_size=32))
+
+    with pytest.raises(UserError, match=r"layers\.\d\.mlp\.experts\.\w+ has all experts") as refused:
+        add_adapters(model(), rank=2, alpha=2.0, targets=targets, dora=family == "mixtral")
+    assert f"lora.targets = {instead}".replace("'", '"') in str(refused.value)
+    adapted = model()
+    add_adapters(adapted, rank=2, alpha=2.0, targets=instead.strip("[]").replace("'", "").split(", "))
+    assert not any("experts" in name for name, p in adapted.named_parameters() if p.requires_grad)
 
 
 PAGE = ROOT / "docs" / "fine-tuning.md"

@@ -60,6 +60,11 @@ def add_adapters(
             f"lora.targets names {unfit[0]}, a {kind}: adapters stand beside linear layers and embeddings; a module of "
             "another kind can be trained whole by lora.modules_to_save"
         )
+    if dora and (tables := [name for name in adapted if isinstance(names[name], nn.Embedding)]):
+        raise UserError(
+            f"lora.dora trains lengths of the weights of linear layers, and {tables[0]} is an embedding: leave one of "
+            "the two out, or name it in lora.modules_to_save"
+        )
     saved = [name for one in modules_to_save for name in named_by(one, "modules_to_save", names)]
     if both := set(adapted) & set(saved):
         raise UserError(f"{min(both)} is in lora.targets and in lora.modules_to_save: give it in one of them")
@@ -69,12 +74,15 @@ def add_adapters(
         target_modules=ALL if some == (ALL,) else sorted(set(adapted)), modules_to_save=sorted(set(saved)) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in names.values()),
     )  # fmt: skip
+    parameters = [name for name, _ in model.named_parameters()]
     try:
         peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
+        _refuse_experts(config, parameters)
         raise UserError(
             f"peft puts no adapters into a {type(model).__name__}: {' '.join(str(error).split())}"
         ) from None
+    _refuse_experts(config, parameters)
 
 
 def initial_adapters(
@@ -217,6 +225,19 @@ def _refuse_tied(model: nn.Module, some: set[str], names: dict[str, nn.Module]) 
                 f"{min(own)} has its weights together with {min({*tied} - own or own)}, and adapters of one would "
                 "part them: leave it out of lora.targets and lora.modules_to_save"
             )
+
+
+def _refuse_experts(config: Any, parameters: Sequence[str]) -> None:
+    """peft takes names that layers of experts had before they lay in one tensor for that tensor: those of "all-linear",
+    and of dense layers and shared experts beside them."""
+    if not config.target_parameters:
+        return
+    stacked = next(n for n in parameters if ".experts." in n and n.endswith(tuple(config.target_parameters)))
+    rest = sorted({name.rpartition(".")[2] for name in config.target_modules} or ("q_proj", "v_proj"))
+    raise UserError(
+        f"{stacked} has all experts of a layer, for which peft takes these targets: give others, as lora.targets = "
+        f"{json.dumps(rest)}"
+    )
 
 
 def _stream(seed: int, name: str) -> int:
