@@ -101,13 +101,13 @@ def due_in_forwards(model: ParallelModel) -> ProgramCheck:
     if derived is None or derived.rings:
         return ProgramCheck()
     sizes = {axis: world.mesh.axes[axis][0] for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
-    check, known = ProgramCheck(tuple(sizes)), dict[int, DerivedCalls]()
+    check, known = ProgramCheck(tuple(sizes)), dict[int, tuple[Program, DerivedCalls]]()
 
     def begins(program: Program) -> None:
         if check.active:
             if id(program) not in known:
-                known[id(program)] = _moved(program, sizes)
-            check.forward(known[id(program)])
+                known[id(program)] = program, _moved(program, sizes)  # held, so that no other has its number
+            check.forward(known[id(program)][1])
 
     derived.begins = begins
     return check
