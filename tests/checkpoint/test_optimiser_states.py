@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.formats.hf_export import holds
+from tangram.checkpoint.loading.casts import holds
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main

@@ -599,17 +599,3 @@ def test_norms_and_fewer_heads_of_keys_by_torchtitans_names(
         titan[name] = one
     assert convert(saved(titan, tmp_path / "dcp"), tmp_path / "hf", "--config", config) == 0
     same(tmp_path / "hf", weights)
-
-
-@pytest.mark.parametrize("to", ["dcp", "hf"])
-def test_a_number_that_a_rounded_type_cannot_hold_is_refused(to: str, tmp_path: Path, capsys: Capture) -> None:
-    """Weights of bfloat16's range become infinite in float16 though all went well; infinity itself stays."""
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file({"w": torch.tensor([1.0, 1e6, float("inf")])}, source / "model.safetensors")
-    arguments = ["--dtype", "float16", "--round"]
-    command = ["checkpoint", "convert", str(source), str(tmp_path / "made"), "--to", to, *arguments]
-    assert main(command) == 2
-    assert "w: 1 finite numbers are too large for float16" in " ".join(capsys.readouterr().err.split())
-    save_file({"w": torch.tensor([1.0, 1e3, float("inf")])}, source / "model.safetensors")
-    assert main(command) == 0

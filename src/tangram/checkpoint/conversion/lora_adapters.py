@@ -31,6 +31,7 @@ from tangram.checkpoint.conversion.adapter_files import WEIGHTS, Changes, LowRan
 from tangram.checkpoint.conversion.find_mapping import model_of
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.loading.casts import cast_into
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet, span
@@ -130,7 +131,9 @@ class _Merge:
         change = self.changes[name]
         if isinstance(place, Full):
             assert change.full is not None
-            return change.full.to(getattr(torch, self.specs[name].dtype))
+            made = torch.empty_like(change.full, dtype=getattr(torch, self.specs[name].dtype))
+            cast_into(name, change.full, made)
+            return made
         return self.source.read(place, change.base)
 
     def _sum(self, place: WeightBlock, name: str, pair: LowRankPair) -> Tensor:

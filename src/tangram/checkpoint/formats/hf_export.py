@@ -13,12 +13,8 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
 
 from tangram import __version__
 from tangram.checkpoint.formats import read_ahead
@@ -26,6 +22,7 @@ from tangram.checkpoint.formats.common.config_json import true_of
 from tangram.checkpoint.formats.common.side_files import of_checkpoint, side_files, with_provenance, write_side_files
 from tangram.checkpoint.formats.read_ahead import Ahead
 from tangram.checkpoint.loading.block_source import DamagedError
+from tangram.checkpoint.loading.casts import holds, is_float
 from tangram.checkpoint.loading.read import in_file_order
 from tangram.checkpoint.saving.file_layout import Image, Outgoing, images
 from tangram.checkpoint.saving.file_writer import RING, Ring, write_from
@@ -171,47 +168,14 @@ def cast_of(name: str, own: str, dtype: str | None, rounded: bool) -> str:
     """
     if dtype is None:
         return own
-    if dtype not in DTYPES or not _is_float(dtype):
-        known = ", ".join(known for known in safetensors_header.NAMES if _is_float(known))
+    if dtype not in DTYPES or not is_float(dtype):
+        known = ", ".join(known for known in safetensors_header.NAMES if is_float(known))
         raise UserError(f"--dtype {dtype}: give one of {known}")
-    if not _is_float(own):
+    if not is_float(own):
         return own
     if not rounded and not holds(dtype, own):
         raise UserError(f"{name} is {own}, of which {dtype} would lose bits: add --round where that is meant")
     return dtype
-
-
-def cast_into(name: str, values: Tensor, out: Tensor) -> None:
-    """Copy values of a tensor into memory of its shape and any type.
-
-    Raises UserError where a finite number has no finite one in that type: rounding was asked for, not infinity.
-    """
-    out.copy_(values)
-    own, was = (str(one.dtype).removeprefix("torch.") for one in (out, values))
-    if own != was and _is_float(own) and _is_float(was) and not holds(own, was):
-        finite = values if values.itemsize > 2 else values.float()  # torch asks no float8
-        lost = int((finite.isfinite() & ~out.float().isfinite()).sum())
-        if lost:
-            raise UserError(f"{name}: {lost:,} finite numbers are too large for {own}: give a wider --dtype (bfloat16)")
-
-
-@lru_cache(maxsize=256)
-def holds(wide: str, narrow: str) -> bool:
-    """Whether a floating-point type has every number of another: tried with all of them where they are few.
-
-    `torch.finfo` does not tell: its eps of float8_e5m2fnuz is another type's.
-    """
-    large, small = getattr(torch, wide), getattr(torch, narrow)
-    if small.itemsize > 2:
-        return large.itemsize >= small.itemsize
-    bits = torch.arange(256**small.itemsize).to(torch.uint8 if small.itemsize == 1 else torch.uint16)
-    numbers = bits.view(small).double()
-    numbers = numbers[~numbers.isnan()]
-    return torch.equal(numbers.view(torch.int64), numbers.to(large).double().view(torch.int64))  # -0 is not 0
-
-
-def _is_float(dtype: str) -> bool:
-    return getattr(torch, dtype).is_floating_point
 
 
 def planned_images(specs: Mapping[str, TensorSpec], shard: int, save_id: str) -> list[Image]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.loading.casts import cast_into
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredTensor
 from tangram.errors import UserError
@@ -98,7 +99,7 @@ class RequestMemory:
         if self._bits is not None:
             self._bits.as_strided(shape, strides, at).numpy()[...] = source
         else:
-            self.tensor.as_strided(shape, strides, at).copy_(torch.from_numpy(source).view(self._dtype))
+            cast_into(self.name, torch.from_numpy(source).view(self._dtype), self.tensor.as_strided(shape, strides, at))
 
 
 @dataclass(frozen=True, eq=False)
