@@ -61,7 +61,8 @@ def _refuse_shared_forward(model: nn.Module) -> None:
     """Raise UserError for a function that stands for a forward and calls this model: so would that of its copy."""
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise UserError("the model is compiled by torch.compile: make it parallel first, and compile it after that")
-    own = {id(module) for module in cast("Iterable[nn.Module]", model.modules())}
+    # What has no state computes alike for a copy: activations that a library keeps once for all models.
+    own = {id(module) for module in cast("Iterable[nn.Module]", model.modules()) if _has_state(module)}
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         cells: Sequence[Any] = getattr(vars(module).get("forward"), "__closure__", None) or ()
         for cell in cells:
@@ -71,6 +72,10 @@ def _refuse_shared_forward(model: nn.Module) -> None:
                     f"{path or type(model).__name__}.forward was replaced by a function that calls this very module, "
                     "and what is captured is a copy: make it a method of a class, or types.MethodType(function, module)"
                 )
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _why(model: nn.Module, memo: Mapping[int, Any]) -> str:
