@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tangram.cli import main
+from tests.public.parallelize_tasks import sees_images
 
 FIELDS = ("num_hidden_layers=2", "hidden_size=64", "vocab_size=128")
 SMALL = (*(word for field in FIELDS for word in ("--set", field)), "--batch", "2", "--sequence", "16")
@@ -81,7 +83,16 @@ def test_a_model_of_images_and_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     for tower in ("language_model", "vision_tower.encoder"):
         assert found["parameters"][f"model.{tower}.layers.0.self_attn.q_proj.weight"] == "_=32/tp _=32"
         assert found["modules"][f"model.{tower}.layers.0"].startswith("_=4/dp")
-    assert "a qwen2_5_vl model reads image_grid_thw" in said(capsys, "qwen2_5_vl", "--mesh", "tp=2", code=2)
+    assert "a smolvlm model reads pixel_attention_mask" in said(capsys, "smolvlm", "--mesh", "tp=2", code=2)
+
+
+def test_a_model_that_reads_how_large_its_images_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = cast(Any, sees_images()).config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = (str(tmp_path), "--mesh", "tp=2", "--batch", "2", "--sequence", "24", "--json")
+    found = json.loads(said(capsys, *words))
+    assert found["parameters"]["model.language_model.layers.0.mlp.up_proj.weight"] == "_=48/tp _=32"
+    assert "model.visual.blocks.1" in found["modules"]
 
 
 OWN = """

@@ -70,6 +70,7 @@ NASTY: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "an assertion": (_asserts, "what runs depends on the values"),
     "item": (lambda m, x: m.layer(x) * x.mean().item(), "what runs depends on the values"),
     "a list": (lambda m, x: m.layer(x) * sum(x[0].tolist()), "what runs depends on the values"),
+    "a tensor of tensors": (lambda m, x: m.layer(x) * torch.tensor([x.mean(), x.sum()])[0], "call torch.stack"),
     "a length": (lambda m, x: m.layer(x)[: int(x.sum())], "what runs depends on the values"),
     "a mask": (lambda m, x: m.layer(x)[x[:, 0] > 0], "how many elements aten::nonzero gives depends on the values"),
     "unique": (lambda m, x: torch.unique(m.layer(x)), "how many elements aten::_unique2 gives"),
@@ -131,3 +132,28 @@ def test_a_mask_of_the_codes_own_numbers_is_looked_at() -> None:
     model = Model(lambda m, x: m.encoder(m.layer(x), mask=torch.full((4, 4), float("-inf")).triu(1)))
     answers = [one.answer for one in capture(model, {"x": torch.zeros(4, 8)}).answers]
     assert answers == [True]
+
+
+class Documents(nn.Module):
+    """As code of images and of packed samples does: it cuts up what it is given by lengths that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        ends = torch.repeat_interleave(lengths, lengths).unique_consecutive()
+        parts = torch.split(self.layer(x), lengths.tolist())
+        return torch.cat([part.cumsum(0) * end for part, end in zip(parts, ends, strict=False)])
+
+
+def test_small_inputs_of_integers_have_their_values() -> None:
+    model, x = Documents(), torch.zeros(6, 8)
+    for lengths in ([2, 4], [1, 5]):
+        graph = capture(model, {"x": x, "lengths": torch.tensor(lengths)})
+        (split,) = (node for node in graph.nodes if "split" in node.operator.name())
+        assert split.arguments["split_sizes"] == lengths
+        assert graph.read_inputs == ("lengths",)
+    for unknown in (torch.empty(2, dtype=torch.long, device="meta"), torch.ones(4000, dtype=torch.long)):
+        with pytest.raises(UserError, match="depends on the values"):
+            capture(model, {"x": x, "lengths": unknown})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import tangram
 from tangram.errors import UserError
@@ -60,6 +62,38 @@ class Recurrent(nn.Module):
         return self.down(F.silu(h))
 
 
+def sees_images() -> nn.Module:
+    """Qwen2.5-VL, small: windows of patches, and one layer of its tower without."""
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    tower = {
+        "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32, "patch_size": 4,
+        "fullatt_block_indexes": [1], "window_size": 16,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, image_token_id=60, video_token_id=61)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def images(height: int = 4, width: int = 8) -> dict[str, Any]:
+    """Two samples of an image each."""
+    draw = torch.Generator().manual_seed(1)
+    ids, n = torch.randint(0, 60, (2, 16), generator=draw), height * width
+    ids[:, 3 : 3 + n // 4] = 60
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2 * n, 3 * 2 * 4 * 4, generator=draw),
+        "image_grid_thw": torch.tensor([[1, height, width]] * 2),
+        "position_ids": torch.arange(16).expand(3, 2, 16),
+    }
+
+
+def of_x(length: int = 6, width: int = 8, name: str = "x") -> dict[str, Any]:
+    """Four samples of one tensor."""
+    return {name: torch.randn(4, length, width, generator=torch.Generator().manual_seed(1))}
+
+
 @dataclass(frozen=True)
 class Work:
     """A model of a report."""
@@ -67,19 +101,26 @@ class Work:
     make: Callable[[], nn.Module]
     marks: Sequence[str]
     mesh: str = "tp=2"
-    length: int = 6
-    width: int = 8
+    inputs: Callable[[], Mapping[str, Any]] = of_x
+    first: Callable[[], Mapping[str, Any]] | None = None
+    """What it is made parallel with, where it is something else."""
     compiled: bool = False
 
 
 BLOCK = ("up.weight: f/tp h", "down.weight: h f/tp")
 WORKS: Mapping[str, Work] = {
-    "odd": Work(Residual, ("norm: b s/tp h", *BLOCK), length=5),
-    "shared": Work(Shared, ("q.weight: n/tp h", "k.weight: n/tp h"), width=16),
+    "odd": Work(Residual, ("norm: b s/tp h", *BLOCK), inputs=partial(of_x, length=5)),
+    "shared": Work(Shared, ("q.weight: n/tp h", "k.weight: n/tp h"), inputs=partial(of_x, width=16)),
     "recurrent": Work(Recurrent, ("up.weight: c/tp h", "mix.weight: c/tp _ k")),
     "one way": Work(Residual, ("norm: b/dp s h", *BLOCK), "dp=2 tp=1"),
     "compiled": Work(Residual, BLOCK, compiled=True),
-    "partly": Work(lambda: nn.Sequential(nn.Linear(8, 8), Residual(), nn.LayerNorm(8)), ("1.up.weight: f/tp h",)),
+    "partly": Work(
+        lambda: nn.Sequential(nn.Linear(8, 8), Residual(), nn.LayerNorm(8)),
+        ("1.up.weight: f/tp h",),
+        inputs=partial(of_x, name="input"),
+    ),
+    "images": Work(sees_images, (), inputs=images),
+    "images of other sides": Work(sees_images, (), inputs=partial(images, 2, 16), first=images),
 }
 
 
@@ -109,14 +150,15 @@ def _run(work: Work) -> Ran:
     whole = work.make()
     torch.manual_seed(0)
     model = work.make()
-    x = torch.randn(4, work.length, work.width, generator=torch.Generator().manual_seed(1))
-    name = "input" if isinstance(model, nn.Sequential) else "x"
+    inputs = work.inputs()
     try:
-        held = tangram.parallelize(model, work.mesh, work.marks, inputs={name: x})
+        held = tangram.parallelize(model, work.mesh, work.marks, inputs=(work.first or work.inputs)())
+        if work.first is not None:
+            model(**work.first())
     except UserError as error:
         return Ran(refused=str(error))
     called: Any = torch.compile(model, backend="eager") if work.compiled else model
-    want, found = whole(x), called(**{name: x})
+    want, found = (getattr(y, "logits", y) for y in (whole(**inputs), called(**inputs)))
     for one in (want, found):
         one.sin().sum().backward()
     held.sum_gradients()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import tangram
 from tangram.errors import UserError
 from tangram.training.run.launch import run_ranks
-from tests.public.parallelize_tasks import Ran, run_all
-from tests.sweep import published
+from tests.public.parallelize_tasks import Ran, images, run_all, sees_images
 from tests.training.oracle.warm import once
 
 BOUND = 1e-5
@@ -25,10 +25,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return once(tmp_path_factory, "public-parallelize", run)
 
 
-def _right(ranks: Ranks, name: str) -> list[Ran]:
+def _right(ranks: Ranks, name: str, *, stepped: float = BOUND) -> list[Ran]:
     """What the ranks found of a model, which is that of one process, also after a step."""
     found = [own[name] for own in ranks]
-    assert [one for one in found if one.refused or max(one.value, one.gradient, one.stepped) > BOUND] == []
+    assert [one for one in found if one.refused or max(one.value, one.gradient) > BOUND or one.stepped > stepped] == []
     return found
 
 
@@ -67,9 +67,20 @@ def test_a_model_of_which_one_layer_is_cut_is_clipped_and_stepped(ranks: Ranks) 
     _right(ranks, "partly")
 
 
-def test_a_model_that_reads_how_large_its_images_are_is_refused_by_its_line() -> None:
-    """huggingface/transformers#39399: the vision tower of Qwen2.5-VL failed inside of a convolution that was cut."""
-    (case,) = published.cases(["qwen2_5_vl"])
-    model = case.model()
+def test_a_model_that_reads_how_large_its_images_are(ranks: Ranks) -> None:
+    """huggingface/transformers#39399: the vision tower of Qwen2.5-VL failed inside of a convolution that was cut.
+
+    Images of another size, as many patches as before, have a program of their own.
+    """
+    loose = 1e-3  # the gradient of a key's bias is nothing but rounding, which AdamW steps by as by any other
+    for one in _right(ranks, "images", stepped=loose):
+        assert one.parts is not None
+        assert one.parts["model.language_model.layers.0.mlp.up_proj.weight"] == (24, 32)
+    _right(ranks, "images of other sides", stepped=loose)
+
+
+def test_sizes_of_images_without_values_are_refused_by_the_line() -> None:
+    """The same, of inputs on meta, which say nothing of the patches."""
+    inputs = {**images(), "image_grid_thw": torch.empty(2, 3, dtype=torch.long, device="meta")}
     with pytest.raises(UserError, match=r"transformers/vision_utils\.py:\d+: what runs depends on the values"):
-        tangram.derive(model, "tp=2", ["*.q_proj.weight: o/tp i"], inputs=case.inputs(model))
+        tangram.derive(sees_images(), "tp=2", inputs=inputs)

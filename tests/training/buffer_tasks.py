@@ -121,8 +121,10 @@ class Kinds(nn.Module):
         self.drop, self.p, self.calls = nn.Dropout(0.5), 0.5, 0
         self.between = between
 
-    def forward(self, x: Tensor, use_cache: bool = False, more: Sequence[Tensor] = ()) -> Tensor:
-        return self.down(self.between(self, torch.tanh(self.up(x))))
+    def forward(
+        self, x: Tensor, use_cache: bool = False, more: Sequence[Tensor] = (), n: Tensor | None = None
+    ) -> Tensor:
+        return self.down(self.between(self, torch.tanh(self.up(x)))) * (1 if n is None else n.item())
 
 
 def _own_branch(model: Kinds, x: Tensor) -> Tensor:
@@ -253,18 +255,21 @@ def refused(rank: Rank) -> dict[str, str]:
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     said: dict[str, str] = {}
 
-    def hear(name: str, between: Callable[[Kinds, Tensor], Tensor], calls: int = 1, **more: Any) -> None:
+    def hear(
+        name: str, between: Callable[[Kinds, Tensor], Tensor], calls: int = 1, numbers: bool = False, **more: Any
+    ) -> None:
         torch.manual_seed(0)
         model = Kinds(between)
         try:
             parallel(model, [Mark.parse("up.weight: o/tp i")], devices, {"x": torch.empty(6, 8)})
-            for _ in range(calls):
-                model(torch.zeros(6, 8), **more)
+            for i in range(calls):
+                model(torch.zeros(6, 8), **({"n": torch.tensor(i)} if numbers else {}), **more)
         except UserError as error:
             said[name] = str(error)
 
     hear("python", _python)
     hear("ever new", _ever_new, 40)
+    hear("ever new values", _same, 40, numbers=True)
     hear("called again", _called_again)
     hear("other modules", _other_modules, 2)
     hear("cache", _same, use_cache=True)

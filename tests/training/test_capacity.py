@@ -20,7 +20,7 @@ from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, cut
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.mesh.tensor_parallel import ResultPlacement
+from tangram.training.mesh.local_parts import ResultPlacement
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective import expert_capacity
 from tangram.training.objective.model_inputs import model_inputs

@@ -22,7 +22,7 @@ from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
 from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
-from tangram.training.mesh.tensor_parallel import ResultPlacement
+from tangram.training.mesh.local_parts import ResultPlacement
 from tangram.training.mesh.world import World, make_world, of_stage
 from tangram.training.objective import router_loss
 from tangram.training.parallel.apply import apply

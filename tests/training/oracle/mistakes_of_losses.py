@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tangram.training.mesh import tensor_parallel
+from tangram.training.mesh import local_parts
 from tangram.training.objective import loss
 from tangram.training.step import loop
 from tests.training.oracle.ranks import Setting, swapped
@@ -55,13 +55,13 @@ def ignored_labels_counted(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def labels_of_the_first_tokens(setting: Setting) -> Planted:
     """Every rank of the context axis takes the labels of the first part."""
-    real = tensor_parallel.ResultPlacement.part
+    real = local_parts.ResultPlacement.part
 
-    def first(self: tensor_parallel.ResultPlacement, whole: Tensor, dims: Sequence[int]) -> Tensor:
+    def first(self: local_parts.ResultPlacement, whole: Tensor, dims: Sequence[int]) -> Tensor:
         part = real(self, whole, dims)
         return whole[:, : part.shape[1]] if whole.ndim == 2 else part
 
-    with swapped(tensor_parallel.ResultPlacement, "part", first):
+    with swapped(local_parts.ResultPlacement, "part", first):
         yield
 
 

@@ -131,21 +131,49 @@ def _pixels(config: PreTrainedConfig, batch: int, _: int) -> Inputs:
 def _tokens_and_pixels(config: PreTrainedConfig, batch: int, sequence: int) -> Inputs:
     """A text of so many tokens and an image for each sample; places of an image are among the tokens.
 
-    Raises UserError for a model that reads numbers of images, of which a capture without memory has none.
+    Raises UserError for a model of which it is not known how it takes images.
     """
     kind, tower = str(config.model_type), getattr(config, "vision_config", None) or config
-    forward = getattr(transformers, IMAGE_TEXT[kind]).forward
-    read = next((name for name in inspect.signature(forward).parameters if name in _READ), None)
+    takes = inspect.signature(getattr(transformers, IMAGE_TEXT[kind]).forward).parameters
+    read = next((name for name in takes if name in _READ), None)
+    if "image_grid_thw" in takes and isinstance(getattr(tower, "patch_size", None), int):
+        # Where each token stands is else read out of the text.
+        places = {"position_ids": torch.zeros(3, batch, sequence, dtype=torch.long, device="meta")}
+        return {
+            **token_inputs(batch, sequence),
+            **_patches(tower, batch),
+            **(places if "mm_token_type_ids" in takes else {}),
+        }
     if read or not hasattr(tower, "image_size"):
         why = f"reads {read}, of which there are no values here" if read else "does not say the size of its images"
         raise UserError(
             f"a {kind} model {why}: give FILE.py:FUNCTION, which makes the model and what it is called with"
         )
-    return {**token_inputs(batch, sequence), **_pixels(tower, batch, sequence)}
+    pixels = _pixels(tower, batch, sequence)
+    sizes = {"image_sizes": torch.tensor([pixels["pixel_values"].shape[2:]] * batch)}
+    return {
+        **token_inputs(batch, sequence),
+        **pixels,
+        **(sizes if getattr(tower, "model_type", "") == "pixtral" else {}),
+    }
+
+
+def _patches(tower: Any, batch: int) -> Inputs:
+    """An image for each sample as rows of patches, and how many it has in time, height and width: code reads these."""
+    merged = getattr(tower, "spatial_merge_size", 2)
+    side = _IMAGE // tower.patch_size // merged * merged
+    channels: int = getattr(tower, "in_channels", None) or getattr(tower, "in_chans", 3)
+    pixels = channels * getattr(tower, "temporal_patch_size", 1) * tower.patch_size**2
+    return {
+        "pixel_values": torch.zeros(batch * side**2, pixels, dtype=torch.bfloat16, device="meta"),
+        "image_grid_thw": torch.tensor([[1, side, side]] * batch),
+    }
 
 
 IMAGE_TEXT = cast("Mapping[str, str]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 """The types of model that give text for images and text, and its class."""
+_IMAGE = 448
+"""Pixels of a side, where a model takes images of all sizes."""
 _READ = ("image_grid_thw", "spatial_shapes", "pixel_attention_mask")
 """Arguments of which code looks at the values, to cut images out of what it is given."""
 HEADS = (

@@ -1,8 +1,10 @@
-"""Numbers that code reads out of tensors without memory, where they follow from numbers in the code alone.
+"""Numbers that code reads out of tensors without memory, where they follow from what is known.
 
 `bool((mask == causal).all())` of a mask that the code has made of nothing but sizes has one answer, whoever runs it. It
 is worked out on real tensors from the nodes that were written down so far; a run later looks whether it is the same.
-What follows from inputs, parameters, buffers or random numbers has no answer.
+Small inputs of integers that come with their values, as the sizes of images (`image_grid_thw`), are known, too: what is
+captured is then right for these values alone, and says so (`Graph.read_inputs`). What follows from other inputs, from
+parameters, buffers or random numbers has no answer.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.models.capturing.graph import Node, Value, filled
@@ -23,23 +26,35 @@ ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.i
 """Operators that give a number, and no tensor."""
 MOST = 1 << 28
 """Elements of a tensor that is worked out."""
+MOST_OF_INPUT = 1 << 10
+"""Elements of an input whose values are known: sizes of images, not the tokens of a batch, new at each step."""
 _OF_SIZES = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 
 
+def with_values(x: Any) -> bool:
+    """Whether an argument is a small tensor of integers that has its values."""
+    fake = isinstance(x, FakeTensor) or getattr(x, "is_meta", True)
+    return isinstance(x, Tensor) and not fake and not (x.is_floating_point() or x.is_complex()) and _small(x)
+
+
+def _small(x: Tensor) -> bool:
+    return x.numel() <= MOST_OF_INPUT
+
+
 class Known:
-    """The values of a graph that is being written that follow from numbers alone."""
+    """The values of a graph that is being written that follow from known ones."""
 
     def __init__(
-        self, values: Sequence[Value], nodes: Sequence[Node], constants: Mapping[str, Tensor], numbers: Sequence[int]
+        self, values: Sequence[Value], nodes: Sequence[Node], known: Mapping[int, Tensor], numbers: Sequence[int]
     ) -> None:
-        """`numbers`: the values that are asked for."""
-        self._values, self._nodes, self._constants = values, nodes, constants
+        """`known`: by their number, with values. `numbers`: those that are asked for."""
+        self._values, self._nodes, self._given = values, nodes, known
         self._maker = {v: i for i, node in enumerate(nodes) for v in node.results if v is not None}
         self._done: dict[int, Tensor] = {}
         self._needed: dict[int, None] = {}
         self._all = all(self._reached(number) for number in numbers)
 
-    def answer(self, func: Any, args: Sequence[Any]) -> Any:
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operator gives of arguments with references; None where they are not known."""
         if not self._all:
             return None
@@ -48,14 +63,19 @@ class Known:
                 node = self._nodes[i]
                 made = run(node, filled(node.arguments, self._real))
                 self._done.update({v: r for v, r in zip(node.results, made, strict=True) if v is not None})
-            return func(*filled([*args], self._real))
+            return func(*filled([*args], self._real), **filled({**kwargs}, self._real))
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the inputs whose values what is asked for follows from."""
+        return [self._values[v].name for v in self._needed if self._values[v].kind == "input" and v in self._given]
 
     def _real(self, v: int) -> Tensor:
         if v in self._done:
             return self._done[v]
         value = self._values[v]
-        if value.name in self._constants:
-            return self._constants[value.name]
+        if v in self._given:
+            return self._given[v]
         return torch.empty(value.shape, dtype=value.dtype)  # only its size counts
 
     def _reached(self, number: int) -> bool:
@@ -67,7 +87,7 @@ class Known:
                 continue
             self._needed[v] = None
             value = self._values[v]
-            if value.name in self._constants:
+            if v in self._given:
                 continue
             if v not in self._maker or math.prod(value.shape) > MOST:
                 return False

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_structure  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capturing.graph import Answer, Called, Leaves, Run
+from tangram.models.capturing.graph import Answer, Called, Leaves, Read, Run
 
 _TORCH = str(Path(torch.__file__).parent)
 _TANGRAM = str(Path(__file__).parents[2])
@@ -129,8 +129,7 @@ class Log(TorchFunctionMode):
         self.runs: list[Run] = []
         self.calls: list[Called] = []
         self.answers: list[Answer] = []
-        self.read: list[int] = []
-        """The values that numbers were read out of."""
+        self.reads: list[Read] = []
         self._open: list[int] = []
         self._turns: Counter[Any] = Counter()
 
@@ -153,6 +152,10 @@ class Log(TorchFunctionMode):
         at = self._open.pop()
         self.runs[at] = replace(self.runs[at], gives=self._leaves(output), stop=self._now())
 
+    def read(self, line: str, answer: Any, values: Sequence[int], inputs: Sequence[str]) -> None:
+        """Code has read something out of tensors."""
+        self.reads.append(Read(self._open[-1] if self._open else 0, line, answer, tuple(values), tuple(inputs)))
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -161,7 +164,7 @@ class Log(TorchFunctionMode):
         if not name or not self._open:
             return func(*args, **given)
         first, run = self._now(), self._open[-1]
-        takes, read = self._leaves((args, given)), len(self.read)
+        takes, read = self._leaves((args, given)), len(self.reads)
         found = func(*args, **given)
         # Numbers in the model's code are known as soon as an operator has taken them.
         takes = tuple(
@@ -173,8 +176,8 @@ class Log(TorchFunctionMode):
             again = computed_again(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
             nothing = tuple(i for i, x in enumerate(tree_leaves(found)) if x is None)
             self.calls.append(Called(*key, self._turns[key], takes, gives, form, first, self._now(), again, nothing))
-        if len(self.read) > read and isinstance(found, bool | int | float):
-            self.answers.append(Answer(*key, self._turns[key], found, tuple(self.read[read:])))
+        if len(self.reads) > read and isinstance(found, bool | int | float):
+            self.answers.append(Answer(*key, self._turns[key], found))
         self._turns[key] += 1
         return found
 

@@ -18,23 +18,22 @@ import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
 from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_of_symbols
-from tangram.models.capturing.answers import ASKING, Known
+from tangram.models.capturing.answers import ASKING, Known, with_values
 from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, named_results
 from tangram.models.capturing.custom import Customs
-from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, refs
+from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, named_arguments, refs
 from tangram.models.capturing.noted import listening
 from tangram.models.capturing.opened import GROUPED, Opening, grouped, plain, plainly
 from tangram.models.capturing.overwrites import BACK, CUTTING, unsaid
@@ -61,8 +60,9 @@ def capture(
 ) -> Graph:
     """What `model(**inputs)` runs, its modules in training or not as they are, and with `loss` its backward too.
 
-    The model (on meta or not) is not changed; `inputs` are its keyword arguments, of which only shapes, dtypes and
-    whether they want gradients count (on meta or not). `dynamic` names sizes that later calls may have otherwise:
+    The model (on meta or not) is not changed; `inputs` are its keyword arguments (on meta or not), of which shapes,
+    dtypes and whether they want gradients count, and, where code reads them, the values of small ones of integers
+    (`Graph.read_inputs`). `dynamic` names sizes that later calls may have otherwise:
     `{"input_ids": {0: "batch"}}`; sizes of one number count as one. `dtype`: of floating-point parameters; as they are
     where it is None. `grad`: whether gradients are on.
 
@@ -75,7 +75,8 @@ def capture(
         twin = fake_twin(model, kind, fake)
         given = {name: fake_input(tensor, fake, (dynamic or {}).get(name, {})) for name, tensor in inputs.items()}
         with quiet(), plainly():
-            return _Recorder(twin, given, names_of_symbols(given, dynamic or {})).run(fake, loss, grad)
+            symbols, known = names_of_symbols(given, dynamic or {}), {n: x for n, x in inputs.items() if with_values(x)}
+            return _Recorder(twin, given, symbols, known).run(fake, loss, grad)
     except UserError:
         raise
     except Exception as error:
@@ -96,7 +97,9 @@ def quiet(logger: str = "torch._subclasses.fake_tensor") -> Generator[None]:
 class _Recorder(Opening):
     """Writes down what runs below it."""
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], symbols: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: nn.Module, given: Mapping[str, Any], symbols: Mapping[str, str], known: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
         self._model, self._given, self._symbols = model, given, symbols
         self._values: list[Value] = []
@@ -116,7 +119,8 @@ class _Recorder(Opening):
         self._log = Log(lambda tensor: self._numbers.get(id(tensor)), lambda: len(self._nodes))
         self._customs = Customs(lambda tensor: self._numbers.get(id(tensor)), self._bearers)
         self._of_sequence: dict[int, int] = {}
-        self._constants: dict[str, Tensor] = {}
+        self._known: dict[int, Tensor] = {}
+        """Values of numbers in the model's code, and of inputs."""
         self._differentiable: set[int] = set()
         self._results: dict[str, int] = {}
         """By module, the first tensor that it gives."""
@@ -130,7 +134,8 @@ class _Recorder(Opening):
             self._seen(tensor, "buffer", name)
         for name, tensor in given.items():
             if isinstance(tensor, Tensor):
-                self._seen(tensor, "input", name)
+                number = self._seen(tensor, "input", name)
+                self._known |= {number: known[name].detach().cpu()} if name in known else {}
 
     def run(self, fake: FakeTensorMode, loss: Callable[[Any], Tensor] | None, grad: bool) -> Graph:
         """Run the model, and the backward where there is a loss."""
@@ -173,11 +178,12 @@ class _Recorder(Opening):
             outputs,
             gradients,
             self._results,
-            self._constants,
+            {values[v].name: x for v, x in self._known.items() if values[v].kind == "buffer"},
             runs=tuple(self._log.runs),
             calls=tuple(self._log.calls),
             changed=changed,
             answers=tuple(self._log.answers),
+            reads=tuple(self._log.reads),
             customs=self._customs.tried(self._nodes, self._values, fake),
         )
 
@@ -219,9 +225,14 @@ class _Recorder(Opening):
         given = kwargs
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]  a tangent is no operator's result
             raise RuntimeError("a derivative in forward mode")
-        if func in ASKING and (answer := self._answer(func, args)) is not None:
+        if func in ASKING and (answer := self._answer(func, args, given)) is not None:
             return answer
-        found = grouped(func, args, given) if func is GROUPED else func(*args, **given)
+        try:
+            found = grouped(func, args, given) if func is GROUPED else func(*args, **given)
+        except DynamicOutputShapeException:  # as many elements as values say
+            if (made := self._answer(func, args, given)) is None:
+                raise
+            found = tree_map(_like, made)
         if func.namespace == "prim" or not any(isinstance(x, Tensor) for x in tree_leaves(found)):
             return found
         first = args[0] if args else None
@@ -230,15 +241,18 @@ class _Recorder(Opening):
             if not ends and (id(first) in self._numbers or func is _CONSTANT):
                 self._same(found, self._number(first))
                 return found
-        self._write(func, _named(func, args, given), found)
+        self._write(func, named_arguments(func, args, given), found)
         return found
 
-    def _answer(self, func: OpOverload, args: Sequence[Any]) -> Any:
-        """The number that an operator reads out of tensors that follow from numbers in the code alone, else None."""
-        numbers = [self._number(x) for x in args if isinstance(x, Tensor)]
-        taken = [Ref(self._number(x)) if isinstance(x, Tensor) else x for x in args]
-        answer = Known(self._values, self._nodes, self._constants, numbers).answer(func, taken)
-        self._log.read += numbers if answer is not None else []
+    def _answer(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operator gives of tensors whose values are known, else None."""
+        numbers = [self._number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        taken = cast("tuple[list[Any], dict[str, Any]]", tree_map(self._reference, ([*args], {**kwargs})))
+        known = Known(self._values, self._nodes, self._known, numbers)
+        answer = known.answer(func, *taken)
+        if answer is not None:
+            line = line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
+            self._log.read(line, answer, numbers, known.inputs)
         return answer
 
     def _write(self, func: OpOverload, arguments: Mapping[str, Any], found: Any) -> None:
@@ -277,13 +291,16 @@ class _Recorder(Opening):
             return Ref(number)
         return Size.of(x, self._symbols) if isinstance(x, torch.SymInt) else x
 
+    def _reference(self, x: Any) -> Any:
+        return Ref(self._number(x)) if isinstance(x, Tensor) else x
+
     def _number(self, tensor: Tensor) -> int:
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
         name = f"constant{len(self._values)}"  # of numbers in the model's code
         if not isinstance(tensor, FakeTensor):
-            self._constants[name] = tensor
+            self._known[len(self._values)] = tensor
         return self._seen(tensor, "buffer", name)
 
     def _seen(self, tensor: Tensor, kind: Kind, name: str) -> int:
@@ -374,17 +391,9 @@ def _with_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
+def _like(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-@lru_cache(1 << 12)
-def _schema(func: OpOverload) -> tuple[tuple[str, Any], ...]:
-    arguments = cast(Any, func)._schema.arguments
-    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in arguments)
-
-
-def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(_schema(func))
-    }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -152,14 +152,25 @@ class Called:
 
 @dataclass(frozen=True)
 class Answer:
-    """A number that the code of a run read out of tensors, which follow from numbers in the code alone."""
+    """A number that a function of torch, called by the code of a run, has read out of tensors (`Read`)."""
 
     run: int
     line: str
     function: str
     turn: int
     answer: Any
+
+
+@dataclass(frozen=True)
+class Read:
+    """A number that was read out of tensors whose values are known, or a tensor of as many elements as they say."""
+
+    run: int
+    line: str
+    answer: Any
     values: tuple[int, ...]
+    inputs: tuple[str, ...]
+    """The inputs that it follows from: it is right for their values alone."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +232,7 @@ class Graph:
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
     """The buffers that the forward changes, by name: what they are after it."""
     answers: tuple[Answer, ...] = ()
+    reads: tuple[Read, ...] = ()
     """What code has read out of tensors."""
     customs: tuple[Custom, ...] = ()
     """In the order in which they were applied."""
@@ -230,6 +242,11 @@ class Graph:
     def of_kind(self, *kinds: Kind) -> Iterator[tuple[int, Value]]:
         """The values of some kinds, with their numbers."""
         return ((i, value) for i, value in enumerate(self.values) if value.kind in kinds)
+
+    @property
+    def read_inputs(self) -> tuple[str, ...]:
+        """The inputs whose values the graph stands for, by name."""
+        return tuple(dict.fromkeys(name for one in self.reads for name in one.inputs))
 
     @cached_property
     def maker(self) -> Mapping[int, int]:
@@ -283,3 +300,16 @@ def filled(arguments: Any, made: Callable[[int], Any]) -> Any:
     if isinstance(arguments, list | tuple):
         return [filled(one, made) for one in cast("Sequence[Any]", arguments)]
     return arguments
+
+
+@lru_cache(1 << 12)
+def _schema(func: OpOverload) -> tuple[tuple[str, Any], ...]:
+    arguments = cast(Any, func)._schema.arguments
+    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in arguments)
+
+
+def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator is called with, by name in the schema's order, with every default filled in."""
+    return {
+        name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(_schema(func))
+    }

@@ -68,6 +68,11 @@ REASONS: tuple[tuple[str, str], ...] = (
         "keep all of them and mask with torch.where",
     ),
     (
+        r"data is not allocated",
+        f"numbers are taken out of tensors, as by torch.tensor of a list of them, and {_VALUES}: call torch.stack, or "
+        "work with tensors throughout",
+    ),
+    (
         r"numpy|__array__",
         f"a tensor is made numpy's, and {_VALUES}: work with functions of torch",
     ),

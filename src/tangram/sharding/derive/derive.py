@@ -104,7 +104,7 @@ def derive(
     contradict each other, and operators without a rule.
     """
     folded = fold(graph, table)
-    read = {v for one in graph.answers for v in one.values}
+    read = {v for one in graph.reads for v in one.values}
     whole |= {folded.classes[v] for v in (*graph.changed.values(), *read)}  # what every rank has all of
     wanted = fixed_by(folded, marks, mesh)
     # An axis that no mark cuts anything over leaves all as it is, so nothing is derived for it.

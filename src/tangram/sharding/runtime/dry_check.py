@@ -12,6 +12,7 @@ that code sees is then derived once more so that it is whole there, and rehearse
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -23,7 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten  # pyright: ignore[r
 
 from tangram.errors import UserError
 from tangram.models.building.twin import fake_twin
-from tangram.models.capturing.called import ChecksHold
+from tangram.models.capturing.answers import ASKING
+from tangram.models.capturing.called import ChecksHold, caller, line_of
 from tangram.models.capturing.capture import quiet
 from tangram.models.capturing.graph import Called, Graph, Node, Ref
 from tangram.models.capturing.opened import Opening, plainly
@@ -163,14 +165,20 @@ def _input(found: Derived, name: str, x: Any, rank: int) -> Any:
 
 
 class _Record(Opening):
-    """Keeps what runs."""
+    """Keeps what runs; what is read out of tensors is what the capture has read in the same line."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Graph) -> None:
         super().__init__()
         self.ran: list[tuple[OpCall, list[Any]]] = []
+        self._reads: dict[str, list[Any]] = {}
+        for one in reversed(graph.reads):
+            self._reads.setdefault(one.line, []).append(one.answer)
 
     def ran_below(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and keep it."""
+        waiting = self._reads.get(line_of(caller(sys._getframe(1)))) if func in ASKING else None  # pyright: ignore
+        if waiting:
+            return waiting.pop()
         found = func(*args, **kwargs)
         leaves: list[Any] = tree_leaves(found)
         if func.namespace != "prim" and any(isinstance(x, Tensor) for x in leaves):
@@ -188,7 +196,7 @@ class _Rehearsal:
         self.program, self.found, self.rank = program, program.derived, rank
         self.graph = self.found.folded.graph
         self.operators = Operators(self.found, rank)
-        self.record = _Record()
+        self.record = _Record(self.graph)
         self.sizes = {over.axis: over.k for over in self.found.axes}
         self.calls = {(c.run, (c.line, c.function, c.turn)): i for i, c in enumerate(self.graph.calls)}
         self.met: set[int] = set()
@@ -238,9 +246,6 @@ class _Rehearsal:
         """Call a function, compare, and run its operators in its stead where it does otherwise."""
         self.last = run
         number = self.calls.get((run, key))
-        answers = self.program.answers.get(run, {})
-        if number is None and key in answers:
-            return answers[key]
         if number is None:  # no operators ran in it
             return self._unknown(run, key, func, args, kwargs)
         self.met.add(number)

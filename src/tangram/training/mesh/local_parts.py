@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
@@ -264,3 +265,32 @@ def refuse_written(model: nn.Module, graph: Graph) -> None:
             raise UserError(
                 f"a forward writes into {name}, which is trained: write into it after the optimiser's step instead"
             )
+
+
+@dataclass(frozen=True)
+class ResultPlacement:
+    """How a result of a model lies over the ranks that have computed it: for who takes it in parts."""
+
+    states: States
+    """By axis; `same` over those that are not named."""
+    mesh: Mesh
+    coords: Mapping[str, int]
+    """Of this rank, by axis."""
+    groups: Mapping[str, dist.ProcessGroup]
+
+    def axes_of(self, dims: Sequence[int]) -> tuple[str, ...]:
+        """The axes that cut one of these dims."""
+        return tuple(axis for axis, state in self.states.items() if state.kind == "cut" and state.dim in dims)
+
+    def count(self, n: int, dim: int) -> int:
+        """How many elements a dim has in all of which this rank has `n`."""
+        for state in (self.states[axis] for axis in self.axes_of((dim,))):
+            if state.parts:
+                return state.outer * state.block
+        return n * prod(self.mesh.axes[axis][0] for axis in self.axes_of((dim,)))
+
+    def part(self, full: Tensor, dims: Sequence[int]) -> Tensor:
+        """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
+        own = {axis: self.states[axis] for axis in self.axes_of(dims)}
+        states = {axis: state._replace(dim=dims.index(state.dim)) for axis, state in own.items()}
+        return own_part(full, states, self.mesh, self.coords)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.capturing.answers import with_values
 
 Mode = tuple[Any, ...]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -152,8 +153,28 @@ def refuse_tensors_in_containers(inputs: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_new_values(read: Sequence[str], met: Sequence[Any]) -> None:
+    """Raise UserError where inputs that code reads had so many values that programs would be derived for ever."""
+    if read and len(met) >= MOST_MODES:
+        raise UserError(
+            f"the model's code reads the values of {' and '.join(read)}, which were others in each of {len(met)} "
+            "calls, and a derived model is captured anew for each: give images of one size, or what the code works "
+            "out of these values"
+        )
+
+
+def values_of(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+    """The values of some small inputs."""
+    return tuple((name, tuple(inputs[name].flatten().tolist())) for name in names)
+
+
 def without_values(x: Any) -> Any:
-    """What is derived is asked of an argument's sizes, and with a gradient where a call with it wants one."""
+    """What is derived is asked of an argument's sizes, and with a gradient where a call with it wants one.
+
+    Of a small one of integers code may read the values.
+    """
+    if with_values(x):
+        return x.detach().cpu()
     if isinstance(x, Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=_follows(x))
     return x

@@ -14,10 +14,8 @@ another size are derived anew, a second or less for a model of one kind of layer
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,6 +76,7 @@ from tangram.training.mesh.local_parts import (
     AsTorch,
     LocalParts,
     PlainParts,
+    ResultPlacement,
     as_dtensors,
     local,
     own_part,
@@ -145,35 +144,6 @@ def parallel(
     return derived
 
 
-@dataclass(frozen=True)
-class ResultPlacement:
-    """How a result of a model lies over the ranks that have computed it: for who takes it in parts."""
-
-    states: States
-    """By axis; `same` over those that are not named."""
-    mesh: Mesh
-    coords: Mapping[str, int]
-    """Of this rank, by axis."""
-    groups: Mapping[str, dist.ProcessGroup]
-
-    def axes_of(self, dims: Sequence[int]) -> tuple[str, ...]:
-        """The axes that cut one of these dims."""
-        return tuple(axis for axis, state in self.states.items() if state.kind == "cut" and state.dim in dims)
-
-    def count(self, n: int, dim: int) -> int:
-        """How many elements a dim has in all of which this rank has `n`."""
-        for state in (self.states[axis] for axis in self.axes_of((dim,))):
-            if state.parts:
-                return state.outer * state.block
-        return n * math.prod(self.mesh.axes[axis][0] for axis in self.axes_of((dim,)))
-
-    def part(self, full: Tensor, dims: Sequence[int]) -> Tensor:
-        """This rank's part of a tensor of which it has all, whose dims are these of the result and cut as they are."""
-        own = {axis: self.states[axis] for axis in self.axes_of(dims)}
-        states = {axis: state._replace(dim=dims.index(state.dim)) for axis, state in own.items()}
-        return own_part(full, states, self.mesh, self.coords)
-
-
 class DerivedModel:
     """The programs of a model, one for each size of its inputs. Wraps the model's forwards, and cuts its parameters."""
 
@@ -198,6 +168,8 @@ class DerivedModel:
         self._template = without_memory(model)
         self._parameters = [*inspect.signature(model.forward).parameters]
         self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
+        self._read: dict[Sizes, tuple[str, ...]] = {}
+        """By sizes, the inputs whose values code reads: a program stands for these alone."""
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._leaves = False
         self.numbers = random_numbers.DrawNumbers()
@@ -295,14 +267,21 @@ class DerivedModel:
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
         sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in inputs.items())
-        return sizes, modes.mode_of(self._model)
+        return (*sizes, *modes.values_of(inputs, self._read.get(sizes, ()))), modes.mode_of(self._model)
 
     def _now(self, inputs: Mapping[str, Any]) -> Now:
         sizes, mode = self._key(inputs)
         if (sizes, mode) not in self._programs:
             modes.refuse_tensors_in_containers(inputs)
             modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
-            self._programs[sizes, mode] = self._planned(inputs)
+            alike = sizes[: len(inputs) + 1]
+            met = [some for some, _ in self._programs if some[: len(alike)] == alike]
+            modes.refuse_new_values(self._read.get(alike, ()), met)
+            now = self._planned(inputs)
+            graph = now.program.derived.folded.graph
+            self._read[alike] = tuple(dict.fromkeys((*self._read.get(alike, ()), *graph.read_inputs)))
+            self._programs[self._key(inputs)] = now
+            return now
         return self._programs[sizes, mode]
 
     def _number(self, program: Program, inputs: Mapping[str, Any]) -> None:

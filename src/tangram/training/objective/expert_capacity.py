@@ -41,7 +41,8 @@ from tangram.errors import UserError
 from tangram.relayout.collectives.one_collective import summed
 from tangram.schema.job import Job, RunPlan
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
+from tangram.training.mesh.local_parts import ResultPlacement
+from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.mesh.world import World
 from tangram.training.objective.model_inputs import ModelInputs
 from tangram.training.objective.router_loss import result_placement, routers_in

@@ -25,7 +25,8 @@ from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
 from tangram.relayout.collectives.one_collective import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
+from tangram.training.mesh.local_parts import ResultPlacement
+from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.objective.model_inputs import ModelInputs
 
 

@@ -37,7 +37,8 @@ from tangram.errors import UserError
 from tangram.relayout.collectives.one_collective import summed
 from tangram.schema.job import Job
 from tangram.training.data import IGNORE
-from tangram.training.mesh.tensor_parallel import DerivedModel, ResultPlacement
+from tangram.training.mesh.local_parts import ResultPlacement
+from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.mesh.world import World
 
 _Seen = tuple[Tensor, int]
