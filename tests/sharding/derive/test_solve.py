@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, State, cut, price, way
 from tangram.sharding.derive.solve import solve
 from tangram.sharding.derive.solve.bounded import bounded, gap
-from tangram.sharding.derive.solve.solve import SolverCosts, TooWideError, eliminated, least
+from tangram.sharding.derive.solve.solve import SolverCosts, Table, TooWideError, eliminated, least
 
 EVERY = [SAME, SEVERAL, SUM, cut(0), cut(1), cut(0, 4)]
 DUAL = {"same": "same", "several": "sum", "sum": "several", "cut": "cut"}
@@ -54,6 +55,23 @@ def test_what_is_too_wide_gets_a_choice_and_what_no_choice_costs_less_than(data:
     assert found.bound <= least_of_all
     if found.bound > 0 and np.isfinite(found.bound):
         assert least_of_all <= costs.of(found.choice) <= (found.bound * (1 + gap(costs, found))) * (1 + 1e-9)
+
+
+def test_tables_are_small_once_the_time_is_over() -> None:
+    """A search of Qwen3-Next over three axes went on for minutes after its seconds."""
+    costs, numbers = SolverCosts(), np.random.default_rng(0)
+    for i in range(12):
+        costs.variable(i, [0.0] * 3)
+    for a, b in itertools.combinations(range(12), 2):
+        costs.pair(a, b, numbers.random((3, 3)))
+    widest: dict[float, int] = {}
+    bounds: dict[float, float] = {}
+    for stop in (math.inf, 0.0):
+        buckets: list[Table] = []
+        bounds[stop] = eliminated(costs, 1 << 20, buckets=buckets, stop=stop, late=27).bound
+        widest[stop] = max(table.size for _, table in buckets)
+    assert widest == {math.inf: 3**12, 0.0: 27}
+    assert bounds[0.0] <= bounds[math.inf]
 
 
 def test_variables_of_one_choice_need_no_dims() -> None:

@@ -71,12 +71,12 @@ def by_pairs(
     """The best that is found by the clock's `stop`, one round of each start at least. `largest`: entries of tables."""
     found = Paired(None, None, {}, work(some, cluster), math.inf)
     for start in starts:
-        now, better = start, True
+        now, better, rounds = start, True, 0
         while better:
-            better = False
+            better, rounds = False, rounds + 1
             for free in _free(some, now, largest):
-                if time.monotonic() > stop and _fits(found, limit):
-                    return found
+                if time.monotonic() > stop and (_fits(found, limit) or rounds > 1):
+                    return found if _fits(found, limit) else replace(found, best=None)
                 kept = alike(some, now, [i for i in range(len(some.axes)) if i not in free])
                 seen = _around(some, cluster, training, limit, now, kept, stop)
                 if seen.best is not None and _before(seen, found, limit):

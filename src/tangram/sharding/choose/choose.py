@@ -112,12 +112,12 @@ def choose(
         stop = time.monotonic() + left
         pairs = by_pairs(some, cluster, training or Training(), memory_limit, starts, stop, LARGEST)
         if pairs.best is None or pairs.both is None:
-            raise UserError(_unfit(mesh, memory_limit, pairs.smallest))
+            raise UserError(_unfit(mesh, memory_limit, pairs.smallest, proved=False))
         return ChosenMarks(some.derived(pairs.best.choice, marks), _price(pairs.both, pairs.own), pairs.bound)
     both = costs(some, cluster, training or Training())
     found = search(both, memory_limit, left, lambda choice: _nearby(some, choice), gap, starts)
     if found.best is None:
-        raise UserError(_unfit(mesh, memory_limit, found.smallest))
+        raise UserError(_unfit(mesh, memory_limit, found.smallest, proved=not np.isfinite(found.bound)))
     plan = some.derived(found.best.choice, marks)
     return ChosenMarks(plan, _price(both, found.best.choice), found.bound)
 
@@ -156,12 +156,17 @@ def refuse_larger(mesh: Mesh, cluster: Cluster) -> None:
         )
 
 
-def _unfit(mesh: Mesh, limit: float | None, smallest: float) -> str:
+def _unfit(mesh: Mesh, limit: float | None, smallest: float, *, proved: bool) -> str:
     if limit is None:
         return f"no layouts over `{mesh}` fit the marks: they contradict each other"
     if not np.isfinite(smallest):
         return f"no layouts over `{mesh}` were found in time: give more seconds"
     more = smallest - limit
+    if not proved:
+        return (
+            f"no layouts over `{mesh}` that fit into {limit / 1e9:.3g} GB a rank were found in time, the least takes "
+            f"{smallest / 1e9:.3g} GB, {more / 1e9:.3g} GB more: take more ranks, a smaller batch or more seconds"
+        )
     return (
         f"the model does not fit over `{mesh}` into {limit / 1e9:.3g} GB a rank: the least it takes is "
         f"{smallest / 1e9:.3g} GB, {more / 1e9:.3g} GB more: take more ranks or a smaller batch"

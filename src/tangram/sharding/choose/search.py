@@ -169,7 +169,7 @@ class Search:
 
     def _eliminated(self, costs: SolverCosts, buckets: list[Table] | None = None) -> Solution:
         start = time.monotonic()
-        found = eliminated(costs, self.entries, buckets=buckets)
+        found = eliminated(costs, self.entries, buckets=buckets, stop=self.stop, late=SMALLEST)
         took = time.monotonic() - start
         if found.parted and took > 0.1 * self.time:  # not exact in any case: sooner, and with a lower bound
             self.entries = max(self.entries >> 4, SMALLEST)

@@ -11,6 +11,7 @@ Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Arti
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -79,13 +80,22 @@ def least(costs: SolverCosts) -> dict[Name, int]:
     return dict(found.choice)
 
 
-def eliminated(costs: SolverCosts, limit: int, *, exact: bool = False, buckets: list[Table] | None = None) -> Solution:
+def eliminated(
+    costs: SolverCosts,
+    limit: int,
+    *,
+    exact: bool = False,
+    buckets: list[Table] | None = None,
+    stop: float = math.inf,
+    late: int = 0,
+) -> Solution:
     """A choice, the least where no table of more than `limit` entries is needed, and below what none can cost.
 
     A variable whose table would be larger is taken out of its costs in several parts, each with its own least, which
     together cost no more than any choice; the choice then takes what is best given those made before it. Source of the
     parts: R. Dechter, I. Rish, Mini-buckets: a general scheme for bounded inference, JACM 50 (2003). `buckets` gets the
-    table of each variable as it is taken out, its own choices first, for `marginals`.
+    table of each variable as it is taken out, its own choices first, for `marginals`. After `stop` by the clock
+    (`time.monotonic`) tables have `late` entries at most.
 
     Raises TooWideError where that would be needed with `exact`.
     """
@@ -96,6 +106,8 @@ def eliminated(costs: SolverCosts, limit: int, *, exact: bool = False, buckets: 
     bound = 0.0
     parted: dict[Name, None] = {}
     while size:
+        if time.monotonic() > stop:
+            limit = min(limit, late)
         name = min(size, key=lambda one: (size[one], order[one]))
         if exact and size[name] > limit:
             raise TooWideError(
