@@ -327,5 +327,7 @@ def _with_patches(model: Any, names: list[str]) -> dict[str, Any]:
     channels = _own(vision, "in_channels", 3) if "in_channels" in vision.to_dict() else 3
     grid = torch.tensor([[1, 2 * merge, 2 * merge]] * BATCH)
     pixels = _numbers(BATCH * 4 * merge * merge, channels * frames * patch * patch)
-    more = {"pixel_values": pixels, "image_grid_thw": grid}
-    return given | more | _placed(model, names, given["input_ids"], 4)
+    more = {"pixel_values": pixels, "image_grid_thw": grid} | _placed(model, names, given["input_ids"], 4)
+    if "mm_token_type_ids" in names:  # else the model reads where tokens stand out of the text, of one batch alone
+        more["position_ids"] = torch.arange(more["input_ids"].shape[1]).expand(3, BATCH, -1).clone()
+    return given | more

@@ -6,10 +6,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from tangram.errors import UserError
+
+MOST_OF_INPUT = 1 << 10
+"""Elements of an input whose values are known: sizes of images, not the tokens of a batch, new at each step."""
 
 
 def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode, buffers: bool = False) -> nn.Module:
@@ -127,6 +130,13 @@ def fake_input(tensor: Any, fake: FakeTensorMode, dynamic: Mapping[int, str]) ->
         real = torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
     context = cast(Any, StatelessSymbolicContext)(dynamic_sizes=dims)
     return fake.from_tensor(real, symbolic_context=context)
+
+
+def with_values(x: Any) -> bool:
+    """Whether an argument is a small tensor of integers that has its values."""
+    if not isinstance(x, Tensor) or isinstance(x, FakeTensor) or x.is_meta:
+        return False
+    return not (x.is_floating_point() or x.is_complex()) and x.numel() <= MOST_OF_INPUT
 
 
 def names_of_symbols(given: Mapping[str, Any], dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, str]:

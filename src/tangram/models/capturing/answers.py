@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.models.capturing.graph import Node, Value, filled
@@ -26,19 +25,7 @@ ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.i
 """Operators that give a number, and no tensor."""
 MOST = 1 << 28
 """Elements of a tensor that is worked out."""
-MOST_OF_INPUT = 1 << 10
-"""Elements of an input whose values are known: sizes of images, not the tokens of a batch, new at each step."""
 _OF_SIZES = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
-
-
-def with_values(x: Any) -> bool:
-    """Whether an argument is a small tensor of integers that has its values."""
-    fake = isinstance(x, FakeTensor) or getattr(x, "is_meta", True)
-    return isinstance(x, Tensor) and not fake and not (x.is_floating_point() or x.is_complex()) and _small(x)
-
-
-def _small(x: Tensor) -> bool:
-    return x.numel() <= MOST_OF_INPUT
 
 
 class Known:

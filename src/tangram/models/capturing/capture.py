@@ -29,8 +29,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_of_symbols
-from tangram.models.capturing.answers import ASKING, Known, with_values
+from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_of_symbols, with_values
+from tangram.models.capturing.answers import ASKING, Known
 from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, named_results
 from tangram.models.capturing.custom import Customs
 from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, named_arguments, refs

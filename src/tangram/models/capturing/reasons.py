@@ -69,8 +69,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"data is not allocated",
-        f"numbers are taken out of tensors, as by torch.tensor of a list of them, and {_VALUES}: call torch.stack, or "
-        "work with tensors throughout",
+        f"numbers are taken out of tensors, as by torch.tensor of a list of them, and {_VALUES}: give the model what "
+        "it works out of them, as position_ids, or call torch.stack",
     ),
     (
         r"numpy|__array__",

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.capturing.answers import with_values
+from tangram.models.building.twin import with_values
 
 Mode = tuple[Any, ...]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
