@@ -1,9 +1,15 @@
-"""Links in the documentation lead somewhere."""
+"""Links in the documentation lead somewhere, and the keys of jobs and plans that it names are taken."""
 
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from tangram.schema.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -71,3 +77,49 @@ def test_guides_are_short() -> None:
 
 def test_words_of_tables_and_blocks_do_not_count() -> None:
     assert words("One two.\n\n| a | b |\n\n- three\n\n  ```python\n  x = 1\n  ```\n\n```sh\nls\n```\nfour\n") == 5
+
+
+def of_a_table(annotation: Any) -> type[BaseModel] | None:
+    """The table that a key is, also an optional one."""
+    return next((one for one in (annotation, *get_args(annotation)) if hasattr(one, "model_fields")), None)
+
+
+TABLES = [name for name, one in Plan.model_fields.items() if of_a_table(one.annotation)]
+NAMED = re.compile(rf"`((?:{'|'.join(TABLES)})\.[a-z_.]+)(?: ?= ?([^`\n]+))?`")
+
+
+def untaken(text: str) -> Iterator[str]:
+    """Keys that a page names and a plan has not, and values that such a key does not take."""
+    for key, value in NAMED.findall(text):
+        table: Any = Plan
+        *_, last = parts = key.split(".")
+        for part in parts:
+            if part not in table.model_fields:
+                yield key
+                break
+            field = table.model_fields[part]
+            table = of_a_table(field.annotation)
+            if table is None and value and part == last:
+                kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+                try:
+                    TypeAdapter(kind).validate_python(tomllib.loads(f"x = {value}")["x"])
+                except ValidationError:
+                    yield f"{key} = {value}"
+                except tomllib.TOMLDecodeError:  # a letter in the place of a number
+                    pass
+            if table is None:  # its own keys are a person's
+                break
+
+
+GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names keys that were
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_keys_that_are_named_are_taken(page: Path) -> None:
+    assert [one for one in untaken(page.read_text()) if not one.endswith((".weight", ".json"))] == []
+
+
+def test_a_key_that_is_not_taken_is_found() -> None:
+    wrong = '`run.recompute_keep = ["products of it"]` `run.stepps` `data.sequence = N` `run.hang_seconds = -1`'
+    assert [*untaken(wrong)] == ['run.recompute_keep = ["products of it"]', "run.stepps", "run.hang_seconds = -1"]
+    assert [*untaken('`run.hang_seconds` `model.change.vocab_size = 3` `lora.base = "nf4"`')] == []
