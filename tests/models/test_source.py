@@ -47,7 +47,8 @@ def test_fields_are_changed(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('{"model_type": "lama"}', 'has the model_type "lama", which .* did you mean "llama"'),
-        ('{"model_type": "t5"}', "no causal language model"),
+        ('{"model_type": "t5"}', "no causal language model for: tangram.parallelize takes such a model in a loop"),
+        ('{"model_type": "qwen2_5_vl"}', "no causal language model for: tangram.parallelize"),
         ('{"hidden_size": 3}', "names no model_type"),
         ("{", "is no configuration of a model"),
         ("[]", "is no configuration of a model: it is JSON, but no table of fields"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -89,10 +89,9 @@ def _read_config(file: Path, known: Collection[str]) -> PreTrainedConfig:
         raise UserError(f'"{file}" names no model_type, so what it configures is unknown')
     if kind not in known:
         what = "causal language model" if known is CAUSAL else "model"
-        raise UserError(
-            f'"{file}" has the model_type "{kind}", which this transformers has no {what} for'
-            f"{did_you_mean(kind, known, listed=False)}"
-        )
+        hint = ": tangram.parallelize takes such a model in a loop of your own"
+        hint = hint if kind in cast("Mapping[str, Any]", CONFIG_MAPPING) else did_you_mean(kind, known, listed=False)
+        raise UserError(f'"{file}" has the model_type "{kind}", which this transformers has no {what} for{hint}')
     try:
         return AutoConfig.for_model(**fields)
     except Exception as error:
