@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
+from tangram.models.capturing.answers import still_right
 from tangram.models.capturing.capture import capture
 
 
@@ -154,6 +155,8 @@ def test_small_inputs_of_integers_have_their_values() -> None:
         (split,) = (node for node in graph.nodes if "split" in node.operator.name())
         assert split.arguments["split_sizes"] == lengths
         assert graph.read_inputs == ("lengths",)
-    for unknown in (torch.empty(2, dtype=torch.long, device="meta"), torch.ones(4000, dtype=torch.long)):
+    assert still_right(graph, {"lengths": torch.tensor([1, 5])})
+    assert not still_right(graph, {"lengths": torch.tensor([2, 4])})
+    for unknown in (torch.empty(2, dtype=torch.long, device="meta"), torch.ones(1 << 17, dtype=torch.long)):
         with pytest.raises(UserError, match="depends on the values"):
             capture(model, {"x": x, "lengths": unknown})

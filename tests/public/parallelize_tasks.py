@@ -62,6 +62,34 @@ class Recurrent(nn.Module):
         return self.down(F.silu(h))
 
 
+class Masked(nn.Module):
+    """Code that does without a mask where there is nothing to mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = F.silu(self.up(x))
+        return self.down(h) if bool(mask.all()) else self.down(h) * mask[..., None]
+
+
+class Picked(Masked):
+    """Code that works on the tokens that are there alone, as Qwen3-VL does on those of images."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = F.silu(self.up(x))
+        return self.down(h[mask.bool(), :])
+
+
+def masked(*padded: int) -> dict[str, Any]:
+    """Four samples, the last places of some of which are padding."""
+    mask = torch.ones(4, 6, dtype=torch.long)
+    for sample in padded:
+        mask[sample, 4:] = 0
+    return {**of_x(), "mask": mask}
+
+
 def sees_images() -> nn.Module:
     """Qwen2.5-VL, small: windows of patches, and one layer of its tower without."""
     text = {
@@ -104,6 +132,8 @@ class Work:
     inputs: Callable[[], Mapping[str, Any]] = of_x
     first: Callable[[], Mapping[str, Any]] | None = None
     """What it is made parallel with, where it is something else."""
+    then: Sequence[Mapping[str, Any]] = ()
+    """More calls, without gradients."""
     compiled: bool = False
 
 
@@ -119,6 +149,8 @@ WORKS: Mapping[str, Work] = {
         ("1.up.weight: f/tp h",),
         inputs=partial(of_x, name="input"),
     ),
+    "masked": Work(Masked, BLOCK, inputs=partial(masked, 1), first=masked, then=tuple(masked(i) for i in range(4))),
+    "picked": Work(Picked, BLOCK, inputs=partial(masked, 1), first=partial(masked, 2), then=(masked(), masked(3, 0))),
     "images": Work(sees_images, (), inputs=images),
     "images of other sides": Work(sees_images, (), inputs=partial(images, 2, 16), first=images),
 }
@@ -138,6 +170,9 @@ class Ran:
     """Whether all ranks have the same bits of gradients of what is whole."""
     parts: Mapping[str, tuple[int, ...]] | None = None
     refused: str = ""
+    programs: int = 1
+    then: float = 0.0
+    """How far the results of more calls are off."""
 
 
 def run_all(rank: Rank, _: None) -> dict[str, Ran]:
@@ -162,6 +197,8 @@ def _run(work: Work) -> Ran:
     for one in (want, found):
         one.sin().sum().backward()
     held.sum_gradients()
+    programs, then = len(held.programs), max((_off(model(**one), whole(**one)) for one in work.then), default=0.0)
+    programs = max(programs, len(held.programs))
     own = dict(model.named_parameters())
     full = {key: _full(p.grad) for key, p in own.items()}
     gradient = max(_off(full[key], cast(Tensor, p.grad)) for key, p in whole.named_parameters())
@@ -174,7 +211,7 @@ def _run(work: Work) -> Ran:
         optimiser.step()
     stepped = max(_off(_full(own[key]), p.detach()) for key, p in whole.named_parameters())
     parts = {key: tuple(cast(Any, getattr(p, "to_local", lambda p=p: p)()).shape) for key, p in own.items()}
-    return Ran(_off(found.detach(), want.detach()), gradient, stepped, alike, parts)
+    return Ran(_off(found.detach(), want.detach()), gradient, stepped, alike, parts, programs=programs, then=then)
 
 
 def _full(x: Any) -> Tensor:

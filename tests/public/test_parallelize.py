@@ -67,6 +67,20 @@ def test_a_model_of_which_one_layer_is_cut_is_clipped_and_stepped(ranks: Ranks) 
     _right(ranks, "partly")
 
 
+def test_code_that_asks_whether_there_is_anything_to_mask(ranks: Ranks) -> None:
+    """MadryLab/trak#78: SDPA code of transformers asks the values of a mask whether it is needed."""
+    for one in _right(ranks, "masked"):
+        assert one.programs == 2, "of each answer one, whatever the mask"
+        assert one.then < BOUND
+
+
+def test_tokens_that_a_mask_picks(ranks: Ranks) -> None:
+    """pytorch/torchtitan#3099: indexing by a mask, as of Qwen3-VL, was taken out of a model, for no rank could be cut."""
+    for one in _right(ranks, "picked"):
+        assert one.programs == 3, "of each number of tokens one, wherever they stand"
+        assert one.then < BOUND
+
+
 def test_a_model_that_reads_how_large_its_images_are(ranks: Ranks) -> None:
     """huggingface/transformers#39399: the vision tower of Qwen2.5-VL failed inside of a convolution that was cut.
 

@@ -82,7 +82,10 @@ def test_what_runs_otherwise_by_mode_is_that_of_one_process(ran: list[Ran], name
     [
         ("python", "Kinds draws from Python's random"),
         ("ever new", "calls was another one in each of 16 calls"),
-        ("ever new values", "the model's code reads the values of n, which were others in each of 16 calls"),
+        (
+            "ever new values",
+            "the model's code reads the values of n, of which it made something else in each of 16 calls",
+        ),
         ("called again", "dropout is done otherwise on a part, and torch.utils.checkpoint calls it again"),
         ("other modules", "drop.0 is a module that the model had not when it was derived"),
         ("renormed", "a forward writes into down.weight, which is trained: write into it after the optimiser's step"),

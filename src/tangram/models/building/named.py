@@ -139,11 +139,15 @@ def _tokens_and_pixels(config: PreTrainedConfig, batch: int, sequence: int) -> I
     if "image_grid_thw" in takes and isinstance(getattr(tower, "patch_size", None), int):
         # Where each token stands is else read out of the text.
         places = {"position_ids": torch.zeros(3, batch, sequence, dtype=torch.long, device="meta")}
-        return {
+        found = {
             **token_inputs(batch, sequence),
             **_patches(tower, batch),
             **(places if "mm_token_type_ids" in takes else {}),
         }
+        if hasattr(tower, "deepstack_visual_indexes"):  # features are added where the text has an image
+            found["input_ids"] = ids = torch.zeros(batch, sequence, dtype=torch.long)
+            ids[:, : len(found["pixel_values"]) // batch // tower.spatial_merge_size**2] = config.image_token_id
+        return found
     if read or not hasattr(tower, "image_size"):
         why = f"reads {read}, of which there are no values here" if read else "does not say the size of its images"
         raise UserError(

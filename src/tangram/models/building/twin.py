@@ -11,8 +11,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from tangram.errors import UserError
 
-MOST_OF_INPUT = 1 << 10
-"""Elements of an input whose values are known: sizes of images, not the tokens of a batch, new at each step."""
+MOST_OF_INPUT = 1 << 16
+"""Elements of an input whose values are known: code may ask them again at each call."""
 
 
 def fake_twin(model: nn.Module, dtype: torch.dtype, fake: FakeTensorMode, buffers: bool = False) -> nn.Module:

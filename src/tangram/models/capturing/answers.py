@@ -3,7 +3,7 @@
 `bool((mask == causal).all())` of a mask that the code has made of nothing but sizes has one answer, whoever runs it. It
 is worked out on real tensors from the nodes that were written down so far; a run later looks whether it is the same.
 Small inputs of integers that come with their values, as the sizes of images (`image_grid_thw`), are known, too: what is
-captured is then right for these values alone, and says so (`Graph.read_inputs`). What follows from other inputs, from
+captured is then right for values of which code reads the same (`still_right`). What follows from other inputs, from
 parameters, buffers or random numbers has no answer.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capturing.graph import Node, Value, filled
+from tangram.models.capturing.graph import Graph, Node, Read, Value, filled
 from tangram.models.capturing.replay import run
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ class Known:
         self, values: Sequence[Value], nodes: Sequence[Node], known: Mapping[int, Tensor], numbers: Sequence[int]
     ) -> None:
         """`known`: by their number, with values. `numbers`: those that are asked for."""
-        self._values, self._nodes, self._given = values, nodes, known
+        self._values, self._nodes, self._given, self._asked = values, nodes, known, tuple(numbers)
         self._maker = {v: i for i, node in enumerate(nodes) for v in node.results if v is not None}
         self._done: dict[int, Tensor] = {}
         self._needed: dict[int, None] = {}
@@ -48,14 +49,16 @@ class Known:
         with _disable_current_modes(), torch.no_grad():
             for i in sorted({self._maker[v] for v in self._needed if v in self._maker}):
                 node = self._nodes[i]
+                if all(v in self._done for v in node.results if v is not None):
+                    continue
                 made = run(node, filled(node.arguments, self._real))
                 self._done.update({v: r for v, r in zip(node.results, made, strict=True) if v is not None})
             return func(*filled([*args], self._real), **filled({**kwargs}, self._real))
 
-    @property
-    def inputs(self) -> list[str]:
-        """The names of the inputs whose values what is asked for follows from."""
-        return [self._values[v].name for v in self._needed if self._values[v].kind == "input" and v in self._given]
+    def read(self, line: str, func: Any, taken: tuple[list[Any], dict[str, Any]], answer: Any) -> Read:
+        """What was answered, in a line of the code."""
+        known = (self._values[v] for v in self._needed if v in self._given)
+        return Read(line, func, taken, answer, self._asked, tuple(one.name for one in known if one.kind == "input"))
 
     def _real(self, v: int) -> Tensor:
         if v in self._done:
@@ -84,3 +87,16 @@ class Known:
             if not node.operator.name().partition("::")[2].startswith(_OF_SIZES):
                 waiting += node.inputs
         return True
+
+
+def still_right(graph: Graph, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether code would read of these inputs what it has read in the capture, and get tensors of the same sizes."""
+    reads = [one for one in graph.reads if one.inputs]
+    given = {v: graph.constants[value.name] for v, value in graph.of_kind("buffer") if value.name in graph.constants}
+    given |= {v: inputs[value.name] for v, value in graph.of_kind("input") if value.name in graph.read_inputs}
+    known = Known(graph.values, graph.nodes, given, [v for one in reads for v in one.values])
+    return all(_told(known.answer(one.operator, *one.taken)) == _told(one.answer) for one in reads)
+
+
+def _told(answer: Any) -> Any:
+    return [tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(answer)]

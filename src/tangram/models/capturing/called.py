@@ -152,10 +152,6 @@ class Log(TorchFunctionMode):
         at = self._open.pop()
         self.runs[at] = replace(self.runs[at], gives=self._leaves(output), stop=self._now())
 
-    def read(self, line: str, answer: Any, values: Sequence[int], inputs: Sequence[str]) -> None:
-        """Code has read something out of tensors."""
-        self.reads.append(Read(self._open[-1] if self._open else 0, line, answer, tuple(values), tuple(inputs)))
-
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -252,7 +252,7 @@ class _Recorder(Opening):
         answer = known.answer(func, *taken)
         if answer is not None:
             line = line_of(caller(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
-            self._log.read(line, answer, numbers, known.inputs)
+            self._log.reads.append(known.read(line, func, taken, answer))
         return answer
 
     def _write(self, func: OpOverload, arguments: Mapping[str, Any], found: Any) -> None:

@@ -165,12 +165,14 @@ class Answer:
 class Read:
     """A number that was read out of tensors whose values are known, or a tensor of as many elements as they say."""
 
-    run: int
     line: str
+    operator: OpOverload
+    taken: tuple[list[Any], dict[str, Any]]
+    """Its arguments, positional and by keyword."""
     answer: Any
     values: tuple[int, ...]
     inputs: tuple[str, ...]
-    """The inputs that it follows from: it is right for their values alone."""
+    """The inputs that it follows from."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class Graph:
 
     @property
     def read_inputs(self) -> tuple[str, ...]:
-        """The inputs whose values the graph stands for, by name."""
+        """The inputs whose values code reads, by name."""
         return tuple(dict.fromkeys(name for one in self.reads for name in one.inputs))
 
     @cached_property

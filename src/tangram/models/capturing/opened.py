@@ -87,6 +87,16 @@ def _norm(x: Tensor, p: float = 2) -> Tensor:
     return cast(Tensor, cast(Any, torch.linalg).vector_norm(x, p))
 
 
+def _at_places(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """With the places of masks in their stead, as torch looks them up: how many there are is then asked by nonzero."""
+    each = ([one] if one is None or not _is_mask(one) else one.nonzero().unbind(1) for one in indices)
+    return cast(Any, aten.index.Tensor)(x, [place for some in each for place in some])
+
+
+def _is_mask(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
+
+
 def grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The grouped product, which torch can only fake in bfloat16, in any type."""
 
@@ -119,6 +129,8 @@ class Opening(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             raise NotImplementedError(f"torch.ops.higher_order.{func.name()} calls functions out of sight")
         parts = OPENED.get(func)
+        if func is aten.index.Tensor and any(map(_is_mask, args[1])):
+            parts = _at_places
         return self.ran_below(func, args, given) if parts is None else self.opened(parts, args, given)
 
     def opened(self, parts: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

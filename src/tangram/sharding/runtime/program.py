@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tangram.models.capturing.graph import Called
+from tangram.models.capturing.graph import Called, Graph
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import steps_of_nodes
 from tangram.sharding.derive.problem.folding import Folded
@@ -63,6 +63,11 @@ class Program:
 
     gathered: Mapping[str, Change] = field(default_factory=dict[str, Change])
     """Parameters that lie in parts and are put together each time that their module runs; their gradients are cut."""
+
+    @property
+    def graph(self) -> Graph:
+        """What the model's code ran when it was captured."""
+        return self.derived.folded.graph
 
     @cached_property
     def answers(self) -> Mapping[int, Mapping[CallKey, Any]]:

@@ -11,6 +11,7 @@ every call. What is drawn at random is here, too: which numbers, and that ranks 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import random
 import sys
@@ -154,26 +155,27 @@ def refuse_tensors_in_containers(inputs: Mapping[str, Any]) -> None:
 
 
 def refuse_new_values(read: Sequence[str], met: Sequence[Any]) -> None:
-    """Raise UserError where inputs that code reads had so many values that programs would be derived for ever."""
+    """Raise UserError where code reads so many things of inputs that programs would be derived for ever."""
     if read and len(met) >= MOST_MODES:
         raise UserError(
-            f"the model's code reads the values of {' and '.join(read)}, which were others in each of {len(met)} "
-            "calls, and a derived model is captured anew for each: give images of one size, or what the code works "
-            "out of these values"
+            f"the model's code reads the values of {' and '.join(read)}, of which it made something else in each of "
+            f"{len(met)} calls, and a derived model is captured anew for each: give images of one size, or what the "
+            "code works out of these values"
         )
 
 
 def values_of(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
-    """The values of some small inputs."""
-    return tuple((name, tuple(inputs[name].flatten().tolist())) for name in names)
+    """The values of some inputs, by a digest."""
+    arrays = ((name, inputs[name].cpu().contiguous().numpy()) for name in names)
+    return tuple((name, hashlib.blake2b(own.tobytes(), digest_size=16).digest()) for name, own in arrays)
 
 
-def without_values(x: Any) -> Any:
+def without_values(x: Any, *, integers: bool = False) -> Any:
     """What is derived is asked of an argument's sizes, and with a gradient where a call with it wants one.
 
-    Of a small one of integers code may read the values.
+    `integers`: code may read the values of a small one of integers.
     """
-    if with_values(x):
+    if integers and with_values(x):
         return x.detach().cpu()
     if isinstance(x, Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=_follows(x))

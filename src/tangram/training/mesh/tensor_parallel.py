@@ -29,6 +29,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.building.masks import as_captured
 from tangram.models.building.twin import without_memory
+from tangram.models.capturing.answers import still_right
 from tangram.models.capturing.opened import without_fast_path
 from tangram.planner.local.own_rules import rules_of
 from tangram.schema.plan import Plan
@@ -140,7 +141,7 @@ def parallel(
     states = parameter_states(found)
     over_all = AsTorch(over_all=states.keys() - read_late(found))
     derived = DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
-    derived.compared = set()
+    derived.compared, derived.reads_values = set(), True
     return derived
 
 
@@ -169,7 +170,7 @@ class DerivedModel:
         self._parameters = [*inspect.signature(model.forward).parameters]
         self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._read: dict[Sizes, tuple[str, ...]] = {}
-        """By sizes, the inputs whose values code reads: a program stands for these alone."""
+        """By sizes, the inputs whose values code reads."""
         self._summed: Mapping[str, tuple[str, ...]] | None = None
         self._leaves = False
         self.numbers = random_numbers.DrawNumbers()
@@ -179,6 +180,8 @@ class DerivedModel:
         """Whether a parameter has its gradient as soon as a backward has ended. Stages get theirs at the step's end."""
         self.compared: set[Sizes] | None = None
         """The sizes of which inputs were compared between ranks, at the first call of each; None: of none they are."""
+        self.reads_values = False
+        """Whether code may read the values of inputs, as the sizes of images. In training they are new at each step."""
         self.begins: Callable[[Program], None] = lambda program: None
         """Is told of each forward with gradients."""
         self.rings: Sequence[str] = ()
@@ -275,11 +278,13 @@ class DerivedModel:
             modes.refuse_tensors_in_containers(inputs)
             modes.refuse_ever_new([*(own for some, own in self._programs if some == sizes), mode])
             alike = sizes[: len(inputs) + 1]
-            met = [some for some, _ in self._programs if some[: len(alike)] == alike]
-            modes.refuse_new_values(self._read.get(alike, ()), met)
+            met = [now for (some, own), now in self._programs.items() if (some[: len(alike)], own) == (alike, mode)]
+            read = self._read.get(alike, ())
+            if read and (known := next((now for now in met if still_right(now.program.graph, inputs)), None)):
+                return known
+            modes.refuse_new_values(read, met)
             now = self._planned(inputs)
-            graph = now.program.derived.folded.graph
-            self._read[alike] = tuple(dict.fromkeys((*self._read.get(alike, ()), *graph.read_inputs)))
+            self._read[alike] = tuple(dict.fromkeys((*read, *now.program.graph.read_inputs)))
             self._programs[self._key(inputs)] = now
             return now
         return self._programs[sizes, mode]
@@ -324,7 +329,8 @@ class DerivedModel:
         modes.follow(self._template, self._model)
         # Of a run without memory the template has its own; and in inference mode operators come undecomposed.
         with _disable_current_modes(), modes.without_inference(), modes.steady(self._model):
-            return self._planned_from({name: modes.without_values(x) for name, x in inputs.items()})
+            read = self.reads_values
+            return self._planned_from({name: modes.without_values(x, integers=read) for name, x in inputs.items()})
 
     def _planned_from(self, inputs: Mapping[str, Any]) -> Now:
         graph = graph_of(self._template, inputs, self._dtype, grad=torch.is_grad_enabled(), rules=self._rules)
