@@ -209,8 +209,9 @@ def restructure(
         raise UserError(f'"{source.path}" has no tensors to convert')
     for name, spec in specs.items():
         if spec.dtype not in writer.dtypes:
-            what = "use --to dcp or --to tangram" if spec.dtype.startswith("complex") else "give a --dtype"
-            raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: {what}")
+            if spec.dtype.startswith("complex"):
+                raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give --to dcp or tangram")
+            raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give a --dtype")
     beside, changed, left = _side_files(source, bound, specs, to, options, source.small if small is None else small)
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))
