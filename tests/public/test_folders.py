@@ -1,6 +1,7 @@
 """Public reports about what lies in a folder of weights, each rebuilt small: which of it is the model."""
 
 import json
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,20 @@ def test_complex_numbers_of_double_precision(tmp_path: Path, capsys: Capture) ->
     assert "give --to dcp or tangram" in said
     assert "--dtype" not in said
     assert main(["checkpoint", "convert", str(tmp_path / "model.pt"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "tangram"])
+def test_a_disk_that_takes_no_more(to: str, tmp_path: Path, capsys: Capture) -> None:
+    """lightning#19970: a save that ends halfway leaves something that is taken for a checkpoint."""
+    torch.save({"w": torch.ones(1 << 16)}, tmp_path / "w.pt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        assert convert(tmp_path / "w.pt", tmp_path / "out", to=to) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert "File too large" in said
+    assert "None" not in said
+    assert [file.name for file in tmp_path.iterdir()] == ["w.pt"]
+    assert convert(tmp_path / "w.pt", tmp_path / "out", to=to) == 0
