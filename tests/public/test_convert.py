@@ -539,7 +539,8 @@ def test_parts_of_tensor_parallel_ranks(tmp_path: Path, capsys: Capture) -> None
     for rank in range(2):
         save_file({"model.norm.weight": torch.ones(4)}, folder / f"pytorch_model-00001-TP-00{rank}.safetensors")
     assert convert(folder, tmp_path / "hf", to="dcp") == 2
-    assert "one is missing, or there twice" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the tensor model.norm.weight twice, in pytorch_model-00001-TP-000.safetensors and" in said
 
 
 @pytest.mark.parametrize("target", ["/proc/out", "/dev/null/out"])

@@ -11,6 +11,7 @@ import torch
 from tangram.errors import UserError
 from tangram.schema.job import SourcePlan
 from tangram.training.data import Stream, Tokens, load_tokens, open_corpus, prepare
+from tangram.training.data.files import list_files
 from tests.training.data.texts import corpus_of, data_plan, ignore, texts_of, write_tokenizer
 
 WORDS = ("a", "b", "c", "<", "s", ">", "</", "user", "hi")
@@ -282,3 +283,37 @@ def test_a_pointer_of_git_lfs_is_no_text(name: str, tmp_path: Path) -> None:
 def test_json_lines_that_are_called_json(tmp_path: Path) -> None:
     """levanter#394: files that end in .json have an object in each line, and one more line that is empty."""
     assert texts(tmp_path / "in", a__json=b'{"text": "one"}\n{"text": "two"}\n\n') == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_a_column_that_is_there_twice(name: str, tmp_path: Path) -> None:
+    """spark#17758: of two columns by one name the last was taken, in JSON, in cells and in tables."""
+    path = tmp_path / name
+    if name == "a.parquet":
+        arrow = pytest.importorskip("pyarrow")
+        table = arrow.Table.from_arrays([arrow.array(["one"]), arrow.array(["two"])], names=["text", "text"])
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        path.write_text("text,text\none,two\n" if name == "a.csv" else '{"text": "one", "text": "two"}\n')
+    refused(path, path.read_bytes(), "twice|2 columns")
+
+
+def test_another_column_that_is_there_twice(tmp_path: Path) -> None:
+    """spark#17758: a column that nobody reads is no reason to refuse a file."""
+    assert texts(tmp_path / "in", a__jsonl=b'{"text": "one", "meta": {"a": 1, "a": 2}, "b": 1, "b": 2}\n') == [b"one"]
+
+
+@pytest.mark.parametrize("layout", ["{}.jsonl", "data/{}-00000-of-00001.jsonl", "{}/part_0.jsonl"])
+def test_the_split_that_is_for_tests_is_not_trained_on(layout: str, tmp_path: Path) -> None:
+    """marin#2381: (and OpenRLHF#367) the splits of a data set lie in one folder, and all of them were trained on."""
+    for split in ("train", "test", "validation"):
+        path = tmp_path / "in" / layout.format(split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": split}) + "\n")
+    source = SourcePlan(path=str(tmp_path / "in"))
+    found = list_files(source)
+    assert [file.name for file in found.files] == [layout.format("train")]
+    assert found.left_out == {'of the split "test" beside "train"': 1, 'of the split "validation" beside "train"': 1}
+    assert len(list_files(SourcePlan(path=str(tmp_path / "in"), pattern="**/*.jsonl")).files) == 3
+    (tmp_path / "in" / layout.format("train")).unlink()
+    assert len(list_files(source).files) == 2

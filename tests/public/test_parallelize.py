@@ -75,7 +75,7 @@ def test_code_that_asks_whether_there_is_anything_to_mask(ranks: Ranks) -> None:
 
 
 def test_tokens_that_a_mask_picks(ranks: Ranks) -> None:
-    """pytorch/torchtitan#3099: indexing by a mask, as of Qwen3-VL, was taken out of a model, for no rank could be cut."""
+    """pytorch/torchtitan#3099: indexing by a mask, as of Qwen3-VL, was taken out of a model: none could be cut."""
     for one in _right(ranks, "picked"):
         assert one.programs == 3, "of each number of tokens one, wherever they stand"
         assert one.then < BOUND

@@ -311,4 +311,5 @@ def _files() -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f'"{error.filename}": {error.strerror or error}') from None
+        what = f'"{error.filename}"' if error.filename else "a file cannot be read or written to its end"
+        raise UserError(f"{what}: {error.strerror or error}") from None

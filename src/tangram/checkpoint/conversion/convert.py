@@ -209,6 +209,8 @@ def restructure(
         raise UserError(f'"{source.path}" has no tensors to convert')
     for name, spec in specs.items():
         if spec.dtype not in writer.dtypes:
+            if spec.dtype.startswith("complex"):
+                raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give --to dcp or tangram")
             raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give a --dtype")
     beside, changed, left = _side_files(source, bound, specs, to, options, source.small if small is None else small)
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())

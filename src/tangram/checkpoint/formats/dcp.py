@@ -50,8 +50,10 @@ from tangram.relayout import Piece, TensorSpec
 
 INDEX = ".metadata"
 DATA = "__0_{}.distcp"
-NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:\w+\.){0,4}?")
-"""As torch's `get_optimizer_state_dict` names states, under torchtitan's key, or any that a program has."""
+NAMING = Naming("state.{param}.{state}", front="optimizer.", lead=r"(?:(?:\w+\.){0,3}?\w*optim\w*\.|(?:\w+\.){0,4}?)")
+"""As torch's `get_optimizer_state_dict` names states, under torchtitan's key, or any that a program has.
+
+One that says `optim` goes first, as what holds it may be called `state` as well."""
 ALIGNED = 64
 """Bytes of which each chunk begins at a multiple: elements then do as well, in a map of the file."""
 

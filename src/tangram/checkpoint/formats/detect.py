@@ -69,7 +69,8 @@ def _seen(path: Path, kinds: Mapping[str, Callable[[Path], bool]]) -> str:
     there = sorted(path.iterdir())
     if not there:
         return "it is empty"
-    below = [(one.name, kind) for one in there if one.is_dir() for kind, fits in kinds.items() if fits(one)]
+    inside = [one for one in (*there, *path.glob("snapshots/*")) if one.is_dir()]  # of the hub's cache: links two below
+    below = [(str(one.relative_to(path)), kind) for one in inside for kind, fits in kinds.items() if fits(one)]
     if below:
         named = dict(reversed(below))
         some = ", ".join(f"{name} is {kind}" for name, kind in sorted(named.items())[:NAMED])

@@ -15,7 +15,7 @@ from typing import Any, cast
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.archives.mapped_files import Maps, missing
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.outgoing import WriteTask, taking
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
@@ -38,6 +38,8 @@ class HuggingFaceIndex:
 
     specs: Mapping[str, TensorSpec]
     pieces: tuple[Piece, ...]
+    beside: tuple[str, ...] = ()
+    """Tensors that another file has by the index, and the file that has them, too."""
 
 
 def has_weights(path: Path) -> bool:
@@ -57,15 +59,20 @@ def read_index(path: Path) -> HuggingFaceIndex:
         raise UserError(f'"{path}" has no {SINGLE} and no {INDEX}{why}')
     specs: dict[str, TensorSpec] = {}
     home: dict[str, str] = {}
+    beside: list[str] = []
     for file in files:
         for name, spec in _header(path / file).items():
-            if name in home:
+            if name in home and named.get(name) not in (home[name], file):
                 raise UserError(f'"{path}" has the tensor {name} twice, in {home[name]} and in {file}')
-            specs[name], home[name] = spec, file
+            if name in home:
+                beside.append(f"{name} in {home[name] if named[name] == file else file}")
+            if named.get(name, file) == file or name not in home:
+                specs[name], home[name] = spec, file
     for name, file in named.items():
         if home.get(name) != file:
             raise UserError(f'the index "{path / INDEX}" says that {name} is in {file}, but it is not')
-    return HuggingFaceIndex(specs, tuple(Piece(home[name], name, Region.full(s.shape)) for name, s in specs.items()))
+    pieces = tuple(Piece(home[name], name, Region.full(spec.shape)) for name, spec in specs.items())
+    return HuggingFaceIndex(specs, pieces, tuple(beside))
 
 
 def chooses_index(path: Path, single: str, files: Collection[str]) -> bool:
@@ -117,7 +124,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
-        raise UserError(f'"{file.parent}" is not whole: its file {file.name} is not there') from None
+        raise missing(file) from None
     except (OSError, SafetensorError) as error:
         raise UserError(f'"{file}" is damaged or cut off: {error}') from None
 
@@ -146,9 +153,11 @@ def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
     places = {str(piece.place) for piece in index.pieces}
-    beside = tuple(sorted(file.name for file in path.glob("*.safetensors") if file.name not in places))
+    others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in places)
     small = small_files(path)
-    return OpenCheckpoint("hf", path, index.specs, index.pieces, read, maps.release, small=small, beside=beside)
+    return OpenCheckpoint(
+        "hf", path, index.specs, index.pieces, read, maps.release, small=small, beside=(*index.beside, *others)
+    )
 
 
 def write(task: WriteTask) -> list[str]:

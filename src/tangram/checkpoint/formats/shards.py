@@ -8,7 +8,7 @@ Both say enough in their headers. A name that says "of 3" asks for all three.
 
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ NOT_MODELS = re.compile(r"(?:adapter_model|consolidated.*|optimizer|scheduler|sa
 OWN = "tangram_save"
 """Of the metadata of our files, which are whole only with what is written last."""
 INFO = "DCP_SHARDING_INFO"
-_COUNT = re.compile(r"(.*?)(\d+)-of-(\d+)(?:-.*)?\.safetensors")
+_COUNT = re.compile(r"(.*?)(\d+)-of-(\d+)(?:-.*)?\.(?:safetensors|bin)")
 _RANK = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 
@@ -40,7 +40,7 @@ def is_shards(path: Path) -> bool:
 def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """All tensors of all files. Raises UserError where a file or a part is missing, or a tensor there twice."""
     files = _files(path)
-    _refuse_missing(path, files)
+    refuse_missing(path, files)
     slots: dict[tuple[str, str], TensorSlot] = {}
     regions: dict[str, list[tuple[str, Region]]] = {}
     for file in files:
@@ -56,6 +56,8 @@ def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
             regions.setdefault(slot.name, []).append((file, Region.box(at, slot.shape)))
     specs: dict[str, TensorSpec] = {}
     for name, some in regions.items():
+        if len(some) > 1 and some[0][1] and some[0][1] == some[1][1]:
+            raise UserError(f'"{path}" has the tensor {name} twice, in {some[0][0]} and in {some[1][0]}')
         kinds = {slots[file, name].dtype for file, _ in some}
         specs[name] = TensorSpec(_full_shape(path, name, [region for _, region in some], len(kinds)), kinds.pop())
     pieces = [Piece(file, name, region) for name, some in regions.items() for file, region in some]
@@ -71,7 +73,8 @@ def _files(path: Path) -> list[str]:
     return sorted(f.name for f in path.iterdir() if f.suffix == DATA and not NOT_MODELS.fullmatch(f.name))
 
 
-def _refuse_missing(path: Path, files: list[str]) -> None:
+def refuse_missing(path: Path, files: Collection[str]) -> None:
+    """Raise UserError where of files that say "of 3" one is not there."""
     wanted: dict[tuple[str, int], set[int]] = {}
     ranks = {int(match[1]) for file in files if (match := _RANK.fullmatch(file))}
     for file in files:

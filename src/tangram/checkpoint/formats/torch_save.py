@@ -34,11 +34,13 @@ from tangram.checkpoint.formats.common.model_part import DEEPEST, model_part
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
 from tangram.checkpoint.formats.huggingface import PICKLED, chooses_index, weight_map
+from tangram.checkpoint.formats.shards import refuse_missing
 from tangram.errors import UserError
 from tangram.relayout import Piece, TensorSpec
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = PICKLED
+SHARDS = "pytorch_model-*-of-*.bin"
 MODELS = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which programs keep a model."""
 OPTIMISERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
@@ -61,7 +63,13 @@ class _Parts:
 
 def is_torch(path: Path) -> bool:
     """Whether it is a file by the name of one, or a directory of pickled weights."""
-    return (path.is_file() and path.suffix in SUFFIXES) or any((path / name).is_file() for name in PICKLED)
+    there = path.is_file() and path.suffix in SUFFIXES
+    return there or any((path / name).is_file() for name in PICKLED) or bool(_shards(path))
+
+
+def _shards(path: Path) -> list[str]:
+    """The files of a directory that are numbered, as they are written beside an index."""
+    return sorted(file.name for file in path.glob(SHARDS))
 
 
 def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
@@ -105,11 +113,14 @@ def _opened(path: Path, maps: Maps, places: Mapping[str, TensorPlace | Number], 
 
 def _folder(path: Path, maps: Maps) -> OpenCheckpoint:
     """One file, or several with an index that says which tensor is where."""
-    index = weight_map(path / INDEX) if (path / INDEX).is_file() or not (path / SINGLE).is_file() else {}
+    index = weight_map(path / INDEX) if (path / INDEX).is_file() else {}
     if (path / SINGLE).is_file() and not chooses_index(path, SINGLE, set(index.values())):
         index = {}
     found = StateDict()
-    for file in sorted(set(index.values())) or [SINGLE]:
+    files = sorted(set(index.values())) or ([SINGLE] if (path / SINGLE).is_file() else _shards(path))
+    if not index:
+        refuse_missing(path, files)
+    for file in files:
         parts = _parts(read_archive(maps, file), path / file)
         found.add(parts.model, file)
         found.skipped.extend(parts.skipped)

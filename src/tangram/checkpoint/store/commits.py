@@ -32,6 +32,8 @@ from tangram.errors import UserError
 
 MARKER = "tangram.json"
 MANIFEST = "manifest.json"
+FOREIGN = (".distcp", ".safetensors", ".bin", ".pt", ".pth")
+"""How files end that other programs write weights into."""
 PARTIAL = ".partial"
 LARGEST_MARKER = 1 << 26  # bytes
 
@@ -132,6 +134,9 @@ def _absent(path: Path) -> str:
         return f'there is no checkpoint "{path}"'
     if path.is_dir() and (found := committed(path)):
         return f'"{path}" holds several checkpoints, give one of them: the newest is "{found[-1][0]}"'
+    if not (path / MANIFEST).exists() and any(file.suffix in FOREIGN for file in (path, *path.glob("*"))):
+        new = f"`tangram checkpoint convert {path} NEW --to tangram`"
+        return f'"{path}" is no checkpoint of Tangram (it has no {MARKER}): of another program\'s, {new} makes one'
     return f'"{path}" is not a whole checkpoint: it has no {MARKER}, which is written last'
 
 

@@ -28,6 +28,10 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = (*(kind + end for kind in (*TEXT, *JSON_LINES, JSON, *CELLS) for end in ("", *COMPRESSED)), PARQUET)
 """Taken from a folder without a pattern; with one, every file that it matches."""
 
+TRAINING = frozenset({"train", "training"})
+HELD_BACK = frozenset({"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"})
+"""What files and folders of the splits of a data set are called."""
+
 LEFT_OUT = "left out"  # in a tally
 TAKEN = "files"
 
@@ -82,6 +86,7 @@ def list_files(source: SourcePlan) -> Files:
     else:
         walk = _Walk(lambda name: not table and name.startswith("."), None if table else KNOWN)
         walk.take(root, ("**", "*"))
+        walk.leave_other_splits(root)
     if not walk.paths:
         what = f'matches "{source.pattern}"' if source.pattern else f"is of a known kind ({', '.join(KNOWN[::5])})"
         besides = f" (left out: {in_words(walk.left_out)})" if walk.left_out else ""
@@ -145,6 +150,16 @@ class _Walk:
             else:
                 self._enter(path, rest)
 
+    def leave_other_splits(self, root: Path) -> None:
+        """Where some are called `train`, leave those called `test`, `validation` and so on, as `datasets` does."""
+        splits = {real: _split(path.relative_to(root)) for real, path in self.paths.items()}
+        if TRAINING.isdisjoint(splits.values()):
+            return
+        for real, split in splits.items():
+            if split in HELD_BACK:
+                del self.paths[real]
+                self.left_out[f'of the split "{split}" beside "train"'] += 1
+
     def _enter(self, folder: Path, pattern: tuple[str, ...]) -> None:
         waiting = [(folder, pattern)]
         while waiting:
@@ -191,6 +206,14 @@ class _Walk:
         real = os.path.realpath(path)
         if self.paths.setdefault(real, path) != path:
             self.left_out["by a second link to a file"] += 1
+
+
+def _split(name: Path) -> str:
+    """Which split a file is of, by its own name or that of a folder (`test`, `test-00000-of-00002`); "" for none."""
+    if name.suffix == ".py":
+        return ""
+    found = (re.fullmatch(r"([a-z]+)(?:[-_.]\d+(?:-of-\d+)?)?(?:\..*)?", part.lower()) for part in reversed(name.parts))
+    return next((one[1] for one in found if one and one[1] in TRAINING | HELD_BACK), "")
 
 
 def _file(path: Path, root: Path) -> File:

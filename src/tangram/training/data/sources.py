@@ -117,12 +117,15 @@ def _rows(path: Path, file: OpenedDataset, field: str, first: int) -> Iterator[T
 
 
 def _json_lines(path: Path, file: OpenedDataset, field: str, first: int) -> Iterator[TextRow]:
+    decoder = _decoder(field)
     for number, line in enumerate(file.stream):
         if number < first or not line.strip():
             continue
         where = f'line {number + 1} of "{path}"'
         try:
-            row: object = json.loads(line)
+            row: object = decoder.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
+        except KeyError as error:
+            raise UserError(f"{where} has the key {error} twice: leave the one that is meant") from None
         except ValueError as error:  # of JSON, or of UTF-8
             raise UserError(f"{where} is no JSON: {error}. Mend the line or leave the file out") from None
         yield TextRow(number, _column(row, field, where), file.share)
@@ -130,7 +133,7 @@ def _json_lines(path: Path, file: OpenedDataset, field: str, first: int) -> Iter
 
 def _json_values(path: Path, file: OpenedDataset, field: str, first: int) -> Iterator[TextRow]:
     """The objects of an array, or one after the other without one: all of the text is in memory, but not of them."""
-    text, number, decoder = "", -1, json.JSONDecoder()
+    text, number, decoder = "", -1, _decoder(field)
     try:
         text = file.stream.read().decode().strip()
         array = text.startswith("[")
@@ -146,10 +149,32 @@ def _json_values(path: Path, file: OpenedDataset, field: str, first: int) -> Ite
             at = _after_space(text, at + 1) if array and text[at] == "," else at
         if array and at != len(text) - 1:
             raise json.JSONDecodeError("Expecting one array and nothing after it", text, at)
+    except KeyError as error:
+        raise UserError(
+            f'object {number + 1} of "{path}" has the key {error} twice: leave the one that is meant'
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f'the file "{path}" is no UTF-8 text ({error.reason}): write it as UTF-8') from None
     except json.JSONDecodeError as error:
         raise UserError(f'"{path}" is no JSON: {error}. Mend it or leave the file out') from None
+
+
+def _decoder(field: str) -> json.JSONDecoder:
+    """A reader of rows. It raises KeyError for a column that is there twice, of which JSON's own takes the last."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        row = dict(pairs)
+        twice = (
+            [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            if len(row) < len(pairs)
+            else []
+        )
+        for key in twice:
+            if field in (key, ROW):
+                raise KeyError(key)
+        return row
+
+    return json.JSONDecoder(object_pairs_hook=once)
 
 
 def _after_space(text: str, at: int) -> int:

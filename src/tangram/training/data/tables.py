@@ -33,9 +33,7 @@ def cell_rows(path: Path, stream: BinaryIO, ending: str, field: str, first: int)
             delimiter, names = max(cut.items(), key=lambda one: len(one[1]))
         if not names:
             raise no_field(field, cut[_DELIMITERS[ending][0]], f'"{path}"')
-        twice = next((name for name in names if names.count(name) > 1 and field in (name, ROW)), None)
-        if twice is not None:
-            raise UserError(f'"{path}" has {names.count(twice)} columns "{twice}": give each a name of its own')
+        _refuse_twice(names, field, path)
         column = -1 if field == ROW else names.index(field)
         for number, cells in enumerate(csv.reader(lines, delimiter=delimiter, strict=True)):
             where = f'row {number + 1} of "{path}"'
@@ -66,6 +64,7 @@ def parquet_rows(path: Path, field: str, first: int) -> Generator[TextRow]:
             names = cast("list[str]", file.schema_arrow.names)
             if field not in (*names, ROW):
                 raise no_field(field, names, f'"{path}"')
+            _refuse_twice(names, field, path)
             columns = None if field == ROW else [field]
             rows, number = max(1, int(file.metadata.num_rows)), 0
             for group in range(int(file.num_row_groups)):
@@ -115,6 +114,12 @@ def dataset_rows(root: Path, field: str, first: int) -> Generator[TextRow]:
         values = _texts(columns.select(range(start, min(rows, start + _ROWS))).to_list(), field)
         for row, value in enumerate(values, start):
             yield TextRow(row, text_of(value, field, f'row {row + 1} of "{root}"'), (row + 1) / rows)
+
+
+def _refuse_twice(names: list[str], field: str, path: Path) -> None:
+    twice = next((name for name in names if names.count(name) > 1 and field in (name, ROW)), None)
+    if twice is not None:
+        raise UserError(f'"{path}" has {names.count(twice)} columns "{twice}": give each a name of its own')
 
 
 def _texts(rows: list[dict[str, object]], field: str) -> list[object]:

@@ -40,7 +40,7 @@ class Maps:
                 with path.open("rb") as stream:
                     self._open[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             except FileNotFoundError:
-                raise UserError(f'"{self.folder}" is not whole: its file {file} is not there') from None
+                raise missing(path) from None
             except ValueError:  # of length 0
                 raise UserError(f'"{path}" is empty') from None
         return self._open[file]
@@ -106,3 +106,9 @@ def _bytes(data: mmap.mmap, offset: int, count: int) -> Tensor:
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def missing(file: Path) -> UserError:
+    """Of a file that should be there. A link to nothing is what the hub's cache has of a download that did not end."""
+    what = "is a link to nothing: download it again" if file.is_symlink() else "is not there"
+    return UserError(f'"{file.parent}" is not whole: its file {file.name} {what}')
