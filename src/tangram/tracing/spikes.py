@@ -66,7 +66,7 @@ class Spikes:
         fresh = {at: rise for at, rise in over.items() if not self._quiet[at]}
         self._quiet = np.maximum(self._quiet - 1, 0)
         self._quiet[[*over]] = LEVEL
-        found = self._told(step, numbers, fresh, now)
+        found = self._in_words(step, numbers, fresh, now)
         self._logs[:-1] = self._logs[1:]
         self._logs[-1] = now
         return found
@@ -78,7 +78,7 @@ class Spikes:
         sigma = TO_SIGMA * float(np.median(np.abs(np.diff(past))))
         return rise if rise > max(self._rises[at], SIGMAS * sigma) else 0.0
 
-    def _told(
+    def _in_words(
         self, step: int, numbers: StepNumbers, fresh: dict[int, float], now: npt.NDArray[np.float64]
     ) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

@@ -319,12 +319,8 @@ def train_step(
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     stops = tuple(wish > 0 for wish in others[len(found.figures) :])
     figures = dict(zip(objective_of(plan, loss_sum).figures, others, strict=False))
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
-        model.trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
-    elif model.trace is not UNTRACED:
-        of_parts = cast("list[float]", (norms / scale).tolist())
-        model.trace.numbers(StepNumbers(loss, float(own[0]), of_parts, partial(rank_samples, plan, world, batches)))
+    if model.trace is not UNTRACED:
+        _tell_trace(model, batches, math.isfinite(loss + norm), loss, own, norms / scale)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
         buffers.undo(modules, before)
@@ -333,3 +329,15 @@ def train_step(
     set_lr(optimiser, lr)
     optimiser.step()
     return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped, figures=figures)
+
+
+def _tell_trace(
+    model: ParallelModel, batches: RankBatches, finite: bool, loss: float, own: torch.Tensor, norms: torch.Tensor
+) -> None:
+    """`own`: this rank's part of the loss and of the squared norm; `norms`: of each of its gradients."""
+    if finite:
+        where = partial(rank_samples, model.plan, model.world, batches)
+        model.trace.numbers(StepNumbers(loss, float(own[0]), cast("list[float]", norms.tolist()), where))
+    else:
+        of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
+        model.trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
