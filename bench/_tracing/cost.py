@@ -17,10 +17,11 @@ from bench._training.job import fsdp, job
 from bench._training.steps import LR, turn
 from tangram.hardware.measuring.measure import Pairs, Row, paired
 from tangram.schema.plan import Plan
-from tangram.tracing.format import Phase, file_of
-from tangram.tracing.recorder import UNTRACED, Recorder, Trace
-from tangram.tracing.ring import TraceFiles
+from tangram.tracing.files.format import Phase, file_of
+from tangram.tracing.files.ring import TraceFiles
+from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.trace import UNTRACED, Trace
 from tangram.training import data
 from tangram.training.mesh.world import World, make_world
 from tangram.training.run.launch import Rank, run_ranks

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bench._tracing.jobs import LAYERS, MESH, Case, train
-from tangram.tracing.finding import Finding
-from tangram.tracing.format import (
+from tangram.tracing.files.format import (
     EVENT_DTYPE,
     EVENTS,
     HEADER,
@@ -26,6 +25,7 @@ from tangram.tracing.format import (
     file_of,
     ring_bytes,
 )
+from tangram.tracing.finding import Finding
 from tangram.tracing.settings import TraceSettings
 from tangram.tracing.show.report import report
 from tangram.training.run.launch import RankError, run_ranks

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
+from tangram.tracing.files.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
 from tangram.tracing.weights import WeightGroup
 from tangram.training.run.launch import Rank
 

@@ -21,8 +21,7 @@ from tangram.planner.cost.timeline import KINDS, play
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import grid
 from tangram.planner.space.setting import Setting
-from tangram.tracing.finding import Finding
-from tangram.tracing.format import (
+from tangram.tracing.files.format import (
     EVENT,
     EVENTS,
     HEADER,
@@ -38,6 +37,7 @@ from tangram.tracing.format import (
     file_of,
     ring_bytes,
 )
+from tangram.tracing.finding import Finding
 
 MICROS, STEPS, NOISE = 16, 50, 0.005
 LINK = ("tp", "dp", "pp")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.relayout.collectives import one_collective
-from tangram.tracing.format import Phase
+from tangram.tracing.files.format import Phase
 from tangram.tracing.groups import axes_of_ranks
 from tangram.tracing.planned import PlannedCalls, planned_words
 from tangram.tracing.reading import read_rank

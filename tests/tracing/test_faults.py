@@ -8,8 +8,8 @@ import pytest
 from bench._tracing import jobs
 from bench._tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, Case, train
 from tangram.errors import UserError
+from tangram.tracing.files.format import CHECKED, End, Kind
 from tangram.tracing.finding import Finding
-from tangram.tracing.format import CHECKED, End, Kind
 from tangram.tracing.reading import read
 from tangram.tracing.settings import TraceSettings
 from tangram.tracing.show.report import TraceReport, report

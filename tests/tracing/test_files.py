@@ -15,7 +15,7 @@ import torch
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
 from tangram.tracing.blame import Outside, calls_of_step, findings
-from tangram.tracing.format import (
+from tangram.tracing.files.format import (
     EVENTS,
     HEADER_BYTES,
     LOSS_NOT_FINITE,
@@ -26,9 +26,9 @@ from tangram.tracing.format import (
     file_of,
     ring_bytes,
 )
+from tangram.tracing.files.ring import TraceFiles, packed_rows, unpacked_rows
 from tangram.tracing.reading import Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.ring import TraceFiles, packed_rows, unpacked_rows
 from tangram.tracing.settings import fresh_folder
 from tangram.tracing.show.report import report
 

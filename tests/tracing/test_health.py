@@ -15,11 +15,11 @@ from bench._tracing.synthetic import Cluster, drawn, names, write
 from tangram.tracing import recorder as recorder_module
 from tangram.tracing.blame import findings
 from tangram.tracing.conformance import Deviation, Expected, Key
-from tangram.tracing.format import OPS, Phase
+from tangram.tracing.files.format import OPS, Phase
+from tangram.tracing.files.ring import TraceFiles
 from tangram.tracing.planned import CallKind, CallsOfKind, PlanCheck, PlannedCall
 from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.ring import TraceFiles
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
 from tangram.tracing.slow import median_of_others

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tangram import tracing
-from tangram.tracing.format import Phase
+from tangram.tracing.files.format import Phase
+from tangram.tracing.files.ring import TraceFiles
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.ring import TraceFiles
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report
 from tangram.tracing.watch import Watch

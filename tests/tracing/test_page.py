@@ -9,7 +9,7 @@ import pytest
 from bench._tracing.synthetic import Cluster, Planted, write
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.tracing.format import Phase
+from tangram.tracing.files.format import Phase
 from tangram.tracing.show.compare import compare
 from tangram.tracing.show.page import write_page
 from tangram.tracing.show.perfetto import export

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tangram.checkpoint.saving.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
-from tangram.tracing.format import Phase
+from tangram.tracing.files.format import Phase
 from tangram.tracing.settings import TraceSettings
 from tangram.training.observe.events import Note
 from tangram.training.run.launch import Rank, RankError

@@ -9,8 +9,8 @@ for finding in findings(traces):
 """
 
 from tangram.tracing.blame import findings
+from tangram.tracing.files.format import Phase
 from tangram.tracing.finding import Finding
-from tangram.tracing.format import Phase
 from tangram.tracing.reading import RankTrace, read
 from tangram.tracing.settings import Recording, record
 

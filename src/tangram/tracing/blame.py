@@ -6,6 +6,7 @@ ranks that learned unlike sequences    of one group, compared call by call
 ranks that have not joined             the others of their group wait in a call that these have not begun
 replicas that differ                   in the bits of weights that they both hold
 a part that is not finite              of a rank's own loss or gradient
+a loss or a gradient that jumps        beside the steps before it
 a slow rank                            more time of its own than its peers, in the same steps
 a slow link                            a group whose calls take long, though nobody comes late
 """
@@ -17,15 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tangram.tracing.finding import Finding
-from tangram.tracing.format import (
+from tangram.tracing.files.format import (
     GRADIENT_NOT_FINITE,
     LOSS_NOT_FINITE,
     End,
     Kind,
 )
+from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
 from tangram.tracing.slow import peers_of, slow_links, slow_ranks
+from tangram.tracing.spikes import spike_findings
 from tangram.tracing.stacks import Stack, grouped, rank_words
 from tangram.tracing.unlike import unlike_calls, unlike_replicas
 
@@ -61,7 +63,13 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     absent = [] if still or recent else _absent(traces, outside)
     odd = _odd(traces) if (still or absent) and not now else []
     found = [*now, *odd, *still, *before, *([] if odd else [*unlike_calls(traces), *absent])]
-    return [*found, *unlike_replicas(traces), *_not_finite(traces), *slow_rank_findings(traces)]
+    return [
+        *found,
+        *unlike_replicas(traces),
+        *_not_finite(traces),
+        *spike_findings(traces),
+        *slow_rank_findings(traces),
+    ]
 
 
 def _where(trace: RankTrace) -> str:

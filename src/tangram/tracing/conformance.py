@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from tangram.tracing.format import OPS
+from tangram.tracing.files.format import OPS
 from tangram.tracing.sites import Carrier, Site, call_words, caller
 
 AHEAD = 32

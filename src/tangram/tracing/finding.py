@@ -12,8 +12,8 @@ class Finding:
     """One thing that is wrong."""
 
     kind: str
-    """died, stopped, skipped, extra, reordered, mis-sized, corrupted, unlike, absent, replicas, not finite, slow, slow
-    link."""
+    """died, stopped, skipped, extra, reordered, mis-sized, corrupted, unlike, absent, replicas, not finite, loss
+    spike, gradient spike, slow, slow link."""
     ranks: tuple[int, ...]
     """Whose fault it is."""
     text: str

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.layout import Mesh
-from tangram.tracing.format import OPS
+from tangram.tracing.files.format import OPS
 from tangram.tracing.recorder import Recorder
 
 (

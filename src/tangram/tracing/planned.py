@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from tangram.tracing.conformance import Deviation, Expected
-from tangram.tracing.format import OPS, Phase
+from tangram.tracing.files.format import OPS, Phase
 from tangram.tracing.sites import Site, call_words
 
 

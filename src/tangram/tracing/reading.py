@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.errors import UserError
-from tangram.tracing.format import (
+from tangram.tracing.files.format import (
     CHUNK_HEADER,
     CHUNK_MAGIC,
     EVENT_DTYPE,
@@ -38,7 +38,7 @@ from tangram.tracing.format import (
     Phase,
     ring_bytes,
 )
-from tangram.tracing.ring import unpacked_rows
+from tangram.tracing.files.ring import unpacked_rows
 from tangram.tracing.sites import Site, call_words
 
 VERDICT = "verdict.json"
@@ -135,6 +135,8 @@ class RankTrace:
     """By step the sum of each layer's bits after the update."""
     planned: tuple[str, ...] = ()
     """Which calls of a step its plan says, in words."""
+    spikes: tuple[Mapping[str, Any], ...] = ()
+    """Steps whose loss or gradient has jumped."""
     failed: str = ""
     """The class of the exception that it ended with."""
 
@@ -267,6 +269,7 @@ def read_rank(path: Path) -> RankTrace:
         ),
         sums={int(one["step"]): tuple(one["sums"]) for one in names if "sums" in one},
         planned=next((tuple(one["planned"]) for one in names if "planned" in one), ()),
+        spikes=tuple(one for one in names if "spike" in one),
         failed=next((str(one["failed"]) for one in names if "failed" in one), ""),
     )
 

@@ -1,8 +1,7 @@
 """What a rank tells its trace: collectives as they begin and end, steps, what it does, and what was not finite.
 
-`Recorder` writes; `Untraced` takes the same and does nothing. Whoever trains is handed one of the two. The time of a
-rank between the end of one collective and its wait for the next is its own, whatever the clocks of others say: who has
-more of it than its peers is slow, who has less waits for them.
+The time of a rank between the end of one collective and its wait for the next is its own, whatever the clocks of others
+say: who has more of it than its peers is slow, who has less waits for them.
 """
 
 # pyright: reportPrivateUsage=false
@@ -17,13 +16,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from tangram.tracing.conformance import Cursor, Deviation, Expected, Key, deviation, left_out
-from tangram.tracing.format import (
+from tangram.tracing.files.format import (
     AXES_AT_MOST,
     BEAT_AT,
     CHECKED,
@@ -41,9 +40,10 @@ from tangram.tracing.format import (
     Kind,
     Phase,
 )
+from tangram.tracing.files.ring import Pending, TraceFiles
 from tangram.tracing.planned import PlanCheck, PlannedCalls, ProgramCheck, planned_words
-from tangram.tracing.ring import Pending, TraceFiles
 from tangram.tracing.sites import caller, site_of
+from tangram.tracing.spikes import Spikes, StepNumbers
 from tangram.tracing.weights import WeightGroup, WeightWatch
 
 BEAT_SECONDS = 0.25
@@ -58,68 +58,6 @@ _EVENT = EVENT.pack_into
 _now, _thread = time.monotonic_ns, threading.get_ident
 
 
-class Trace(Protocol):
-    """What a rank tells of itself."""
-
-    def step(self, number: int) -> None:
-        """A step begins, from 1, with its data."""
-        ...
-
-    def phase(self, phase: Phase) -> None:
-        """From now on it does this."""
-        ...
-
-    def not_finite(self, flags: int) -> None:
-        """This rank's own part of the step's loss or gradient is not finite (`format`'s flags)."""
-        ...
-
-    def label(self, modules: Iterable[nn.Module]) -> None:
-        """The parts of the model that will run, whose modules and parameters are called by their paths."""
-        ...
-
-    def expect(self, planned: PlannedCalls, program: ProgramCheck | None = None) -> None:
-        """Before the first step: the calls of a step that the plan says; `program` is told of each forward's."""
-        ...
-
-    def weights(self, groups: Sequence[WeightGroup]) -> None:
-        """The weights whose bits are summed now and then."""
-        ...
-
-    def failure(self) -> str:
-        """Why nothing is written any more, once; "" while all is well."""
-        ...
-
-
-class Untraced:
-    """Of a rank that is not traced: takes everything and does nothing."""
-
-    def step(self, number: int) -> None:
-        """Nothing."""
-
-    def phase(self, phase: Phase) -> None:
-        """Nothing."""
-
-    def not_finite(self, flags: int) -> None:
-        """Nothing."""
-
-    def label(self, modules: Iterable[nn.Module]) -> None:
-        """Nothing."""
-
-    def expect(self, planned: PlannedCalls, program: ProgramCheck | None = None) -> None:
-        """Nothing."""
-
-    def weights(self, groups: Sequence[WeightGroup]) -> None:
-        """Nothing."""
-
-    def failure(self) -> str:
-        """Nothing has failed."""
-        return ""
-
-
-UNTRACED = Untraced()
-"""It has no state, so one is enough."""
-
-
 class Recorder:
     """Writes the trace of one rank. Steps and phases come from one thread, which is the one that is timed."""
 
@@ -127,6 +65,7 @@ class Recorder:
         """`mesh`: what is written of the run, for readers. `digest_steps`: weights are summed each so many."""
         self.files, self._digest_steps = files, digest_steps
         self._weights: WeightWatch | None = None
+        self._spikes = Spikes(())
         self._memory = files.memory
         self._numbers = itertools.count(1)
         self._thread = _thread()
@@ -309,6 +248,11 @@ class Recorder:
         """This rank's own part of the step's loss or gradient is not finite."""
         self._flags |= flags
 
+    def numbers(self, numbers: StepNumbers) -> None:
+        """What the step has come to, before its update."""
+        for one in self._spikes.judge(self._step, numbers):
+            self.files.name(one)
+
     def label(self, modules: Iterable[nn.Module]) -> None:
         """Call the modules and parameters by their paths."""
         for part in modules:
@@ -323,8 +267,9 @@ class Recorder:
         self._plans, self._checked, self._learns = False, Cursor(strict=True), self._rows
         self.files.name({"planned": planned_words(planned, derived.axes)})
 
-    def weights(self, groups: Sequence[WeightGroup]) -> None:
-        """The weights whose bits are summed now and then."""
+    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:
+        """The weights whose bits are summed now and then, and of each trained parameter the layer."""
+        self._spikes = Spikes(trained)
         if self._digest_steps:
             self._weights = WeightWatch(groups, self._digest_steps)
             self.files.name({"layers": [[group.layer, [*group.axes]] for group in groups]})

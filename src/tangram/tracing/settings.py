@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tangram.errors import UserError
-from tangram.tracing.format import End, Phase, file_of
+from tangram.tracing.files.format import End, Phase, file_of
+from tangram.tracing.files.ring import TraceFiles
 from tangram.tracing.groups import back_end
-from tangram.tracing.recorder import UNTRACED, Recorder, Trace
-from tangram.tracing.ring import TraceFiles
+from tangram.tracing.recorder import Recorder
 from tangram.tracing.stacks import SIGNAL
+from tangram.tracing.trace import UNTRACED, Trace
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tangram.layout import Mesh
-from tangram.tracing.format import COUNTED, Kind, Phase
+from tangram.tracing.files.format import COUNTED, Kind, Phase
 from tangram.tracing.reading import RankTrace
 
 SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75

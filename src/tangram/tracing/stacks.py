@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tangram.tracing.format import file_of
+from tangram.tracing.files.format import file_of
 
 SIGNAL = signal.SIGUSR2
 _FRAME = re.compile(r'\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')

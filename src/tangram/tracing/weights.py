@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tangram.tracing.conformance import Deviation
-from tangram.tracing.format import Phase
+from tangram.tracing.files.format import Phase
 from tangram.tracing.sites import Site
 
 NO_GROUP = 0xFFFF

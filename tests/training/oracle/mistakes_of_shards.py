@@ -49,13 +49,13 @@ def only_the_last_is_reduced(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def reduced_once_too_often(setting: Setting) -> Planted:
     """What ranks have added up already is added up again: the reduced sum is left beside what comes next."""
-    real = loop.square_sum
+    real = loop.norms_of
 
-    def again(gradients: list[tuple[torch.Tensor, int]], ranks: int) -> torch.Tensor:
+    def again(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
         torch._foreach_mul_([grad for grad, _ in gradients], setting.world.data_size)
-        return real(gradients, ranks)
+        return real(gradients)
 
-    with swapped(loop, "square_sum", again):
+    with swapped(loop, "norms_of", again):
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tangram.tracing.format import COUNTED
+from tangram.tracing.files.format import COUNTED
 from tangram.tracing.reading import RankTrace, read
 from tangram.tracing.show.report import axes_of
 

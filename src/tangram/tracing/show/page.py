@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tangram.planner.report.html_page import page, part, write_atomically
 from tangram.planner.report.html_parts import section, table
-from tangram.tracing.format import Kind, Phase
+from tangram.tracing.files.format import Kind, Phase
 from tangram.tracing.reading import RankTrace
 from tangram.tracing.show.report import TraceReport, axes_of, read_report
 from tangram.tracing.slow import mesh_axes, own_times

@@ -15,8 +15,8 @@ import numpy as np
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.tracing.blame import findings
+from tangram.tracing.files.format import End
 from tangram.tracing.finding import Finding
-from tangram.tracing.format import End
 from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
 from tangram.tracing.slow import coords_of, own_times
 from tangram.tracing.stacks import rank_words

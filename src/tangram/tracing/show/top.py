@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tangram.tracing.format import End
+from tangram.tracing.files.format import End
 from tangram.tracing.reading import RankTrace, read, trace_folder
 from tangram.tracing.show.report import doing, place_of
 from tangram.tracing.slow import own_times

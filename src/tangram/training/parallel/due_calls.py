@@ -34,7 +34,7 @@ from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import Routed
 from tangram.sharding.derive.transitions import Change, Joint
 from tangram.sharding.runtime.program import Program
-from tangram.tracing.format import OPS
+from tangram.tracing.files.format import OPS
 from tangram.tracing.groups import axes_of_ranks
 from tangram.tracing.planned import (
     CallKind,

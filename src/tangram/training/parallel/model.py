@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tangram.schema.plan import Plan
-from tangram.tracing.recorder import UNTRACED, Trace
+from tangram.tracing.trace import UNTRACED, Trace
 from tangram.training.mesh.drawing import DrawSource
 from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -13,8 +14,18 @@ from tangram.tracing.weights import WeightGroup
 from tangram.training.parallel.model import ParallelModel
 
 
+def layers_of_trained(model: ParallelModel) -> list[str]:
+    """Of each trained parameter, in order, the layer, or the module outside of all layers."""
+    layers = block_names(model.module)
+    return [_layer(name, layers) for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+
+
+def _layer(name: str, layers: Sequence[str]) -> str:
+    return next((one for one in layers if name.startswith(f"{one}.")), name.rpartition(".")[0])
+
+
 def weight_groups(model: ParallelModel) -> list[WeightGroup]:
-    """Of the layers of a model, and of what lies outside of them.
+    """The weights of the layers of a model, and of what lies outside of them.
 
     Ranks of model axes count as unlike: what they all hold whole they update by gradients that each has summed for
     itself, in an order of its own. Those of data axes update by the same bits.
@@ -23,7 +34,7 @@ def weight_groups(model: ParallelModel) -> list[WeightGroup]:
     found: dict[str, list[nn.Parameter]] = {}
     axes: dict[str, set[str]] = {}
     for name, parameter in model.module.named_parameters():
-        layer = next((one for one in layers if name.startswith(f"{one}.")), name.rpartition(".")[0])
+        layer = _layer(name, layers)
         found.setdefault(layer, []).append(parameter)
         sharded = Layout.parse(model.plan.layout_of(name)).axes
         axes.setdefault(layer, {*model.world.axes.model}).update(sharded)

@@ -38,8 +38,8 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device, usable_cores
 from tangram.hardware.host.workers import Detached
-from tangram.tracing.recorder import UNTRACED, Trace
 from tangram.tracing.settings import TraceSettings, traced_rank
+from tangram.tracing.trace import UNTRACED, Trace
 from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note
 from tangram.training.run.end_words import UNKNOWN, death, first_line

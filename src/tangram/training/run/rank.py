@@ -23,7 +23,7 @@ from tangram.planner.report import figures
 from tangram.schema.files import dumps
 from tangram.schema.job import Packing
 from tangram.schema.plan import Plan
-from tangram.tracing.format import Phase
+from tangram.tracing.files.format import Phase
 from tangram.tracing.settings import TraceSettings
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, tokens_of
 from tangram.training.mesh.groups import on_first
@@ -35,7 +35,7 @@ from tangram.training.parallel.due_calls import due_calls, due_in_forwards
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.reference import Reference
-from tangram.training.parallel.weight_groups import weight_groups
+from tangram.training.parallel.weight_groups import layers_of_trained, weight_groups
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
@@ -151,7 +151,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     plan, world = model.plan, model.world
     rank.trace.label(part.module for part in model.parts)
     rank.trace.expect(due_calls(model), due_in_forwards(model))
-    rank.trace.weights(weight_groups(model))
+    rank.trace.weights(weight_groups(model), layers_of_trained(model))
     tell = rank.emit if rank.index == 0 else _nowhere
     to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)
     pace = Pace() if to.every is None and rank.index == 0 else None  # whose writer does the most

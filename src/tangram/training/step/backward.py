@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tangram.tracing.format import Phase
-from tangram.tracing.recorder import Trace
+from tangram.tracing.files.format import Phase
+from tangram.tracing.trace import Trace
 from tangram.training.data import RankBatches
 from tangram.training.mesh.drawing import Draws, drawing
 from tangram.training.objective.loss import Logits

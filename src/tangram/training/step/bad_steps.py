@@ -14,7 +14,7 @@ import numpy as np
 from tangram.errors import UserError
 from tangram.planner.report.html_page import write_atomically
 from tangram.schema.plan import Plan
-from tangram.training.data import Corpus, sample_ids
+from tangram.training.data import Corpus, RankBatches, sample_ids
 from tangram.training.data.corpus import is_single
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import AstrayError
@@ -38,6 +38,14 @@ def write_samples(folder: Path, corpus: Corpus, plan: Plan, step: int, first: in
     told = {"step": step + 1, "reason": reason, "seed": plan.seed, "text": corpus.digest, "samples": samples}
     write_atomically(path, json.dumps(told, indent=1) + "\n")
     return path
+
+
+def rank_samples(plan: Plan, world: World, batches: RankBatches) -> str:
+    """What this rank is trained on in a step, in words."""
+    rows, index, size = plan.data.global_batch, world.data_index, world.data_size
+    first = batches.begin // plan.rows_per_sample
+    start, stop = (first + at * rows // size for at in (index, index + 1))
+    return f"the samples {start} to {stop - 1} of the job"
 
 
 def _data_rank(place: int, plan: Plan) -> int:

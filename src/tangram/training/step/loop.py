@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,9 @@ from torch.optim import AdamW
 from tangram.errors import UserError
 from tangram.hardware.host.machine import resident_mb
 from tangram.schema.plan import Plan
-from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
+from tangram.tracing.files.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
+from tangram.tracing.spikes import StepNumbers
+from tangram.tracing.trace import UNTRACED
 from tangram.training.data import Corpus, RankBatches, step_batches
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
@@ -36,10 +39,10 @@ from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.backward import backward
-from tangram.training.step.bad_steps import located, write_samples
+from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
 from tangram.training.step.objectives import LossSum, objective_of
-from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, set_lr, square_sum
+from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, set_lr, square_sum
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,8 @@ def train_step(
     told = 4 + len(found.figures)
     sums = torch.zeros(told + len(stop_requests), dtype=torch.float64, device=world.device)
     sums[0] = found.loss / world.model_size  # the ranks of model axes have all computed the same part
-    sums[1] = square_sum(gradients, world.size // world.stages)
+    norms = norms_of(gradients)
+    sums[1] = square_sum(norms, gradients, world.size // world.stages)
     for part in model.parts:
         if part.routers is not None:
             sums[2] += part.routers.pop_loss()
@@ -315,9 +319,8 @@ def train_step(
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     stops = tuple(wish > 0 for wish in others[len(found.figures) :])
     figures = dict(zip(objective_of(plan, loss_sum).figures, others, strict=False))
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
-        model.trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)
+    if model.trace is not UNTRACED:
+        _tell_trace(model, batches, math.isfinite(loss + norm), loss, own, norms / scale)
     strayed = guard.astray
     if (reason := guard.judge(loss, norm)) is not None:
         buffers.undo(modules, before)
@@ -326,3 +329,15 @@ def train_step(
     set_lr(optimiser, lr)
     optimiser.step()
     return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped, figures=figures)
+
+
+def _tell_trace(
+    model: ParallelModel, batches: RankBatches, finite: bool, loss: float, own: torch.Tensor, norms: torch.Tensor
+) -> None:
+    """`own`: this rank's part of the loss and of the squared norm; `norms`: of each of its gradients."""
+    if finite:
+        where = partial(rank_samples, model.plan, model.world, batches)
+        model.trace.numbers(StepNumbers(loss, float(own[0]), cast("list[float]", norms.tolist()), where))
+    else:
+        of_loss, of_gradient = cast("list[bool]", own.isfinite().tolist())
+        model.trace.not_finite((not of_loss) * LOSS_NOT_FINITE | (not of_gradient) * GRADIENT_NOT_FINITE)

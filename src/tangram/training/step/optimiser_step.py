@@ -99,17 +99,16 @@ def local_gradients(model: nn.Module, plain: PlainParts) -> list[tuple[Tensor, i
     return found
 
 
-def square_sum(gradients: list[tuple[Tensor, int]], ranks: int) -> Tensor:
+def norms_of(gradients: list[tuple[Tensor, int]]) -> Tensor:
+    """Of this rank's part of each gradient the norm: float32 (gradients,)."""
+    found = torch._foreach_norm([grad for grad, _ in gradients], 2, torch.float32)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    return torch.stack(found)
+
+
+def square_sum(norms: Tensor, gradients: list[tuple[Tensor, int]], ranks: int) -> Tensor:
     """This rank's share of the squared norm of the whole gradient: a float64 scalar that the ranks add up."""
-    by_parts: dict[int, list[Tensor]] = {}
-    for grad, parts in gradients:
-        by_parts.setdefault(parts, []).append(grad)
-    device = gradients[0][0].device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for parts, tensors in by_parts.items():
-        norms = torch.stack(torch._foreach_norm(tensors, 2, torch.float32))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-        total += norms.double().square().sum() * parts / ranks
-    return total
+    shares = torch.tensor([parts / ranks for _, parts in gradients], dtype=torch.float64, device=norms.device)
+    return norms.double().square() @ shares
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.reference import Reference
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
-from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, square_sum
+from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, norms_of, square_sum
 from tangram.training.trials.dry_run_counts import Tally
 
 _NUMBER = re.compile(r"\d+")
@@ -237,7 +237,7 @@ def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> 
     part = loop.backward(model, batches).loss
     model.sum_gradients()
     gradients = local_gradients(model.module, model.plain)
-    sums = torch.stack([part, square_sum(gradients, world.size // world.stages)])
+    sums = torch.stack([part, square_sum(norms_of(gradients), gradients, world.size // world.stages)])
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
     numbers = tally.watch([gradient for gradient, _ in gradients])

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tangram.tracing.format import (
+from tangram.tracing.files.format import (
     CHUNK,
     CHUNK_HEADER,
     CHUNK_MAGIC,

@@ -1,0 +1,1 @@
+"""The files of a trace: their bytes, and who writes them."""
