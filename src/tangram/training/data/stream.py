@@ -9,7 +9,7 @@ whatever the number of ranks; and every rank knows, without a collective, how ma
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
@@ -29,6 +29,8 @@ from tangram.training.data.tokens import Tokens
 
 Ints = npt.NDArray[np.int64]
 
+LENGTHS, SHORTEST = 16, 64
+"""Of rows of single documents: how many there are at most, and what all are multiples of, for what cuts sequences."""
 ORDERED = 1024
 """Samples whose place in the text is found at once."""
 _HELD_OUT_SEED = 0  # the held-out samples are the same for every seed of a job
@@ -50,6 +52,11 @@ class RankBatches:
     """Those of the global batch, of one row or several."""
     first_tokens: int = 0
     """Of the first rows of its samples, how many tokens have one before them: more than are counted."""
+
+    @property
+    def length(self) -> int:
+        """Of all rows."""
+        return self.micro[0].inputs_BS.shape[1]
 
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -82,11 +89,13 @@ def step_batches(
     size: int,
     micro_steps: int,
     device: torch.device,
+    shorten: bool = False,
 ) -> RankBatches:
     """What DP rank `index` of `size` trains on in the step that begins at `first_sample`: its share of the rows.
 
     Shares are contiguous and differ by one row at most; every rank gets `micro_steps` micro-batches, filled up with
-    empty rows, so all of them join in every collective.
+    empty rows, so all of them join in every collective. `shorten`: rows of single documents are as long as the longest
+    of the global batch needs (`_length`).
     """
     samples, each = sample_ids(corpus, data, seed, first_sample, data.global_batch), corpus.rows
     start, stop = _share(len(samples), index, size)
@@ -97,9 +106,10 @@ def step_batches(
     mine += [None] * (micro_steps * width - len(mine))
     before = _rows(corpus.training, [samples[number - 1] for number in range(start, stop)])
     counted, first_tokens = _count(corpus.training, samples, data)
+    length = _length(corpus, data, _rows(corpus.training, samples)) if shorten else data.sequence
     return RankBatches(
         micro=tuple(
-            _batch(corpus, data, mine[at : at + width], before[at : at + width], device)
+            _batch(corpus, data, mine[at : at + width], before[at : at + width], device, length)
             for at in range(0, len(mine), width)
         ),
         counted=counted,
@@ -138,7 +148,7 @@ def held_out_batches(corpus: Corpus, data: DataPlan, *, index: int, size: int, d
     before = [*rows[-1:], *rows[:-1]]
     rows += [None] * (-len(rows) % (own * size))
     for at in range(index * own, len(rows), own * size):
-        yield _batch(corpus, data, rows[at : at + own], before[at : at + own], device)
+        yield _batch(corpus, data, rows[at : at + own], before[at : at + own], device, data.sequence)
 
 
 def _batch(
@@ -147,13 +157,26 @@ def _batch(
     rows: Sequence[tuple[Split, int] | None],
     before: Sequence[tuple[Split, int] | None],
     device: torch.device,
+    length: int,
 ) -> Batch:
     """`before`: the windows of the samples before those of `rows`, whose answers stand beside labelled ones."""
     found = collate(rows, data.sequence, corpus.fill, device, single=is_single(data))
     if not corpus.labelled:
-        return found
+        short = [x_BS[:, :length].contiguous() for x_BS in (found.inputs_BS, found.labels_BS)]
+        return replace(found, inputs_BS=short[0], labels_BS=short[1])
     before = [*before, *[None] * (len(rows) - len(before))]
     return labelled(found, rows, collate(before, data.sequence, corpus.fill, device, single=True), corpus.fill)
+
+
+def _length(corpus: Corpus, data: DataPlan, rows: Sequence[tuple[Split, int] | None]) -> int:
+    """How long rows have to be for the longest of these, the same on all ranks; one of `LENGTHS`, as a derived model
+    has a program for each. `data.sequence` where documents share windows.
+    """
+    if not is_single(data) or corpus.labelled:  # answers to another's prompt are longer than both
+        return data.sequence
+    spans = (split.span(window, data.sequence, single=True) for split, window in (row for row in rows if row))
+    unit = -(-data.sequence // (LENGTHS * SHORTEST)) * SHORTEST
+    return min(data.sequence, -(-max(stop - start for start, stop in spans) // unit) * unit)
 
 
 def unigram_entropy(corpus: Corpus, data: DataPlan) -> float:

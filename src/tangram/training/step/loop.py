@@ -127,7 +127,7 @@ def train_steps(
             if done.skipped is not None:
                 hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
             else:
-                hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
+                hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
         stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
@@ -174,6 +174,7 @@ def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> Ra
         size=world.data_size,
         micro_steps=plan.micro_steps,
         device=world.device,
+        shorten=not plan.run.compile,  # which would compile each length
     )
     if not batches.counted:
         raise UserError(
@@ -202,7 +203,7 @@ def _event_of(
     done: "StepResult",
     step: int,
     first: int,
-    tokens: int,
+    batches: RankBatches,
     seconds: float,
     guard: Guard,
 ) -> StepDone:
@@ -215,11 +216,11 @@ def _event_of(
         router_loss=done.router_loss,
         dropped=done.dropped,
         lr=lr_at(step - 1, plan.run.steps, plan.optimiser),
-        tokens=tokens,
+        tokens=batches.counted,
         seconds=seconds,
         first=first,
         limit=plan.run.max_seconds,
-        flops=costs.flops_per_sample * plan.data.global_batch,
+        flops=costs.flops_per_sample * plan.data.global_batch * batches.length / plan.data.sequence,
         peak_flops=costs.peak_flops,
         rss_mb=resident_mb(),
         skipped=guard.skipped,
