@@ -29,13 +29,13 @@ SMALL = {
 """Whose weights are mostly those that a base in 4 bits quantises, in whole blocks on two ranks."""
 
 
-def write_job(folder: Path, *, large: bool, count: int) -> Path:
-    """The folder with all of it; questions and answers have 10 to 900 tokens, half of them below 150."""
+def write_job(folder: Path, *, large: bool, count: int, most: int = 450) -> Path:
+    """The folder with all of it; questions and answers have at most `most` characters each, half of them below 80."""
     model = write_chat(folder / "chat-model", fields=LARGE if large else SMALL)
     tokenizer_of(model)
     (model / "chat_template.jinja").write_text(CHATML)
     (folder / "rows").mkdir()
-    sizes = np.minimum(np.random.default_rng(0).lognormal(4.3, 0.9, (count, 2)).astype(int) + 5, 450)
+    sizes = np.minimum(np.random.default_rng(0).lognormal(4.3, 0.9, (count, 2)).astype(int) + 5, most)
     rows = [
         {"messages": [
             {"role": "user", "content": f"{n}: " + "why? " * (asked // 5)},

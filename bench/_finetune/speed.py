@@ -49,8 +49,8 @@ def trl() -> Any:
 
 def rows(quick: bool, folder: Path) -> Iterable[Row]:
     """The figures: without TRL ours alone."""
-    turns = 2 if quick else 12
-    write_job(folder, large=not quick, count=4 * (WARM + turns))
+    turns = 2 if quick else 8
+    write_job(folder, large=not quick, count=4 * (WARM + turns), most=100)
     plan = planned(folder)
     found: Found = run_ranks(measure, (plan, turns), world=1, on_event=lambda _: None, device="cpu")[0]
     peers = {"TRL": found.tokens / found.pairs.peer} if trl() is not None else {}
