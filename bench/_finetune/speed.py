@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from bench._finetune.job import planned, write_job
 from tangram.hardware.measuring.measure import Pairs, Row, paired
 from tangram.schema.plan import Plan
-from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
+from tangram.training.data import open_corpus, sample_ids, step_batches, step_length, tokens_of
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin
 from tangram.training.step import loop
@@ -78,7 +78,8 @@ def measure(rank: Rank, work: tuple[Plan, int]) -> Found:
             first, begun_at = len(seconds) * plan.data.global_batch, time.perf_counter()
             batches = step_batches(
                 corpus, model.plan.data, seed=plan.seed, first_sample=first, index=0, size=1,
-                micro_steps=plan.micro_steps, device=rank.device, shorten=True,
+                micro_steps=plan.micro_steps, device=rank.device,
+                length=step_length(corpus, model.plan.data, plan.seed, first),
             )  # fmt: skip
             losses.append(loop.train_step(model, optimiser, batches, lr=plan.optimiser.lr).loss)
             seconds.append(time.perf_counter() - begun_at)

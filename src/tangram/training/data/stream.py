@@ -79,6 +79,22 @@ def _ordered(windows: tuple[int, ...], weights: tuple[float, ...], seed: int, bl
     return np.stack(_choose(windows, seed, *places))
 
 
+def step_length(corpus: Corpus, data: DataPlan, seed: int, first_sample: int) -> int:
+    """How long the rows of a step have to be for its longest document, the same on all ranks; one of `LENGTHS`, as a
+    derived model has a program for each. `data.sequence` where documents share windows.
+    """
+    if not is_single(data) or corpus.labelled:  # answers to another's prompt are longer than both
+        return data.sequence
+    pairs_B2, longest = np.array(sample_ids(corpus, data, seed, first_sample, data.global_batch), np.int64), 1
+    for source in _distinct(pairs_B2[:, 0]):
+        split = corpus.training[source]
+        rows_M = split.rows_of(pairs_B2[pairs_B2[:, 0] == source, 1])
+        start_M, stop_M = split.spans(rows_M, data.sequence, single=True)
+        longest = max(longest, int((stop_M - start_M).max()))
+    unit = -(-data.sequence // (LENGTHS * SHORTEST)) * SHORTEST
+    return min(data.sequence, -(-longest // unit) * unit)
+
+
 def step_batches(
     corpus: Corpus,
     data: DataPlan,
@@ -89,13 +105,12 @@ def step_batches(
     size: int,
     micro_steps: int,
     device: torch.device,
-    shorten: bool = False,
+    length: int | None = None,
 ) -> RankBatches:
     """What DP rank `index` of `size` trains on in the step that begins at `first_sample`: its share of the rows.
 
     Shares are contiguous and differ by one row at most; every rank gets `micro_steps` micro-batches, filled up with
-    empty rows, so all of them join in every collective. `shorten`: rows of single documents are as long as the longest
-    of the global batch needs (`_length`).
+    empty rows, so all of them join in every collective. `length`: of all rows (`step_length`), else `data.sequence`.
     """
     samples, each = sample_ids(corpus, data, seed, first_sample, data.global_batch), corpus.rows
     start, stop = _share(len(samples), index, size)
@@ -106,7 +121,7 @@ def step_batches(
     mine += [None] * (micro_steps * width - len(mine))
     before = _rows(corpus.training, [samples[number - 1] for number in range(start, stop)])
     counted, first_tokens = _count(corpus.training, samples, data)
-    length = _length(corpus, data, _rows(corpus.training, samples)) if shorten else data.sequence
+    length = data.sequence if length is None else length
     return RankBatches(
         micro=tuple(
             _batch(corpus, data, mine[at : at + width], before[at : at + width], device, length)
@@ -166,17 +181,6 @@ def _batch(
         return replace(found, inputs_BS=short[0], labels_BS=short[1])
     before = [*before, *[None] * (len(rows) - len(before))]
     return labelled(found, rows, collate(before, data.sequence, corpus.fill, device, single=True), corpus.fill)
-
-
-def _length(corpus: Corpus, data: DataPlan, rows: Sequence[tuple[Split, int] | None]) -> int:
-    """How long rows have to be for the longest of these, the same on all ranks; one of `LENGTHS`, as a derived model
-    has a program for each. `data.sequence` where documents share windows.
-    """
-    if not is_single(data) or corpus.labelled:  # answers to another's prompt are longer than both
-        return data.sequence
-    spans = (split.span(window, data.sequence, single=True) for split, window in (row for row in rows if row))
-    unit = -(-data.sequence // (LENGTHS * SHORTEST)) * SHORTEST
-    return min(data.sequence, -(-max(stop - start for start, stop in spans) // unit) * unit)
 
 
 def unigram_entropy(corpus: Corpus, data: DataPlan) -> float:

@@ -24,7 +24,7 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import resident_mb
 from tangram.schema.plan import Plan
 from tangram.tracing.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
-from tangram.training.data import Corpus, RankBatches, step_batches
+from tangram.training.data import Corpus, RankBatches, step_batches, step_length
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
 from tangram.training.mesh.drawing import drawn_apart
@@ -108,8 +108,8 @@ def train_steps(
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step, trace = state.progress.step, model.trace
-        trace.step(step + 1)
-        batches = _batches(corpus, state.progress, plan, world)
+        trace.step(step + 1, length := _length(corpus, state.progress, plan))
+        batches = _batches(corpus, state.progress, plan, world, length)
         late = world.index == 0 and time.monotonic() - started + hooks.spent >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         stops = (late, hooks.stop_requested(), checkpointer.due())
@@ -163,7 +163,14 @@ def _tell_failure(model: ParallelModel, hooks: Hooks) -> None:
         hooks.emit(Note(f"rank {model.world.index}: {failure}"))
 
 
-def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
+def _length(corpus: Corpus, progress: Progress, plan: Plan) -> int:
+    """Of the rows of the next step; where each length would be compiled they keep the plan's."""
+    if plan.run.compile:
+        return plan.data.sequence
+    return step_length(corpus, plan.data, plan.seed, progress.samples)
+
+
+def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World, length: int) -> RankBatches:
     """This rank's micro-batches of the next step. Raises UserError where no token of all of them is in the loss."""
     batches = step_batches(
         corpus,
@@ -174,7 +181,7 @@ def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> Ra
         size=world.data_size,
         micro_steps=plan.micro_steps,
         device=world.device,
-        shorten=not plan.run.compile,  # which would compile each length
+        length=length,
     )
     if not batches.counted:
         raise UserError(
