@@ -24,6 +24,8 @@ from tangram.training.run.rank import RankJob, begin
 from tangram.training.step import loop
 from tests.training.tuning_tasks import begin_as
 
+PEER = "trl"
+"""No dependency, of the benches neither: as in `make interop`, whoever wants it beside ours installs it."""
 WARM = 2
 """Steps that are not counted."""
 
@@ -42,7 +44,7 @@ class Found:
 def trl() -> Any:
     """TRL, or None where it is not installed."""
     try:
-        return importlib.import_module("trl")
+        return importlib.import_module(PEER)
     except ImportError:
         return None
 
@@ -79,8 +81,7 @@ def measure(rank: Rank, work: tuple[Plan, int]) -> Found:
             batches = step_batches(
                 corpus, model.plan.data, seed=plan.seed, first_sample=first, index=0, size=1,
                 micro_steps=plan.micro_steps, device=rank.device,
-                length=step_length(corpus, model.plan.data, plan.seed, first),
-            )  # fmt: skip
+            ).cut(step_length(corpus, model.plan.data, plan.seed, first))  # fmt: skip
             losses.append(loop.train_step(model, optimiser, batches, lr=plan.optimiser.lr).loss)
             seconds.append(time.perf_counter() - begun_at)
             counted += batches.counted

@@ -149,11 +149,11 @@ def test_rows_of_single_documents_end_with_the_longest_of_their_step(tmp_path: P
                 [
                     data.step_batches(
                         corpus, single, seed=0, first_sample=first, index=index, size=size, micro_steps=4 // size,
-                        device=CPU, length=length,
-                    )
+                        device=CPU,
+                    ).cut(length)
                     for index in range(size)
                 ]
-                for length in (data.step_length(corpus, single, 0, first), None)
+                for length in (data.step_length(corpus, single, 0, first), 300)
             )  # fmt: skip
             micro = [batch for one in found for batch in one.micro]
             (length,) = {batch.inputs_BS.shape[1] for batch in micro}
@@ -168,16 +168,8 @@ def test_rows_of_single_documents_end_with_the_longest_of_their_step(tmp_path: P
     assert lengths == {128, 256}
     packed = data_plan(tmp_path / "cache", source, packing="packed", **fields)
     kept = data.step_batches(
-        corpus_of(packed),
-        packed,
-        seed=0,
-        first_sample=0,
-        index=0,
-        size=1,
-        micro_steps=4,
-        device=CPU,
-        length=data.step_length(corpus_of(packed), packed, 0, 0),
-    )
+        corpus_of(packed), packed, seed=0, first_sample=0, index=0, size=1, micro_steps=4, device=CPU
+    ).cut(data.step_length(corpus_of(packed), packed, 0, 0))
     assert kept.length == 300
 
 

@@ -58,6 +58,13 @@ class RankBatches:
         """Of all rows."""
         return self.micro[0].inputs_BS.shape[1]
 
+    def cut(self, length: int) -> "RankBatches":
+        """With rows of this length, which is that of `step_length`."""
+        if length == self.length:
+            return self
+        pairs = [[x_BS[:, :length].contiguous() for x_BS in (one.inputs_BS, one.labels_BS)] for one in self.micro]
+        return replace(self, micro=tuple(Batch(inputs_BS, labels_BS, None) for inputs_BS, labels_BS in pairs))
+
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
     """Samples `first` to `first + count` of the job, each as (source, window of the source's training text)."""
@@ -105,12 +112,11 @@ def step_batches(
     size: int,
     micro_steps: int,
     device: torch.device,
-    length: int | None = None,
 ) -> RankBatches:
     """What DP rank `index` of `size` trains on in the step that begins at `first_sample`: its share of the rows.
 
     Shares are contiguous and differ by one row at most; every rank gets `micro_steps` micro-batches, filled up with
-    empty rows, so all of them join in every collective. `length`: of all rows (`step_length`), else `data.sequence`.
+    empty rows, so all of them join in every collective.
     """
     samples, each = sample_ids(corpus, data, seed, first_sample, data.global_batch), corpus.rows
     start, stop = _share(len(samples), index, size)
@@ -121,10 +127,9 @@ def step_batches(
     mine += [None] * (micro_steps * width - len(mine))
     before = _rows(corpus.training, [samples[number - 1] for number in range(start, stop)])
     counted, first_tokens = _count(corpus.training, samples, data)
-    length = data.sequence if length is None else length
     return RankBatches(
         micro=tuple(
-            _batch(corpus, data, mine[at : at + width], before[at : at + width], device, length)
+            _batch(corpus, data, mine[at : at + width], before[at : at + width], device)
             for at in range(0, len(mine), width)
         ),
         counted=counted,
@@ -163,7 +168,7 @@ def held_out_batches(corpus: Corpus, data: DataPlan, *, index: int, size: int, d
     before = [*rows[-1:], *rows[:-1]]
     rows += [None] * (-len(rows) % (own * size))
     for at in range(index * own, len(rows), own * size):
-        yield _batch(corpus, data, rows[at : at + own], before[at : at + own], device, data.sequence)
+        yield _batch(corpus, data, rows[at : at + own], before[at : at + own], device)
 
 
 def _batch(
@@ -172,13 +177,11 @@ def _batch(
     rows: Sequence[tuple[Split, int] | None],
     before: Sequence[tuple[Split, int] | None],
     device: torch.device,
-    length: int,
 ) -> Batch:
     """`before`: the windows of the samples before those of `rows`, whose answers stand beside labelled ones."""
     found = collate(rows, data.sequence, corpus.fill, device, single=is_single(data))
     if not corpus.labelled:
-        short = [x_BS[:, :length].contiguous() for x_BS in (found.inputs_BS, found.labels_BS)]
-        return replace(found, inputs_BS=short[0], labels_BS=short[1])
+        return found
     before = [*before, *[None] * (len(rows) - len(before))]
     return labelled(found, rows, collate(before, data.sequence, corpus.fill, device, single=True), corpus.fill)
 

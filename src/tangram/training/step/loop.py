@@ -181,8 +181,7 @@ def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World, lengt
         size=world.data_size,
         micro_steps=plan.micro_steps,
         device=world.device,
-        length=length,
-    )
+    ).cut(length)
     if not batches.counted:
         raise UserError(
             f"step {progress.step + 1} has no token in its loss, so it would train nothing: look at its samples with "
