@@ -160,3 +160,17 @@ def test_small_inputs_of_integers_have_their_values() -> None:
     for unknown in (torch.empty(2, dtype=torch.long, device="meta"), torch.ones(1 << 17, dtype=torch.long)):
         with pytest.raises(UserError, match="depends on the values"):
             capture(model, {"x": x, "lengths": unknown})
+
+
+class Shifted(nn.Module):
+    """Code that reads a number, and another one of a tensor that is as long as the first says."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        places = torch.arange(n.item(), device=x.device)
+        return x * (places + torch.repeat_interleave(n, n)).sum().item()
+
+
+def test_values_with_which_what_was_read_cannot_be_worked_out_are_others() -> None:
+    graph = capture(Shifted(), {"x": torch.zeros(2), "n": torch.tensor(3)})
+    assert still_right(graph, {"n": torch.tensor(3)})
+    assert not still_right(graph, {"n": torch.tensor(2)})

@@ -315,5 +315,5 @@ def test_schedules_that_plans_cannot_have(counted: Counted) -> None:
 
 
 def test_stages_that_processes_cannot_be_dealt_to(counted: Counted) -> None:
-    with pytest.raises(UserError, match="4 processes cannot be dealt to 3 stages: give a divisor"):
+    with pytest.raises(UserError, match="4 processes are no multiple of 3 stages: give a multiple"):
         rank(job(), 4, rates(4), CONFIG, counted, stages=3)

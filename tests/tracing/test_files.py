@@ -59,6 +59,22 @@ def test_steps_that_have_left_the_ring_are_read_from_their_columns(tmp_path: Pat
     assert (np.diff(trace.events["number"].astype(int)) == 1).all()
 
 
+def test_steps_of_each_length_have_calls_of_their_own_sizes(tmp_path: Path) -> None:
+    """Rows of conversations are as long as a step needs; a size that is wrong for its length is still seen."""
+    recorder = Recorder(TraceFiles(tmp_path, RUN, 0, 2), {"mesh": "dp=2", "stages": []})
+    group = recorder.group("0", "tp", [0, 1])
+    lengths = [64, 128, 64, 64, 128, 128, 192, 64, 128, 128]
+    for step, length in enumerate(lengths, 1):
+        recorder.step(step, length)
+        recorder.phase(Phase.FORWARD)
+        wrong = step == len(lengths)
+        number = recorder.enter(group, 0, 64 if wrong else length, torch.float32, -1)
+        recorder.waited(number, group, 0, recorder.waits(number))
+    recorder.step(len(lengths) + 1)
+    (trace,) = read(tmp_path)
+    assert [(one["kind"], one["step"]) for one in trace.deviations] == [("mis-sized", len(lengths))]
+
+
 def test_columns_are_what_they_were_made_of() -> None:
     rng = np.random.default_rng(0)
     rows = np.zeros(50, ROW_DTYPE)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,10 @@ def test_nothing_held_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_signal_saves_and_says_how_to_go_on(name: str, shared: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tangram", "train", shared / "plan.toml", "--out", out, "--steps", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heard
+    ) as running:
         assert running.stdout is not None
         shown = ""
         while "step 2: checkpoint committed" not in shown:

@@ -77,7 +77,7 @@ class Recorder:
         self._seen: dict[Key, int] = {}
         self._labels: dict[int, str] = {}
         self._checked, self._others = Cursor(strict=True), {p: Cursor(strict=False) for p in Phase if p not in CHECKED}
-        self._cursor = self._others[Phase.START]
+        self._cursor, self._lengths = self._others[Phase.START], dict[int, Cursor]()
         self._learns = 0  # how many steps had ended when it began to learn
         self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
         self._deviations, self._reported = 0, False
@@ -209,7 +209,7 @@ class Recorder:
 
     # ------------------------------------------------------------ steps
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, length: int = 0) -> None:
         """A step begins, from 1, with its data, and so does what is expected of its calls."""
         self._end_step()
         before, self._step = self._step, number
@@ -217,6 +217,7 @@ class Recorder:
         self._event(Kind.STEP)
         if 0 < self._rows < self._learns + SHOWN_STEPS or (self._rows and self._checked.strayed):
             self._write_sequence(before)
+        self._checked = self._lengths.setdefault(length, Cursor(strict=True))
         self._checked.begin()
         for cursor in self._others.values():
             cursor.begin()
@@ -265,6 +266,7 @@ class Recorder:
         derived = ProgramCheck() if program is None else program
         self._plan = PlanCheck(planned, derived) if planned or derived.axes else None
         self._plans, self._checked, self._learns = False, Cursor(strict=True), self._rows
+        self._lengths.clear()
         self.files.name({"planned": planned_words(planned, derived.axes)})
 
     def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:

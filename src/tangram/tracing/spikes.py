@@ -112,7 +112,7 @@ def spike_findings(traces: Sequence[RankTrace]) -> list[Finding]:
             result.append(Finding("loss spike", ranks, text + whose, step, details=details))
         elif (step, "loss") not in found:
             first, *more = most["parts"]
-            others = f", and that of {len(more)} other parts of the model has jumped, too" if more else ""
+            others = f", and that of {len(more)} more has jumped, too" if more else ""
             text = f"the gradient of {first} in step {step} is {most['times']:g} times that of the steps before{others}"
             result.append(Finding("gradient spike", ranks, text, step, layer=first))
     return result

@@ -19,8 +19,8 @@ from tangram.tracing.weights import WeightGroup
 class Trace(Protocol):
     """What a rank tells of itself."""
 
-    def step(self, number: int) -> None:
-        """A step begins, from 1, with its data."""
+    def step(self, number: int, length: int = 0) -> None:
+        """A step begins, from 1, with its data. `length`: of its rows, by which the sizes of its calls differ."""
         ...
 
     def phase(self, phase: Phase) -> None:
@@ -55,7 +55,7 @@ class Trace(Protocol):
 class Untraced:
     """Of a rank that is not traced: takes everything and does nothing."""
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, length: int = 0) -> None:
         """Nothing."""
 
     def phase(self, phase: Phase) -> None:

@@ -62,7 +62,7 @@ def test_a_choice_over_more_axes_than_tables_hold(graph: Graph, monkeypatch: pyt
     assert 0 < found.bound <= free.price.seconds * (1 + 1e-9)
     assert found.price.seconds <= 1.5 * free.price.seconds
     assert priced(found.plan, own).seconds == pytest.approx(found.price.seconds)
-    with pytest.raises(UserError, match="the model does not fit over `a=2 b=2 c=2` into"):
+    with pytest.raises(UserError, match="no layouts over `a=2 b=2 c=2` that fit into"):
         choose(graph, mesh, own, seconds=1, memory_limit=0.1 * found.price.nbytes)
 
 

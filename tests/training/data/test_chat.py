@@ -283,7 +283,7 @@ def test_a_step_without_an_answer_stops_the_run(tmp_path: Path) -> None:
     def answers(number: int) -> Any:
         split = Split(400, ends, lambda start, stop: np.full(stop - start, number), context=256)
         here: Any = SimpleNamespace(data_index=0, data_size=2, device=torch.device("cpu"))
-        return loop._batches(Corpus((split,), (split,), "", 0), Progress(), plan, here)  # pyright: ignore[reportPrivateUsage]
+        return loop._batches(Corpus((split,), (split,), "", 0), Progress(), plan, here, plan.data.sequence)  # pyright: ignore[reportPrivateUsage]
 
     assert answers(255).counted > 0
     with pytest.raises(UserError, match="step 1 has no token in its loss"):

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806  a tensor carries its dims in its name
 
+import json
 import math
 from pathlib import Path
 
@@ -131,6 +132,47 @@ def test_every_epoch_and_seed_has_its_own_order(plan: DataPlan, corpus: Corpus) 
     assert ids[:windows] != ids[windows : 2 * windows]
     assert ids[:windows] != other[:windows]
     assert ids[:windows] != sorted(ids[:windows])
+
+
+def test_rows_of_single_documents_end_with_the_longest_of_their_step(tmp_path: Path) -> None:
+    """On all ranks alike, whoever has it; nothing that counts is lost, and what shares rows keeps their length."""
+    (tmp_path / "text").mkdir()
+    texts = ["x" * n for n in (200, *[30, 90] * 10)]
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    source = SourcePlan(path=str(tmp_path / "text"))
+    fields = {"sequence": 300, "global_batch": 4, "micro_batch": 1, "held_out": 0.0}
+    single = data_plan(tmp_path / "cache", source, packing="single", **fields)
+    corpus, lengths = corpus_of(single), set[int]()
+    for first in range(0, 20, 4):
+        for size in (1, 2):
+            found, whole = (
+                [
+                    data.step_batches(
+                        corpus, single, seed=0, first_sample=first, index=index, size=size, micro_steps=4 // size,
+                        device=CPU,
+                    ).cut(length)
+                    for index in range(size)
+                ]
+                for length in (data.step_length(corpus, single, 0, first), 300)
+            )  # fmt: skip
+            micro = [batch for one in found for batch in one.micro]
+            (length,) = {batch.inputs_BS.shape[1] for batch in micro}
+            longest = 0
+            for short, full in zip(micro, [batch for one in whole for batch in one.micro], strict=True):
+                assert torch.equal(short.inputs_BS, full.inputs_BS[:, :length])
+                assert torch.equal(short.labels_BS, full.labels_BS[:, :length])
+                assert int((short.labels_BS != IGNORE).sum()) == int((full.labels_BS != IGNORE).sum())
+                longest = max(longest, int((full.labels_BS != IGNORE).sum()))
+            unit = max(8, (1 << (longest - 1).bit_length() >> 1) // 8)
+            assert length == min(300, -(-longest // unit) * unit) == found[0].length
+            lengths.add(length)
+    assert lengths == {96, 208}
+    assert data.step_length(corpus, single, 0, 4, ways=7) % 14 == 0, "as context ranks cut it, in two halves each"
+    packed = data_plan(tmp_path / "cache", source, packing="packed", **fields)
+    kept = data.step_batches(
+        corpus_of(packed), packed, seed=0, first_sample=0, index=0, size=1, micro_steps=4, device=CPU
+    ).cut(data.step_length(corpus_of(packed), packed, 0, 0))
+    assert kept.length == 300
 
 
 def test_too_few_micro_batches_are_a_fault(plan: DataPlan, corpus: Corpus) -> None:

@@ -73,7 +73,7 @@ def last_micro_batch_passed_over(setting: Setting) -> Planted:
 def stages_counted_as_copies(setting: Setting) -> Planted:
     """The norm divides a parameter's part by all ranks, as if each stage had it."""
     real = loop.square_sum
-    with swapped(loop, "square_sum", lambda gradients, ranks: real(gradients, ranks * setting.world.stages)):
+    with swapped(loop, "square_sum", lambda norms, grads, ranks: real(norms, grads, ranks * setting.world.stages)):
         yield
 
 

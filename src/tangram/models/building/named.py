@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ def _tokens_and_pixels(config: PreTrainedConfig, batch: int, sequence: int) -> I
         places = {"position_ids": torch.zeros(3, batch, sequence, dtype=torch.long, device="meta")}
         found = {
             **token_inputs(batch, sequence),
-            **_patches(tower, batch),
+            **_patches(tower, batch, sequence),
             **(places if "mm_token_type_ids" in takes else {}),
         }
         if hasattr(tower, "deepstack_visual_indexes"):  # features are added where the text has an image
@@ -162,10 +163,10 @@ def _tokens_and_pixels(config: PreTrainedConfig, batch: int, sequence: int) -> I
     }
 
 
-def _patches(tower: Any, batch: int) -> Inputs:
+def _patches(tower: Any, batch: int, sequence: int) -> Inputs:
     """An image for each sample as rows of patches, and how many it has in time, height and width: code reads these."""
     merged = getattr(tower, "spatial_merge_size", 2)
-    side = _IMAGE // tower.patch_size // merged * merged
+    side = max(min(_IMAGE // tower.patch_size // merged, math.isqrt(sequence)), 1) * merged
     channels: int = getattr(tower, "in_channels", None) or getattr(tower, "in_chans", 3)
     pixels = channels * getattr(tower, "temporal_patch_size", 1) * tower.patch_size**2
     return {

@@ -167,7 +167,7 @@ class Read:
 
     line: str
     operator: OpOverload
-    taken: tuple[list[Any], dict[str, Any]]
+    arguments: tuple[list[Any], dict[str, Any]]
     """Its arguments, positional and by keyword."""
     answer: Any
     values: tuple[int, ...]

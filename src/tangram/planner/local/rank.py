@@ -114,7 +114,7 @@ def rank(
         raise UserError(f"{processes} processes cannot be planned for: give 1 to {MOST_PROCESSES}")
     ways = _ways(processes) if stages == 0 else [(stages, _stage_ranks(stages, schedule), schedule)]
     if processes % ways[0][1]:
-        raise UserError(f"{processes} processes are no multiple of {stages} stages: give --processes {stages}")
+        raise UserError(f"{processes} processes are no multiple of {stages} stages: give a multiple as --processes")
     counted = counted or Counted(job, config)
     some = [_staged(one, cut, ranks, by) for cut, ranks, by in ways for one in _strategies(processes // ranks)]
     found = [ranked for one in some for ranked in _ranked(one, job, counted, rates)]

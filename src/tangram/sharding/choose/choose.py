@@ -164,7 +164,7 @@ def _unfit(mesh: Mesh, limit: float | None, smallest: float, *, proved: bool) ->
     more = smallest - limit
     if not proved:
         return (
-            f"no layouts over `{mesh}` that fit into {limit / 1e9:.3g} GB a rank were found in time, the least takes "
+            f"no layouts over `{mesh}` that fit into {limit / 1e9:.3g} GB a rank were found: the least that was takes "
             f"{smallest / 1e9:.3g} GB, {more / 1e9:.3g} GB more: take more ranks, a smaller batch or more seconds"
         )
     return (

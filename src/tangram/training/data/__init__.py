@@ -19,6 +19,7 @@ from tangram.training.data.stream import (
     sample_ids,
     shown_samples,
     step_batches,
+    step_length,
     unigram_entropy,
 )
 from tangram.training.data.tasks import tokens_of
@@ -46,6 +47,7 @@ __all__ = [
     "sample_ids",
     "shown_samples",
     "step_batches",
+    "step_length",
     "times_seen",
     "tokens_of",
     "unigram_entropy",

@@ -3,7 +3,8 @@
 A row of a source is a conversation by what it holds: `messages` (or `conversations`), `prompt` and `completion`, or
 `text`. Conversations are rendered by the tokenizer's own template. Which of it is an answer is the difference of two
 renderings, with an answer and without it: stock templates have no marks of their own. What the model is given at that
-turn, the generation prompt included, is no answer; all that follows of the turn is, its end included.
+turn, the generation prompt included, is no answer; all that follows of the turn is, its end included, and where it has
+none, the token of the next turn at which the model stops, as GLM's do.
 
 A token that is no answer is written as `vocabulary` more than it is (`Split.context`).
 """
@@ -14,12 +15,14 @@ import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
@@ -31,9 +34,10 @@ from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 KINDS = "conversations"
 CUT = "cut"
 OPEN = "answers"
-VERSION = 2
+VERSION = 3
 """To be raised when the same rows come to give other tokens."""
 
+IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
 C = TypeVar("C", bound="ChatTokens")
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -63,6 +67,8 @@ class ChatTokens(Tokens):
     sequence: int = 0
     """The most tokens of a sample."""
     too_long: Literal["cut", "drop", "refuse"] = "cut"
+    stops: tuple[int, ...] = ()
+    """Tokens at which the model beside the tokenizer ends what it writes."""
 
     @property
     def context(self) -> int | None:
@@ -172,6 +178,8 @@ class ChatTokens(Tokens):
         for start, stop in one.answers:
             counted |= (spans[:, 1] > start) & (spans[:, 0] < stop)
         special = _special(self._tokenizer)
+        if not one.bare:
+            self._learn_stops(ids, counted, special)
         if not one.bare and counted.any() and not any(n in special for n in ids[counted][-_NEAR_END:].tolist()):
             tally[f"{OPEN}: without an end"] += 1
         if one.bare:  # of the two what the text has by itself is not written twice
@@ -194,6 +202,12 @@ class ChatTokens(Tokens):
             tally[f"{LEFT_OUT}: conversations without an answer within {self.sequence:,} tokens"] += 1
             return np.zeros(0, np.uint32)
         return np.where(counted, ids, ids + self.vocabulary).astype(np.uint32)
+
+    def _learn_stops(self, ids: IntArray, counted: BoolArray, special: Container[int]) -> None:
+        """Count, too, what begins the turn behind an answer that has no end, where that is what models stop at."""
+        for at in np.flatnonzero(counted[:-1] & ~counted[1:]).tolist():
+            if ids[at + 1] in self.stops and not any(n in special for n in ids[max(0, at + 1 - _NEAR_END) : at + 1]):
+                counted[at + 1] = True
 
 
 @lru_cache(2)
@@ -221,10 +235,21 @@ def with_template(kind: type[C], tokens: Tokens, data: DataPlan, version: object
             "answers are trained on by a tokenizer that says which characters a token stands for (tokenizer.json), and "
             f"{tokens.name} is none: set data.tokenizer to a directory of one"
         )
-    settings = [tokens.digest, str(tokenizer.chat_template), data.sequence, data.too_long, version]
+    stops = _stops_of(tokens.folder)
+    settings = [tokens.digest, str(tokenizer.chat_template), data.sequence, data.too_long, version, stops]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
     own = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return replace(kind(**own), digest=digest, sequence=data.sequence, too_long=data.too_long)
+    return replace(kind(**own), digest=digest, sequence=data.sequence, too_long=data.too_long, stops=stops)
+
+
+def _stops_of(folder: Path | None) -> tuple[int, ...]:
+    """What `generation_config.json` says; nothing where there is none that can be read."""
+    try:
+        said: Any = json.loads((folder / "generation_config.json").read_text()) if folder is not None else {}
+    except (OSError, ValueError):
+        return ()
+    ends: Any = cast("dict[str, Any]", said).get("eos_token_id") if isinstance(said, dict) else None
+    return tuple(n for n in (cast("list[Any]", ends) if isinstance(ends, list) else [ends]) if isinstance(n, int))
 
 
 def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:

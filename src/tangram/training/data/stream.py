@@ -9,7 +9,7 @@ whatever the number of ranks; and every rank knows, without a collective, how ma
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
@@ -29,6 +29,9 @@ from tangram.training.data.tokens import Tokens
 
 Ints = npt.NDArray[np.int64]
 
+LENGTHS = 8
+"""Of rows of single documents, as many in each octave, and what all are multiples of: a derived model has a program
+for each, and an eighth is filled up at most."""
 ORDERED = 1024
 """Samples whose place in the text is found at once."""
 _HELD_OUT_SEED = 0  # the held-out samples are the same for every seed of a job
@@ -51,6 +54,18 @@ class RankBatches:
     first_tokens: int = 0
     """Of the first rows of its samples, how many tokens have one before them: more than are counted."""
 
+    @property
+    def length(self) -> int:
+        """Of all rows."""
+        return self.micro[0].inputs_BS.shape[1]
+
+    def cut(self, length: int) -> "RankBatches":
+        """With rows of this length, which is that of `step_length`."""
+        if length == self.length:
+            return self
+        pairs = [[x_BS[:, :length].contiguous() for x_BS in (one.inputs_BS, one.labels_BS)] for one in self.micro]
+        return replace(self, micro=tuple(Batch(inputs_BS, labels_BS, None) for inputs_BS, labels_BS in pairs))
+
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
     """Samples `first` to `first + count` of the job, each as (source, window of the source's training text)."""
@@ -70,6 +85,24 @@ def _ordered(windows: tuple[int, ...], weights: tuple[float, ...], seed: int, bl
     """
     places = make_mix(weights).places(np.arange(block * ORDERED, (block + 1) * ORDERED))
     return np.stack(_choose(windows, seed, *places))
+
+
+def step_length(corpus: Corpus, data: DataPlan, seed: int, first_sample: int, ways: int = 1) -> int:
+    """How long the rows of a step have to be for its longest document, the same on all ranks; one of `LENGTHS`.
+
+    `data.sequence` where documents share windows. `ways`: into how many parts of two halves a row may be cut.
+    """
+    if not is_single(data) or corpus.labelled:  # answers to another's prompt are longer than both
+        return data.sequence
+    pairs_B2, longest = np.array(sample_ids(corpus, data, seed, first_sample, data.global_batch), np.int64), 1
+    for source in _distinct(pairs_B2[:, 0]):
+        split = corpus.training[source]
+        rows_M = split.rows_of(pairs_B2[pairs_B2[:, 0] == source, 1])
+        start_M, stop_M = split.spans(rows_M, data.sequence, single=True)
+        longest = max(longest, int((stop_M - start_M).max()))
+    octave = 1 << (longest - 1).bit_length() >> 1
+    unit = math.lcm(max(octave // LENGTHS, LENGTHS), 2 * ways)
+    return min(data.sequence, -(-longest // unit) * unit)
 
 
 def step_batches(

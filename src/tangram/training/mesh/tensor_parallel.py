@@ -85,6 +85,7 @@ from tangram.training.mesh.local_parts import (
 )
 from tangram.training.mesh.world import World, dim_of
 
+MOST_COMPARED = 1 << 12
 Sizes = tuple[tuple[str, Any], ...]
 """Of the inputs."""
 
@@ -255,6 +256,8 @@ class DerivedModel:
         given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._model)
         if self.compared is not None and (sizes := self._key(given)[0]) not in self.compared:
             refuse_unlike_inputs(given, next(self._model.parameters()).device, [*self._groups.values()])
+            if len(self.compared) >= MOST_COMPARED:  # of code that reads masks, each batch has values of its own
+                self.compared.clear()
             self.compared.add(sizes)
         now = self._now(given)
         if torch.is_grad_enabled():

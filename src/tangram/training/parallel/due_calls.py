@@ -286,6 +286,7 @@ def _between_stages(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
         return {}
     table, place, dtype = plan.actions(), world.stage, dtype_of(plan.precision.compute)
     even = plan.data.global_batch == plan.data.micro_batch * plan.micro_steps * plan.data_ranks
+    even = even and plan.data.packing != "single"  # whose rows are as long as a step needs
     numbers = plan.data.micro_batch * plan.data.sequence * model.pipeline.hidden if even and model.pipeline else -1
     call = PlannedCall(numbers * dtype.itemsize if even else -1, dtype, what="activations or gradients between stages")
     counts: Counter[CallKind] = Counter()

@@ -27,7 +27,7 @@ from tangram.schema.plan import Plan
 from tangram.tracing.files.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Phase
 from tangram.tracing.spikes import StepNumbers
 from tangram.tracing.trace import UNTRACED
-from tangram.training.data import Corpus, RankBatches, step_batches
+from tangram.training.data import Corpus, RankBatches, step_batches, step_length
 from tangram.training.mesh import buffers
 from tangram.training.mesh.buffers import refuse_unlike_gradients
 from tangram.training.mesh.drawing import drawn_apart
@@ -111,8 +111,8 @@ def train_steps(
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
     while state.progress.step < plan.run.steps and stopped is None:
         step, trace = state.progress.step, model.trace
-        trace.step(step + 1)
-        batches = _batches(corpus, state.progress, plan, world)
+        length = _begin(model, corpus, state.progress)
+        batches = _batches(corpus, state.progress, plan, world, length)
         late = world.index == 0 and time.monotonic() - started + hooks.spent >= plan.run.max_seconds
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         stops = (late, hooks.stop_requested(), checkpointer.due())
@@ -130,7 +130,7 @@ def train_steps(
             if done.skipped is not None:
                 hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
             else:
-                hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches.counted, seconds, guard))
+                hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches, seconds, guard))
         loads.after(step + 1, batches.micro, world, hooks.emit)
         stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
@@ -166,7 +166,17 @@ def _tell_failure(model: ParallelModel, hooks: Hooks) -> None:
         hooks.emit(Note(f"rank {model.world.index}: {failure}"))
 
 
-def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> RankBatches:
+def _begin(model: ParallelModel, corpus: Corpus, progress: Progress) -> int:
+    """A step begins: how long its rows are. Where each length would be compiled they keep the plan's."""
+    plan, world, length = model.plan, model.world, model.plan.data.sequence
+    if not plan.run.compile:
+        length = step_length(corpus, plan.data, plan.seed, progress.samples, plan.model_ranks)
+    sized = world.model_size * world.stages > 1  # calls of model axes and of stages are as large as rows are long
+    model.trace.step(progress.step + 1, length if sized else 0)
+    return length
+
+
+def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World, length: int) -> RankBatches:
     """This rank's micro-batches of the next step. Raises UserError where no token of all of them is in the loss."""
     batches = step_batches(
         corpus,
@@ -177,7 +187,7 @@ def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World) -> Ra
         size=world.data_size,
         micro_steps=plan.micro_steps,
         device=world.device,
-    )
+    ).cut(length)
     if not batches.counted:
         raise UserError(
             f"step {progress.step + 1} has no token in its loss, so it would train nothing: look at its samples with "
@@ -205,7 +215,7 @@ def _event_of(
     done: "StepResult",
     step: int,
     first: int,
-    tokens: int,
+    batches: RankBatches,
     seconds: float,
     guard: Guard,
 ) -> StepDone:
@@ -218,11 +228,11 @@ def _event_of(
         router_loss=done.router_loss,
         dropped=done.dropped,
         lr=lr_at(step - 1, plan.run.steps, plan.optimiser),
-        tokens=tokens,
+        tokens=batches.counted,
         seconds=seconds,
         first=first,
         limit=plan.run.max_seconds,
-        flops=costs.flops_per_sample * plan.data.global_batch,
+        flops=costs.flops_per_sample * plan.data.global_batch * batches.length / plan.data.sequence,
         peak_flops=costs.peak_flops,
         rss_mb=resident_mb(),
         skipped=guard.skipped,

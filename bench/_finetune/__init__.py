@@ -1,0 +1,1 @@
+"""What `bench.finetune` measures, one group to a module."""
