@@ -26,7 +26,12 @@ BESIDE: Mapping[str, str] = {
 
 
 def write_chat(
-    folder: Path, *, added: tuple[str, ...] = (), fields: Mapping[str, Any] = MappingProxyType({}), seed: int = 0
+    folder: Path,
+    *,
+    added: tuple[str, ...] = (),
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    seed: int = 0,
+    family: str = "qwen3",
 ) -> Path:
     """The directory. `added`: tokens of the tokenizer beyond the model's vocabulary; `fields`: of the configuration."""
     tokenizer = byte_tokenizer()
@@ -35,7 +40,7 @@ def write_chat(
     tokenizer.add_tokens(list(added))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    config = AutoConfig.for_model("qwen3", **{**SMALL_MODEL, "vocab_size": vocabulary, "eos_token_id": END, **fields})
+    config = AutoConfig.for_model(family, **{**SMALL_MODEL, "vocab_size": vocabulary, "eos_token_id": END, **fields})
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(dict(SETTINGS)))

@@ -1,5 +1,6 @@
 """Fine-tuning from a job: one process and two beside transformers and peft, and what is left behind."""
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import add_adapters, merge_adapters, save_adapters
+from tangram.models.lora.adapters import adapted_layers, add_adapters, merge_adapters, save_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load
@@ -160,36 +161,26 @@ def test_targets_that_are_refused(folder: Path, tmp_path: Path) -> None:
         add_adapters(build_on_meta(config), rank=2, alpha=2.0, modules_to_save=["lm_head"])
 
 
-ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
-
-
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # of peft about parameters
 @pytest.mark.parametrize(
-    ("family", "targets", "instead"),
+    ("targets", "rest"),
     [
-        ("mixtral", "all-linear", str(ATTENTION)),
-        ("qwen3_moe", "all-linear", str(ATTENTION)),
-        ("glm4_moe", ["q_proj", "shared_experts.down_proj"], "['q_proj']"),  # peft reads the end of the name
-        ("glm4_moe", ["shared_experts.gate_proj", "shared_experts.up_proj"], "['q_proj', 'v_proj']"),
+        (["q_proj", "shared_experts.down_proj"], ["q_proj"]),  # peft reads the end of the name
+        (["shared_experts.gate_proj", "shared_experts.up_proj"], ["q_proj", "v_proj"]),
     ],
 )
-def test_targets_that_peft_takes_for_experts_are_refused(family: str, targets: str | list[str], instead: str) -> None:
+def test_targets_that_peft_takes_for_experts_are_refused(targets: list[str], rest: list[str]) -> None:
     def model() -> torch.nn.Module:
-        fields = {
-            **SMALL_MODEL,
-            "num_experts": 4,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_routed_experts": 4,
-        }
-        return build_on_meta(AutoConfig.for_model(family, **fields, moe_intermediate_size=32))
+        fields = {**SMALL_MODEL, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        return build_on_meta(AutoConfig.for_model("glm4_moe", **fields))
 
     with pytest.raises(UserError, match=r"layers\.\d\.mlp\.experts\.\w+ has all experts") as refused:
-        add_adapters(model(), rank=2, alpha=2.0, targets=targets, dora=family == "mixtral")
-    assert f"lora.targets = {instead}".replace("'", '"') in str(refused.value)
+        add_adapters(model(), rank=2, alpha=2.0, targets=targets)
+    instead = [*rest, "experts.down_proj", "experts.gate_up_proj"]
+    assert f"lora.targets = {json.dumps(instead)}" in str(refused.value)
     adapted = model()
-    add_adapters(adapted, rank=2, alpha=2.0, targets=instead.strip("[]").replace("'", "").split(", "))
-    assert not any("experts" in name for name, p in adapted.named_parameters() if p.requires_grad)
+    add_adapters(adapted, rank=2, alpha=2.0, targets=instead)
+    assert {*adapted_layers(adapted)[0]} == {*(f"self_attn.{one}" for one in rest), *instead[-2:]}
 
 
 PAGE = ROOT / "docs" / "fine-tuning.md"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -13,9 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tangram.models.lora.adapters import initial_adapters
+from tangram.models.building.build import build_on_meta
+from tangram.models.lora.adapters import add_adapters, initial_adapters
+from tangram.models.lora.expert_adapters import factors_of
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
 from tangram.training.observe.events import StepDone
@@ -45,9 +48,11 @@ class Traced:
     """What is told beside the losses, by name; on the first rank."""
 
 
-def write_folder(folder: Path, *, tied: bool = False) -> Path:
+def write_folder(
+    folder: Path, *, tied: bool = False, family: str = "qwen3", fields: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
     """A chat model of random weights, conversations, and the job of six lines."""
-    model = write_chat(folder / "chat-model", fields={"tie_word_embeddings": tied})
+    model = write_chat(folder / "chat-model", fields={"tie_word_embeddings": tied, **fields}, family=family)
     tokenizer_of(model)
     (model / "chat_template.jinja").write_text(CHATML)
     (folder / "rows").mkdir()
@@ -143,9 +148,10 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
     lora, folder = plan.lora, Path(str(plan.model.path))
     assert lora is not None
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    targets = lora.targets if isinstance(lora.targets, str) else [one for one in lora.targets if "experts" not in one]
     config = LoraConfig(
         r=lora.rank, lora_alpha=cast(int, alpha or lora.alpha), lora_dropout=lora.dropout, target_modules=targets,
+        target_parameters=[one for one in lora.targets if "experts." in one] or None,
         use_rslora=lora.rslora, use_dora=lora.dora, modules_to_save=list(lora.modules_to_save) or None,
         fan_in_fan_out=plain.config.model_type == "gpt2",
     )  # fmt: skip
@@ -182,19 +188,17 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
 
 def begin_as(peft: nn.Module, plan: Plan) -> None:
     """Give A and B the values that the job begins with."""
+    assert plan.lora is not None
     named = {name.removeprefix("base_model.model."): p for name, p in peft.named_parameters()}
-    model = nn.Module()
-    for name, parameter in named.items():
-        owner = model
-        *path, last = name.split(".")
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, nn.Module())
-            owner = cast(nn.Module, getattr(owner, part))
-        owner.register_parameter(last, parameter)
+    model = build_on_meta(AutoConfig.from_pretrained(Path(str(plan.model.path))))
+    add_adapters(model, **plan.lora.modules)
+    factors = {factor.name: factor for factor in factors_of(model)}
     with torch.no_grad():
         for name, value in initial_adapters(model, plan.seed):
-            named[name].copy_(value)
+            if (factor := factors.get(name)) is None:
+                named[name].copy_(value)
+            else:
+                named[f"{factor.stored}.default.weight"].copy_(factor.matrix(value))
 
 
 def conversations(plan: Plan, folder: Path) -> list[tuple[list[int], list[int]]]:

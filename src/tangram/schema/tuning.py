@@ -150,17 +150,23 @@ def packed(name: str) -> tuple[str, int]:
 _OWN = re.compile(
     r"(?P<module>.+?)\.(?:base_layer\.|original_module\.|modules_to_save\.default\.)(?P<rest>.+)"
     r"|(?P<beside>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)\.default(?:\.weight)?"
+    r"|(?P<experts>.+)\.lora_(?P<side>left|right)\.(?P<weight>.+)"
 )
 
 
 def base_of(name: str) -> tuple[str, str]:
     """The tensor of the model without adapters that one is, or is beside; and which part it is: "" for the tensor
-    itself or a copy that is trained, else "A", "B", "embedding_A", "embedding_B" or "magnitude_vector"."""
+    itself or a copy that is trained, else "A", "B", "embedding_A", "embedding_B", "magnitude_vector", or "left" or
+    "right" of experts that lie in one tensor."""
     name = packed(name)[0]
     found = _OWN.fullmatch(name)
     if found is None:
         return name, ""
-    return (f"{found['beside']}.weight", found["part"]) if found["part"] else (f"{found['module']}.{found['rest']}", "")
+    if found["part"]:
+        return f"{found['beside']}.weight", found["part"]
+    if found["side"]:
+        return f"{found['experts']}.{found['weight']}", found["side"]
+    return f"{found['module']}.{found['rest']}", ""
 
 
 def of_adapters(name: str) -> bool:
@@ -169,19 +175,21 @@ def of_adapters(name: str) -> bool:
 
 
 def layout_beside(text: str, part: str, data: Collection[str]) -> str:
-    """The layout of a part of an adapter beside a weight of two dims that lies as `text` says.
+    """The layout of a part of an adapter beside a weight that lies as `text` says: of two dims, or three of experts.
 
     Each dim that it has in common with the weight is cut like that; `data` axes, by which FSDP cuts, cut its first dim.
     """
     dims = [dim for dim in Layout.parse(text).dims if dim.name != REST]
-    dims += [Dim(VOID)] * (2 - len(dims))
+    dims += [Dim(VOID)] * (3 - len(dims))
     first = [cut for dim in dims for cut in dim.cuts if cut.axis in data]
-    outputs, inputs = (replace(dim, cuts=tuple(cut for cut in dim.cuts if cut.axis not in data)) for dim in dims[:2])
+    one, two, three = (replace(dim, cuts=tuple(cut for cut in dim.cuts if cut.axis not in data)) for dim in dims[:3])
     own = {
-        "A": (Dim(VOID), inputs),
-        "B": (outputs, Dim(VOID)),
-        "embedding_A": (Dim(VOID), outputs),  # of an embedding the first dim is what comes in
-        "embedding_B": (inputs, Dim(VOID)),
-        "magnitude_vector": (outputs,),
+        "A": (Dim(VOID), two),
+        "B": (one, Dim(VOID)),
+        "embedding_A": (Dim(VOID), one),  # of an embedding the first dim is what comes in
+        "embedding_B": (two, Dim(VOID)),
+        "magnitude_vector": (one,),
+        "left": (one, two, Dim(VOID)),
+        "right": (one, Dim(VOID), three),
     }[part]
     return str(Layout((replace(own[0], cuts=(*own[0].cuts, *first)), *own[1:])))

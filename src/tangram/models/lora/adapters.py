@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
+from tangram.models.lora import expert_adapters
 
-__all__ = ["ALL", "add_adapters", "initial_adapters", "merge_adapters", "named_by", "save_adapters", "stored_adapters"]
+__all__ = [
+    "ALL",
+    "adapted_layers",
+    "add_adapters",
+    "initial_adapters",
+    "merge_adapters",
+    "named_by",
+    "save_adapters",
+    "stored_adapters",
+]
 
 ALL = "all-linear"
 PREFIX = "base_model.model."
@@ -52,13 +62,12 @@ def add_adapters(
         return
     peft = _peft()
     names = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
+    stacked = list(expert_adapters.stacked_weights(model))
     some = (targets,) if isinstance(targets, str) else tuple(targets)
-    adapted = [] if some == (ALL,) else [name for target in some for name in named_by(target, "targets", names)]
-    if unfit := [name for name in adapted if not isinstance(names[name], _ADAPTED)]:
-        kind = type(names[unfit[0]]).__name__
+    adapted, experts = (_all_linear(model, names), stacked) if some == (ALL,) else _named(some, names, stacked)
+    if experts and (key := next((key for key, on in (("dropout", dropout), ("dora", dora)) if on), None)):
         raise UserError(
-            f"lora.targets names {unfit[0]}, a {kind}: adapters stand beside linear layers and embeddings; a module of "
-            "another kind can be trained whole by lora.modules_to_save"
+            f"{experts[0]} has all experts of a layer, beside which peft knows no lora.{key}: leave one of the two out"
         )
     if dora and (tables := [name for name in adapted if isinstance(names[name], nn.Embedding)]):
         raise UserError(
@@ -71,18 +80,24 @@ def add_adapters(
     _refuse_tied(model, {*adapted, *saved}, names)
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, use_rslora=rslora, use_dora=dora, task_type="CAUSAL_LM",
-        target_modules=ALL if some == (ALL,) else sorted(set(adapted)), modules_to_save=sorted(set(saved)) or None,
+        target_modules=ALL if some == (ALL,) and not stacked else sorted(set(adapted)),
+        modules_to_save=sorted(set(saved)) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in names.values()),
     )  # fmt: skip
-    parameters = [name for name, _ in model.named_parameters()]
-    try:
-        peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    except ValueError as error:
-        _refuse_experts(config, parameters)
-        raise UserError(
-            f"peft puts no adapters into a {type(model).__name__}: {' '.join(str(error).split())}"
-        ) from None
-    _refuse_experts(config, parameters)
+    if adapted or saved or not experts:
+        try:
+            peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            _refuse_experts(config, stacked)
+            raise UserError(
+                f"peft puts no adapters into a {type(model).__name__}: {' '.join(str(error).split())}"
+            ) from None
+        _refuse_experts(config, stacked)
+    else:
+        model.requires_grad_(False)
+        cast(Any, model).peft_config = {"default": config}
+    config.target_parameters = sorted(experts) or None
+    expert_adapters.adapt(model, experts, rank, alpha / (math.sqrt(rank) if rslora else rank))
 
 
 def initial_adapters(
@@ -95,14 +110,17 @@ def initial_adapters(
     As in peft one of two factors is drawn, each by the seed and its own name, and the other is 0. Magnitudes of DoRA
     are not among them: they are lengths of weights.
     """
+    of_experts = {factor.name: factor for factor in expert_adapters.factors_of(model)}
     for name, parameter in model.named_parameters():
         shape, generator = shapes.get(name, tuple(parameter.shape)), torch.Generator().manual_seed(_stream(seed, name))
-        if ".lora_A." in name:
-            bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_ with a = sqrt(5)
+        factor = of_experts.get(name)
+        if ".lora_A." in name or (factor is not None and factor.is_a):
+            inputs = shape[1 if factor is not None and factor.turned else -1]
+            bound = 1 / math.sqrt(inputs)  # kaiming_uniform_ with a = sqrt(5)
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif ".lora_embedding_B." in name:
             yield name, torch.empty(shape).normal_(generator=generator)
-        elif ".lora_B." in name or ".lora_embedding_A." in name:
+        elif ".lora_B." in name or ".lora_embedding_A." in name or factor is not None:
             yield name, torch.zeros(shape)
 
 
@@ -131,7 +149,8 @@ def stored_adapters(
     ):
         if own != its:
             raise UserError(f'the adapters in "{folder}" have {key} {its}, and lora.{key} is {own}: take theirs')
-    names = {_stored_name(n): n for n, p in model.named_parameters() if p.requires_grad}
+    of_experts = {factor.name: factor for factor in expert_adapters.factors_of(model)}
+    names = {_stored_name(n, of_experts): n for n, p in model.named_parameters() if p.requires_grad}
     file = folder / "adapter_model.safetensors"
     try:
         with cast(Any, safe_open(file, framework="pt")) as stored:
@@ -144,12 +163,13 @@ def stored_adapters(
                 )
             for name, own in names.items():
                 value = cast(Tensor, stored.get_tensor(name))
-                if tuple(value.shape) != (shape := shapes.get(own, tuple(model.get_parameter(own).shape))):
+                full, factor = shapes.get(own, tuple(model.get_parameter(own).shape)), of_experts.get(own)
+                if tuple(value.shape) != (shape := full if factor is None else factor.matrix_shape(full)):
                     raise UserError(
                         f'{name} in "{folder}" has the shape {list(value.shape)}, not {list(shape)}: they are '
                         "adapters of another model"
                     )
-                yield own, value
+                yield own, value if factor is None else factor.value(value, full[0])
     except (OSError, SafetensorError) as error:
         raise UserError(f'"{file}" cannot be read: {error}') from None
 
@@ -163,6 +183,7 @@ def merge_adapters(model: PreTrainedModel) -> None:
         elif isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
             module.merge(safe_merge=True)
             model.set_submodule(name, cast(nn.Module, module.get_base_layer()))
+    expert_adapters.merge(model)
     del cast(Any, model).peft_config
     model.requires_grad_(True)
 
@@ -171,6 +192,8 @@ def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
     """Write the adapters of a model that is whole in this process as peft does; `base`: the directory beside."""
     peft, config = _peft(), cast(Any, model).peft_config["default"]
     state = cast("dict[str, Tensor]", peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+    for factor in expert_adapters.factors_of(model):
+        state[f"{factor.stored}.weight"] = factor.matrix(model.get_parameter(factor.name))
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {PREFIX + name: value.detach().cpu().contiguous() for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -188,26 +211,74 @@ def _config_of(folder: Path) -> dict[str, Any]:
     if not isinstance(said, dict) or cast("dict[str, Any]", said).get("peft_type") != "LORA":
         raise UserError(f'the adapters in "{folder}" are not LoRA: give a directory of those')
     table = cast("dict[str, Any]", said)
-    if own := next((key for key in ("rank_pattern", "alpha_pattern", "target_parameters") if table.get(key)), None):
+    if own := next((key for key in ("rank_pattern", "alpha_pattern") if table.get(key)), None):
         raise UserError(
             f'the adapters in "{folder}" have {own}, and those of a job are all alike: train them with peft'
         )
     return table
 
 
-def _stored_name(name: str) -> str:
+def _stored_name(name: str, of_experts: Mapping[str, expert_adapters.Factor]) -> str:
     """The name in peft's files of a parameter that is trained beside others."""
+    if name in of_experts:
+        return f"{PREFIX}{of_experts[name].stored}.weight"
     plain = name.replace(".modules_to_save.default.", ".").replace(".default.weight", ".default")
     bare = plain.removesuffix(".default")
     weight = "" if bare == plain or ".lora_embedding_" in bare or ".lora_magnitude_vector" in bare else ".weight"
     return f"{PREFIX}{bare}{weight}"
 
 
-def named_by(pattern: str, key: str, names: dict[str, nn.Module]) -> list[str]:
-    """The modules of a name's end or a pattern. Raises UserError for none."""
+def adapted_layers(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Of a model with adapters the layers that have some, and the linear ones that have none: ends of names."""
+    beside: dict[str, bool] = {}
+    for name, module in cast("Iterator[tuple[str, Any]]", model.named_modules()):
+        end = ".".join(name.split(".")[-2:])
+        if isinstance(module, expert_adapters.AdaptedExperts):
+            beside |= {f"{name.rpartition('.')[2]}.{weight}": True for weight in module.lora_left}
+        elif hasattr(module, "lora_A"):
+            beside[end] = True
+        elif isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name and not name.endswith(".base_layer"):
+            beside.setdefault(end, False)
+    return [name for name, has in beside.items() if has], [name for name, has in beside.items() if not has]
+
+
+def _all_linear(model: nn.Module, names: Mapping[str, nn.Module]) -> list[str]:
+    """The linear layers but the head, so far as peft can load adapters of them: names that layers of experts had before
+    they lay in one tensor it takes for that tensor, those of dense layers and shared experts, too."""
+    from peft.utils import transformers_weight_conversion as weights
+
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = [name for name, one in names.items() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+    config = _peft().LoraConfig(target_modules=[name for name in linear if name != "lm_head"])
+    if hasattr(model, "config"):
+        conversions = weights.get_model_conversion_mapping(cast(Any, model))
+        weights.convert_peft_config_for_transformers(config, model, conversions)
+    return sorted(config.target_modules)
+
+
+def _named(
+    targets: Sequence[str], names: Mapping[str, nn.Module], stacked: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The layers, and the weights of experts, that targets name. Raises UserError for modules of another kind."""
+    fitting: dict[str, object] = {**names, **dict.fromkeys(stacked)}
+    found = dict.fromkeys(name for target in targets for name in named_by(target, "targets", fitting))
+    layers = [name for name in found if name in names]
+    if unfit := [name for name in layers if not isinstance(names[name], _ADAPTED)]:
+        kind = type(names[unfit[0]]).__name__
+        raise UserError(
+            f"lora.targets names {unfit[0]}, a {kind}: adapters stand beside linear layers and embeddings; a module of "
+            "another kind can be trained whole by lora.modules_to_save"
+        )
+    return layers, [name for name in found if name not in names]
+
+
+def named_by(pattern: str, key: str, names: Mapping[str, object]) -> list[str]:
+    """The modules, or weights, of a name's end or a pattern. Raises UserError for none."""
     found = [n for n in names if n and (n == pattern or n.endswith(f".{pattern}") or fnmatchcase(n, pattern))]
     if not found:
-        ends = sorted({name.rpartition(".")[2] for name, one in names.items() if isinstance(one, _ADAPTED)})
+        ends = sorted(
+            {name.rpartition(".")[2] for name, one in names.items() if isinstance(one, (*_ADAPTED, NoneType))}
+        )
         near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=1, cutoff=0.5)
         hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(ends)}"
         raise UserError(f'lora.{key} names "{pattern}", which fits no module of the model: {hint}')
@@ -227,16 +298,17 @@ def _refuse_tied(model: nn.Module, some: set[str], names: dict[str, nn.Module]) 
             )
 
 
-def _refuse_experts(config: Any, parameters: Sequence[str]) -> None:
-    """peft takes names that layers of experts had before they lay in one tensor for that tensor: those of "all-linear",
-    and of dense layers and shared experts beside them."""
+def _refuse_experts(config: Any, stacked: Sequence[str]) -> None:
+    """peft takes names that layers of experts had before they lay in one tensor for that tensor: those of dense layers
+    and shared experts beside them, so that it could not load their adapters."""
     if not config.target_parameters:
         return
-    stacked = next(n for n in parameters if ".experts." in n and n.endswith(tuple(config.target_parameters)))
+    first = next(name for name in stacked if name.endswith(tuple(config.target_parameters)))
     rest = sorted({name.rpartition(".")[2] for name in config.target_modules} or ("q_proj", "v_proj"))
+    ends = sorted({".".join(name.split(".")[-2:]) for name in stacked})
     raise UserError(
-        f"{stacked} has all experts of a layer, for which peft takes these targets: give others, as lora.targets = "
-        f"{json.dumps(rest)}"
+        f"{first} has all experts of a layer, for which peft takes targets that are dense layers or shared experts: "
+        f"give others, as lora.targets = {json.dumps(rest + ends)}"
     )
 
 

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
 from tangram.models.lora.adapters import named_by
+from tangram.models.lora.expert_adapters import stacked_weights
 from tangram.models.lora.nf4 import BLOCK
 
 __all__ = ["BASE", "base_layers"]
@@ -21,8 +22,8 @@ BASE = ".base_layer"
 def base_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Module]:
     """Frozen linear layers by name, of a model or a stage with adapters, but for the head and those that `skip` names.
 
-    `skip`: ends of names or patterns. Raises UserError where a weight has rows that blocks do not fill, or a name fits
-    no layer.
+    `skip`: ends of names or patterns. Raises UserError where a weight has rows that blocks do not fill, a name fits no
+    layer, or experts lie in one tensor and are not skipped.
     """
     modules = dict(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
     named = {name.removesuffix(BASE): one for name, one in modules.items() if ".lora_" not in name}
@@ -44,6 +45,11 @@ def base_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Modu
                 "lora.base_skip"
             )
         found[name] = layer
-    if stacked := next((n for n, p in model.named_parameters() if p.dim() == 3 and not p.requires_grad), None):
-        raise UserError(f"{stacked} has all experts of a layer, which lora.base does not quantise: leave lora.base out")
+    for weight in stacked_weights(model):
+        experts = weight.rpartition(".")[0].removesuffix(BASE)
+        if experts not in skipped:
+            raise UserError(
+                f"{experts} has all experts of a layer in one tensor, which lora.base does not quantise: leave it out, "
+                'or have experts as they are by lora.base_skip = ["experts"]'
+            )
     return found

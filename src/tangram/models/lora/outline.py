@@ -1,12 +1,12 @@
 """An outline with low-rank adapters (LoRA): frozen products, and beside each two small ones that are trained.
 
-Every product of a block that is no router's and no expert's has an adapter, as "all linear" has in PEFT and in QLoRA
-(Hu et al. 2021; Dettmers et al. 2023), or those that are named; embedding, norms and head are frozen. TP ranks cut an
-adapter where they cut what it is beside: the second of its products where that is cut by outputs, the first where by
-inputs.
+Every product of a block that is no router's has an adapter, as "all linear" has in PEFT and in QLoRA (Hu et al. 2021;
+Dettmers et al. 2023), or those that are named; embedding, norms and head are frozen. TP ranks cut an adapter where they
+cut what it is beside: the second of its products where that is cut by outputs, the first where by inputs.
 
 The trade-off: inputs of frozen products are taken as kept where an adapter needs them, and of those that have none,
-too, and adapters of some layers are taken to be in all: upper bounds.
+too, and adapters of some layers are taken to be in all: upper bounds. Of experts that lie in one tensor the work is
+that of their tokens, not of adding both factors to all experts' weights.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROOMS = {
     True: ("self_attn", "attn", "attention", "self_attention"),
     False: ("mlp", "feed_forward", "mlp.shared_expert"),
 }
+OF_EXPERTS = tuple(f"{room}.experts" for room in ("mlp", "feed_forward", "block_sparse_moe", "mixer"))
 """What attention and MLPs are called in models."""
 MODULES: Mapping[str, Mapping[str, str]] = {
     "qkv": {
@@ -43,6 +44,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"), WHOLE),
     },
     "down": dict.fromkeys(("down_proj", "fc2", "c_proj", "dense_4h_to_h"), WHOLE),
+    "experts up": dict.fromkeys(("gate_up_proj", "up_proj"), WHOLE),
+    "experts down": {"down_proj": WHOLE},
 }  # fmt: skip
 """What the linear layers of an outline's products are called in models, and which part of a product each is."""
 
@@ -76,9 +79,10 @@ Parts = tuple[tuple[str, int], ...]
 
 def _parts(one: Product, block: Block, targets: Sequence[str]) -> Parts:
     """Of what targets name. A fused product's layers have its inputs, and their own outputs."""
-    if one.experts or one.name == "router":
+    if one.name == "router":
         return ()
-    known, rooms = MODULES.get(one.name.removeprefix("shared "), {}), ROOMS[bool(one.group & Group.ATTENTION)]
+    known = MODULES.get(one.name.removeprefix("shared "), {})
+    rooms = OF_EXPERTS if one.experts else ROOMS[bool(one.group & Group.ATTENTION)]
     found = {
         name: part
         for name, part in known.items()
@@ -124,12 +128,17 @@ def _block(block: Block, rank: int, places: Mapping[Product, Parts] | None = Non
     products = [replace(one, frozen=True) for one in block.products]
     kept: list[Kept] = []
     for one in block.products:
-        alone = not one.experts and (bool(one.cut) or one.outputs != block.experts)
+        alone = bool(one.cut) or one.outputs != block.experts
         beside = (((one.name, one.outputs),) if alone else ()) if places is None else places.get(one, ())
         for name, outputs in beside:
             products += [
-                Product(f"{name}: to its rank", one.inputs, rank, "in" if one.cut == "in" else "", one.group),
-                Product(f"{name}: from its rank", rank, outputs, "out" if one.cut == "out" else "", one.group),
+                Product(
+                    f"{name}: to its rank", one.inputs, rank, "in" if one.cut == "in" else "", one.group, one.experts
+                ),
+                Product(
+                    f"{name}: from its rank", rank, outputs, "out" if one.cut == "out" else "", one.group, one.experts
+                ),
             ]
-            kept.append(Kept(f"{name}: of its rank", rank, "tokens", one.group))
+            if not one.experts:  # whose weights are made with both factors
+                kept.append(Kept(f"{name}: of its rank", rank, "tokens", one.group))
     return replace(block, products=tuple(products), kept=(*block.kept, *kept))

@@ -49,11 +49,11 @@ class Counted:
     def __init__(self, job: Job, config: PreTrainedConfig) -> None:
         self.job, self.config = job, config
         self.model = frozen(build_on_meta(config), job)
-        self._plain = self.model if job.lora is None else build_on_meta(config)  # of whose names layouts speak
+        self.plain = self.model if job.lora is None else build_on_meta(config)  # of whose names layouts speak
         self._pair = cache(lambda: self._count(self.model))
         self._narrow = cache(self._narrowed)
         dtype = getattr(torch, job.precision.compute)
-        self._graph = cache(lambda: sample_graph(self._plain, job.data.sequence, dtype, rules=rules_of(job)))
+        self._graph = cache(lambda: sample_graph(self.plain, job.data.sequence, dtype, rules=rules_of(job)))
 
     def communication(self, plan: Plan) -> tuple[CollectiveTraffic, ...]:
         """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""
@@ -90,7 +90,7 @@ class Counted:
             graph = self._graph()
         except UserError as error:
             return " ".join(str(error).split())
-        return tensor_layouts(self.config, self._plain, graph, axis, shard)
+        return tensor_layouts(self.config, self.plain, graph, axis, shard)
 
     def stages(self, count: int) -> Stages:
         """The modules of each of so many stages of a pipeline. Raises UserError where it cannot be cut so."""

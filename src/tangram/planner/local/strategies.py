@@ -90,7 +90,7 @@ def layouts_of(one: Strategy, counted: Counted) -> TensorLayouts | None:
         if any(own.values()) and (why := refused_heads(counted.config, **own)):
             raise UserError(str(why[0]))
         mesh = Mesh((tuple((axis.name, sizes[axis.name][0]) for axis in one.model),))
-        found = axes_layouts(counted.config, counted.model, counted.graph, mesh, one.model, one.shard)
+        found = axes_layouts(counted.config, counted.plain, counted.graph, mesh, one.model, one.shard)
     if found is None:
         roles = " and ".join(dict.fromkeys(axis.role for axis in one.model))
         raise UserError(f"no marks are known for a {counted.config.model_type} model over {roles} axes")

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.layout import intervals
 from tangram.layout.intervals import IntSet, span
 from tangram.models.lora import nf4
 from tangram.models.lora.base_layers import base_layers
+from tangram.models.lora.made_weights import made_again
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS
 from tangram.training.mesh.layout_to_torch import ParameterCuts, cuts_of_one, over_model_axes
@@ -156,39 +154,10 @@ class _With:
         made = self.weight.made(self._layer)
         own["weight"] = nn.Parameter(made, requires_grad=False)
         try:
-            if not torch.is_grad_enabled():
-                return self.plain(*args, **kwargs)
-            with saved_tensors_hooks(partial(_without, _storage(made)), self._again):
+            with made_again({"weight": made}, lambda name: self.weight.made(self._layer)):
                 return self.plain(*args, **kwargs)
         finally:
             del own["weight"]
-
-    def _again(self, kept: Tensor | _View) -> Tensor:
-        return kept.of(self.weight.made(self._layer)) if isinstance(kept, _View) else kept
-
-
-@dataclass(frozen=True)
-class _View:
-    """What autograd would keep of a weight."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, made: Tensor) -> Tensor:
-        return made.as_strided(self.size, self.stride, self.offset)
-
-
-def _without(storage: int, kept: Tensor) -> Tensor | _View:
-    """What is kept of a tensor for the backward: of the weight that has this storage only how to see it."""
-    if isinstance(kept, DTensor) or _storage(kept) != storage:
-        return kept
-    return _View(tuple(kept.shape), kept.stride(), int(kept.storage_offset()))
-
-
-def _storage(one: Tensor) -> int:
-    """Which storage a tensor has; in a run without memory none has an address."""
-    return one.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _numbers(some: IntSet, device: torch.device) -> Tensor:
