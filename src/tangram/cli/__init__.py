@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "checkpoint": "Look into checkpoints, verify, compare, export and prune them.",
         "trace": "Say what the ranks of a run did, and which is to blame for what went wrong.",
         "top": "Show what the ranks of a run do now, the slowest first.",
+        "runs": "Put runs side by side: results, keys that differ, losses.",
         "experts": "Say how evenly tokens went to experts, and place these anew.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",
@@ -97,7 +98,7 @@ def _options(version: Annotated[bool, _VERSION] = False) -> None:
     """Train large models on PyTorch; their state takes any layout."""
 
 
-_BESIDE = {"top": "trace"}
+_BESIDE = {"top": "trace", "experts": "runs"}
 """Commands that stand in the module of another."""
 
 

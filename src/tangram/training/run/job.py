@@ -7,7 +7,7 @@ The questions are answered by measuring, and a wrong answer fails the job.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import describe, versions
 from tangram.models.building.build import build_on_meta
 from tangram.models.building.source import Source
+from tangram.models.lora.adapters import adapted_layers
 from tangram.models.outlines.costs import costs as model_costs
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.report import figures
@@ -35,6 +36,7 @@ from tangram.training.data import (
 from tangram.training.mesh.layout_to_torch import cuts_of
 from tangram.training.objective import expert_loads
 from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, TableEvent
+from tangram.training.observe.steps_file import StepsFile
 from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.tensorboard import TensorBoard
 from tangram.training.observe.text_tables import count
@@ -78,6 +80,8 @@ class PreparedJob:
     parameters: int
     trained: int
     """How many of them are not frozen."""
+    adapted: tuple[list[str], list[str]]
+    """Of fine-tuning by adapters the layers that have some, and the linear ones that have none."""
     begun: float
     """When the job began, by the monotonic clock."""
 
@@ -107,12 +111,14 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
     record, board = Record(), TensorBoard(job.folder / BOARD_FOLDER, chosen.plan)
+    steps = StepsFile(job.folder)
     with sending(job.plan, job.folder / CHECKPOINTS, on_event) as send:
 
         def everybody(event: object) -> None:
             on_event(event)
             record(event)
             board(event)
+            steps(event)
             send(event)
             if isinstance(event, ExpertLoads):
                 expert_loads.append(job.folder, event)
@@ -157,6 +163,7 @@ def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
         costs=loop.StepCosts(flops, chosen.peak_flops),
         parameters=parameters,
         trained=trained,
+        adapted=adapted_layers(model) if plan.lora is not None else ([], []),
         begun=begun,
     )
 
@@ -175,6 +182,7 @@ def show(chosen: ChosenPlan, ready: PreparedJob, resume: Path | None, on_event: 
                 ("machine", ", ".join(machine[key] for key in ("processor", "cores", "memory"))),
                 ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
                 ("model", _model_words(ready)),
+                *_adapters_rows(ready),
                 ("text", ready.corpus.summary()),
                 *reading(plan, ready.corpus).items(),
                 ("mesh", f"{plan.mesh} ({count(plan.ranks, 'process', 'es')})"),
@@ -200,6 +208,13 @@ def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
             words[f"repeated{of}"] = f"{again:,} of {len(split.end_D):,} conversations are there before"
         words[f"text{of} is seen"] = f"{figures.three(times)} times in {plan.run.steps:,} steps"
     return words
+
+
+def _adapters_rows(ready: PreparedJob) -> Iterator[tuple[str, str]]:
+    have, have_none = ready.adapted
+    if have:
+        rest = f"; none beside {', '.join(have_none)}" if have_none else ""
+        yield "adapters", f"beside {', '.join(have)}{rest}"
 
 
 def _model_words(ready: PreparedJob) -> str:

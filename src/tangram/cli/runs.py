@@ -1,4 +1,4 @@
-"""`tangram experts`: how evenly a run's tokens went to its experts, and a placement that evens it out."""
+"""`tangram runs compare`: runs side by side; `tangram experts`: how evenly a run's tokens went to its experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,42 @@ import typer
 from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
 
-__all__ = ["experts"]
+__all__ = ["experts", "runs"]
+
+runs = typer.Typer(no_args_is_help=True, help="Put runs side by side.")
+
+
+@runs.callback()
+def _runs() -> None:
+    """Put runs side by side."""
+
+
+@runs.command("compare")
+def compare(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN ...", help="Folders of runs; they may still go on.")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document, with all steps, instead.")] = False,
+) -> int:
+    """Print what came of runs, the keys in which their plans differ, and where their losses part."""
+    from tangram.training.observe.compared_runs import compare_runs
+
+    found = compare_runs(folders)
+    if json:
+        tables = {"results": found.results, "keys": found.keys}
+        each = {
+            name: {table: {row[0]: row[at] for row in rows} for table, rows in tables.items()}
+            for at, name in enumerate(found.names, 1)
+        }
+        print_json({"runs": each, "steps": dict(zip(found.names, found.steps, strict=True)), "note": found.note})
+        return 0
+    print_table("Runs", ("", *found.names), found.results)
+    if found.keys:
+        print_table("Keys that differ", ("key", *found.names), found.keys)
+    if found.losses:
+        print_table("Loss", ("step", *found.names), found.losses)
+    print(found.note)
+    return 0
 
 
 def experts(

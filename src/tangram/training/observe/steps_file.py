@@ -1,0 +1,75 @@
+"""The steps of a run as lines of JSON, `steps.jsonl` in its folder: what a person plots, and runs are compared by.
+
+A run that goes on appends; of a step that was done twice the last line holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from tangram.errors import UserError
+from tangram.training.observe.events import Evaluated, StepDone
+
+__all__ = ["FILE", "StepsFile", "read_steps"]
+
+FILE = "steps.jsonl"
+
+
+class StepsFile:
+    """Writes the steps and evaluations that it is called with. What cannot be written (a full disk) stops no run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE
+
+    def __call__(self, event: object) -> None:
+        match event:
+            case StepDone():
+                self._append(
+                    {
+                        "step": event.step,
+                        "loss": event.loss,
+                        "tokens": event.tokens,
+                        "lr": event.lr,
+                        "gradient_norm": event.gradient_norm,
+                        "seconds": event.seconds,
+                        **event.figures,
+                    }
+                )
+            case Evaluated():
+                figures = {f"held_out_{key}": value for key, value in event.figures.items()}
+                self._append({"step": event.step, "held_out_loss": event.loss, **figures})
+            case _:
+                pass
+
+    def _append(self, figures: Mapping[str, float]) -> None:
+        try:
+            with self._file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(figures) + "\n")
+        except OSError:
+            pass
+
+
+def read_steps(folder: Path) -> dict[int, dict[str, float]]:
+    """What is known of each step of a run, in order. Raises UserError for a folder without any."""
+    file = folder / FILE
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UserError(f'"{file}" cannot be read ({why}): give the folder of a run that has trained a step') from None
+    found: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            own = cast("dict[str, Any]", json.loads(line))
+            step, figures = int(own.pop("step")), {str(key): float(value) for key, value in own.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if number == len(lines):
+                break  # a run that was killed has left a part of its last line
+            raise UserError(f'"{file}": line {number} is no step of a run') from None
+        found[step] = {**found.get(step, {}), **figures}
+    if not found:
+        raise UserError(f'"{file}" has no step: the run has trained none yet')
+    return dict(sorted(found.items()))
