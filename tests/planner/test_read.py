@@ -78,6 +78,10 @@ def said(path: Path, text: str, changes: dict[str, str] | None = None) -> str:
         (("[model]", "[model]\npath = 'here'"), ", line {line}: model: give the model by preset or by path, not both"),
         (("[model]", "[model]\nchange = { a = [1] }"), ", line 5: model.change.a = [1]: input should be a valid bool"),
         (("[model]", "[model]\nchange = 3"), ", line 5: model.change = 3: input should be a table"),
+        (
+            ("steps = 300", 'steps = 300\nrecompute = "layers"'),
+            ", line 25: run.recompute = 'layers': write a list, as [\"layers\"]",
+        ),
         (("steps = 300", "steps = "), ": this is not TOML: "),
         (("steps = 300", "steps = 300\nsteps = 300"), ": this is not TOML: "),
         (("seed = 1", 'mesh = "dp=2"'), ': the key "axes" is missing (and 1 more)'),

@@ -13,13 +13,15 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from tangram.models.building.build import build_on_meta, initial_tensors
 from tangram.models.building.source import read_source
-from tangram.models.outlines.costs import ModelCosts, costs
+from tangram.models.outlines.costs import ModelCosts, block_names, costs
 from tangram.planner.local.estimate import estimate
 from tangram.schema.job import RunPlan
-from tangram.schema.plan import Plan
+from tangram.schema.plan import Plan, matches
+from tangram.training.mesh.layout_to_torch import named_modules
 from tangram.training.parallel.apply import blocks_of, materialise
 from tangram.training.parallel.recompute import recompute
 from tests.planner.machine import rates
@@ -151,3 +153,15 @@ def test_matmuls_are_kept_by_the_name_that_the_docs_give_and_by_their_former_one
     named = re.findall(r'"(\w+)"', row)
     assert RunPlan.model_validate({"steps": 1, "recompute_keep": named}).recompute_keep == ("matmuls", "attention")
     assert RunPlan.model_validate({"steps": 1, "recompute_keep": ["products"]}).recompute_keep == ("matmuls",)
+
+
+def test_full_is_all_layers_and_none_is_nothing() -> None:
+    """As Megatron and torchtitan call it; of each type of model, whatever its layers are called."""
+    full, none = (small_plan(Path("text"), run={"recompute": word}) for word in ("full", "none"))
+    assert none.run.recompute == ()
+    for name in ("llama", "gpt2", "gpt_neox", "qwen3_moe"):
+        model = build_on_meta(AutoConfig.for_model(name, num_hidden_layers=3))
+        named = [one for one, _ in named_modules(model) if matches(full.run.recompute, one)]
+        outer = {one for one in named if not any(one.startswith(f"{other}.") for other in named)}
+        assert outer == {*block_names(model)}, name
+        assert len(outer) == 3

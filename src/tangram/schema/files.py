@@ -223,6 +223,8 @@ def _what(kind: type[Job], error: ErrorDetails, keys: list[str]) -> str:
         case "value_error":  # our own sentences
             reason = " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())
             return f"{key}: {reason}" if key else reason
+        case "tuple_type" if isinstance(given := error["input"], str):
+            return f'{key} = {given!r}: write a list, as ["{given}"]'
         case "literal_error" if near := _nearest(error):
             return f'{key} = {error["input"]!r}: did you mean "{near}"?'
         case _:

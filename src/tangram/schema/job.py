@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
-from tangram.schema.tables import Beta, Count, Kind, Mistake, PathText, Positive, Share, TomlTable
+from tangram.schema.tables import Beta, Count, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
 from tangram.schema.tuning import ALONE, ROWS, LoraPlan, PreferencePlan, TaskName, mistake_of_preferences
 
 VERSION = 3
@@ -286,8 +286,8 @@ class RunPlan(TomlTable):
     others: so, too, by the kernels of a mode of `kernels.flash`."""
     compile: bool = False
     """torch.compile each block."""
-    recompute: tuple[str, ...] = ()
-    """Name patterns of modules whose activations are recomputed in the backward instead of being kept."""
+    recompute: Recomputed = ()
+    """Name patterns of modules whose activations are recomputed in the backward, not kept; "full": of all layers."""
     recompute_keep: tuple[Kind, ...] = ()
     """Kinds of operators whose results are kept within these modules, so that they do not run again."""
     reshard: Literal["after forward", "after backward", "after step"] = "after forward"

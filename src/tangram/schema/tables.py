@@ -29,6 +29,15 @@ Kind = Annotated[Literal["matmuls", "attention"], BeforeValidator(_renamed)]
 """Of operators."""
 
 
+def _patterns(value: object) -> object:
+    """What Megatron and torchtitan call it, as patterns: layers are what stands under a number."""
+    return {"full": ("*.[0-9]*",), "none": ()}.get(value, value) if isinstance(value, str) else value
+
+
+Recomputed = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
+"""Name patterns of modules, or "full", all layers, or "none"."""
+
+
 class TomlTable(BaseModel):
     """A table of the plan: exact types, no unknown keys, no change after reading."""
 
