@@ -33,6 +33,7 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
+from tangram.training.objective.expert_loads import Loads
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training.small import SMALL_MODEL
@@ -203,3 +204,14 @@ def test_a_base_in_4_bits_leaves_experts_out_by_name() -> None:
     with pytest.raises(UserError, match=r'mlp\.experts has all experts .* lora.base_skip = \["experts"\]'):
         base_layers(model)
     assert not [name for name in base_layers(model, ["experts"]) if "experts" in name]
+
+
+def test_tokens_of_experts_are_counted_by_the_name_of_the_layer() -> None:
+    """It was that of the module that an adapter stands around."""
+    _, model, _ = _drawn("mixtral", "all-linear")
+    loads = Loads([model], torch.device("cpu"), every=1)
+    model.train()(torch.arange(32)[None])
+    counted: dict[str, Any] = loads._counted  # pyright: ignore[reportPrivateUsage]
+    assert {name: int(own.counts.sum()) for name, own in counted.items()} == {
+        f"model.layers.{n}.mlp.experts": 64 for n in range(2)
+    }

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.errors import UserError
+from tangram.models.lora.base_layers import BASE
 from tangram.training.data import Batch
 from tangram.training.mesh.world import World
 from tangram.training.observe.events import ExpertLoads
@@ -49,7 +50,7 @@ class Loads:
                 place = _place(module)
                 if place is not None:
                     own = _Counted(torch.zeros(int(cast(Any, module).num_experts), dtype=torch.int64, device=device))
-                    self._counted[name] = own
+                    self._counted[name.removesuffix(BASE)] = own
                     self._handles.append(module.register_forward_pre_hook(_hook(own, *place), with_kwargs=True))
 
     def after(self, step: int, micro: Sequence[Batch], world: World, emit: Callable[[object], None]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from tangram.errors import UserError
 from tangram.planner.report import figures
 from tangram.schema.files import load
+from tangram.schema.job import Job
 from tangram.training.observe.steps_file import read_steps
 from tangram.training.observe.summary import LAST_STEPS
 
@@ -47,11 +48,12 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     if len(folders) < 2:
         raise UserError("give the folders of two runs or more")
     names, steps = _names(folders), tuple(read_steps(folder) for folder in folders)
-    plans = [_flat(load(folder / "plan.toml").model_dump(mode="json")) for folder in folders]
+    jobs = [load(folder / "plan.toml") for folder in folders]
+    plans = [_flat(job.model_dump(mode="json")) for job in jobs]
     rows = [(key, *(plan.get(key, NONE) for plan in plans)) for key in sorted({key for plan in plans for key in plan})]
     shared = [step for step in steps[0] if all("loss" in run.get(step, {}) for run in steps)]
     losses = {step: [run[step]["loss"] for run in steps] for step in shared}
-    each = [_results(run, _summary(folder)) for run, folder in zip(steps, folders, strict=True)]
+    each = [_results(*one) for one in zip(steps, map(_summary, folders), jobs, strict=True)]
     return Comparison(
         names,
         tuple((key, *(own[key] for own in each)) for key in each[0] if {own[key] for own in each} != {NONE}),
@@ -62,7 +64,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     )
 
 
-def _results(steps: Steps, summary: Mapping[str, Any]) -> dict[str, str]:
+def _results(steps: Steps, summary: Mapping[str, Any], job: Job) -> dict[str, str]:
     """What came of a run: of its steps, and of its summary once it has one."""
     trained = [own for own in steps.values() if "loss" in own]
     held = [own["held_out_loss"] for own in steps.values() if "held_out_loss" in own]
@@ -81,7 +83,7 @@ def _results(steps: Steps, summary: Mapping[str, Any]) -> dict[str, str]:
         else NONE,
         "held-out loss": NONE if last is None else f"{last:.4f}",
         "best held-out loss": NONE if best is None else f"{best:.4f}",
-        "held-out perplexity": NONE if last is None else f"{math.exp(min(last, 700)):.5g}",
+        "held-out perplexity": NONE if last is None or job.preference else f"{math.exp(min(last, 700)):.5g}",
         "mesh": written("mesh", str),
         "step": written("step_seconds", figures.seconds),
         "tokens/s": written("tokens_per_s", "{:,.0f}".format),
