@@ -5,6 +5,10 @@ THUDM/slime#1008                    calls of tools were rendered a message at a 
 NVIDIA-NeMo/Megatron-Bridge#2598    a template has no marks of what an answer is
 unslothai/unsloth#2648              text that a template has rendered begins with BOS, and got another
 huggingface/transformers#45127      adapters of a head and of the embedding that it is tied to: one was lost when saved
+NVIDIA-NeMo/Automodel#1151          experts lie in one tensor, and "all linear" layers were attention alone
+ml-explore/mlx-lm#571               the same of Qwen3-30B-A3B: 0.02 % of parameters were trained
+modelscope/ms-swift#6173            the same of the model that sees images, where that of text alone had them
+axolotl-ai-cloud/axolotl#3515       names of layers reached shared experts, and none of those that tokens are sent to
 """
 
 from __future__ import annotations
@@ -15,9 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tangram.cli import main
+from tangram.errors import UserError
+from tangram.models.building.build import build_on_meta
+from tangram.models.lora.adapters import adapted_layers, add_adapters
 from tests.training.data.test_chat import END_TEXT, encoded, tokens_at
+from tests.training.small import SMALL_MODEL
 from tests.training.tuning_tasks import write_folder
 
 GLM = "{% for m in messages %}{{ turn[m.role] }}\n{{ m.content }}{% endfor %}"
@@ -93,3 +102,35 @@ def test_one_of_two_tied_weights_is_not_tuned_alone(
     words = ["--set", f'{key}=["lm_head"]', "--set", f'data.cache="{tmp_path / "cache"}"', "--out", str(tmp_path / "o")]
     assert main(["train", str(folder / "sft.toml"), "-n", "1", *words]) == 2
     assert "has its weights together with" in capsys.readouterr().err
+
+
+ROUTED = {"experts.gate_up_proj", "experts.down_proj"}
+
+
+def mixture(family: str) -> PreTrainedModel:
+    text = {**SMALL_MODEL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    whole = family.endswith("moe")
+    fields = {"text_config": text} if "_vl_" in family or family == "qwen3_5_moe" else text
+    head = AutoModelForImageTextToText if "text_config" in fields and whole else AutoModelForCausalLM
+    return build_on_meta(AutoConfig.for_model(family, **fields), head)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss", "granitemoe"])
+def test_all_linear_layers_are_those_of_experts_too(family: str) -> None:
+    model = mixture(family)
+    add_adapters(model, rank=2, alpha=2.0)
+    have, have_none = adapted_layers(model)
+    assert {*have} >= ROUTED
+    assert not any("experts" in name for name in have_none)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained if ".experts." in name} == {"gate_up_proj", "down_proj"}
+
+
+def test_experts_that_names_of_layers_do_not_reach_are_told() -> None:
+    model = mixture("qwen3_5_moe")
+    add_adapters(model, rank=2, alpha=2.0, targets=["gate_proj", "up_proj", "down_proj"])
+    have, have_none = adapted_layers(model)
+    assert {*have} >= {"shared_expert.gate_proj", "shared_expert.down_proj", "experts.down_proj"}
+    assert "experts.gate_up_proj" in have_none
+    with pytest.raises(UserError, match=r'names "gate_proj", which fits no module .* did you mean "gate_up_proj"'):
+        add_adapters(mixture("qwen3_moe"), rank=2, alpha=2.0, targets=["gate_proj", "up_proj"])

@@ -206,6 +206,15 @@ def test_a_base_in_4_bits_leaves_experts_out_by_name() -> None:
     assert not [name for name in base_layers(model, ["experts"]) if "experts" in name]
 
 
+def test_a_weight_is_not_read_without_its_adapter() -> None:
+    _, model, _ = _drawn("gpt_oss", ["experts.down_proj"])
+    experts = model.model.layers[0].mlp.experts
+    assert experts.num_experts == 4
+    assert experts.gate_up_proj is experts.base_layer.gate_up_proj  # which has none
+    with pytest.raises(AttributeError, match="down_proj has an adapter and is read outside"):
+        _ = experts.down_proj
+
+
 def test_tokens_of_experts_are_counted_by_the_name_of_the_layer() -> None:
     """It was that of the module that an adapter stands around."""
     _, model, _ = _drawn("mixtral", "all-linear")

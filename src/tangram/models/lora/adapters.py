@@ -229,7 +229,8 @@ def _stored_name(name: str, of_experts: Mapping[str, expert_adapters.Factor]) ->
 
 
 def adapted_layers(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Of a model with adapters the layers that have some, and the linear ones that have none: ends of names."""
+    """Of a model with adapters the layers that have some, and the linear ones and experts that have none: ends of
+    names."""
     beside: dict[str, bool] = {}
     for name, module in cast("Iterator[tuple[str, Any]]", model.named_modules()):
         end = ".".join(name.split(".")[-2:])
@@ -239,6 +240,8 @@ def adapted_layers(model: nn.Module) -> tuple[list[str], list[str]]:
             beside[end] = True
         elif isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name and not name.endswith(".base_layer"):
             beside.setdefault(end, False)
+    for name in expert_adapters.stacked_weights(model):
+        beside.setdefault(".".join(name.replace(".base_layer.", ".").split(".")[-2:]), False)
     return [name for name, has in beside.items() if has], [name for name, has in beside.items() if not has]
 
 

@@ -54,8 +54,8 @@ class AdaptedExperts(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            base = cast(nn.Module, super().__getattr__("base_layer"))
-            if name in dict(base.named_parameters(recurse=False)):
+            base = super().__getattr__("base_layer")
+            if name in cast(nn.ParameterDict, super().__getattr__("lora_left")):
                 raise AttributeError(f"{name} has an adapter and is read outside of its layer's forward") from None
             return getattr(base, name)
 
