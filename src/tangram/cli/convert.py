@@ -62,7 +62,7 @@ class TypedOptions:
 def run(source: str, target: str, asked: TypedOptions) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.conversion.convert import target_of
-    from tangram.checkpoint.conversion.converting import exported_as_it_is, rare_collections, refuse_target
+    from tangram.checkpoint.conversion.converting import exported_as_it_is, refuse_target
     from tangram.checkpoint.conversion.object_store import opening
     from tangram.checkpoint.formats.hf_export import bytes_of
     from tangram.checkpoint.store.objects import is_remote
@@ -73,7 +73,7 @@ def run(source: str, target: str, asked: TypedOptions) -> None:
     room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
     refuse_target(target, asked.to)
     local = not is_remote(source) and not is_remote(target)
-    with rare_collections(), opening(source) as opened:
+    with opening(source) as opened:
         options = _options(asked, room)
         if not asked.dry_run and exported_as_it_is(opened, source, target, asked.to, options):
             _export(Path(source), Path(target), asked, room)
@@ -96,7 +96,6 @@ def _options(asked: TypedOptions, room: Mapping[str, int]) -> "ConvertOptions":
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDiff":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
-    from tangram.checkpoint.conversion.converting import rare_collections
     from tangram.checkpoint.conversion.object_store import opening
     from tangram.checkpoint.conversion.quantised import alike
     from tangram.checkpoint.inspect import diff, quantised_weights
@@ -113,7 +112,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
             return codes
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as on_bytes:
             return diff.compare(one, other, pattern, on_bytes)
-    with rare_collections(), opening(a) as one_side, opening(b) as other:
+    with opening(a) as one_side, opening(b) as other:
         if (known := quantised_weights.both_quantised(one_side, other)) is not None:
             with byte_bar("comparing", None) as on_bytes:
                 return quantised_weights.compare(one_side, other, known, pattern, on_bytes)
