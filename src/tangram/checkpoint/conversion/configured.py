@@ -11,6 +11,7 @@ Nothing is looked at in a model that transformers has no class for, nor where we
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,8 @@ DERIVED = re.compile(
     r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq|attn\.masked_bias"
     r"|(?:attn|attention)\.masked_bias|embeddings\.position_ids|freqs_cis)"
 )
+AVERAGE = re.compile(r"(^|_)(ema|swa|shadow|averaged?)(_|$)")
+"""What programs call the module that has moving averages."""
 MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
 """A causal mask of four dims where an attention has one; a bias has one dim."""
 
@@ -59,6 +62,7 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
     """
     notes: list[str] = []
     source = _without_derived(source, notes)
+    notes += _averages(source.specs)
     if config is None or "quantization_config" in config:
         return Fitted(source, tuple(notes))
     model = _declared(config) if check else None
@@ -143,6 +147,17 @@ def _without_derived(source: OpenCheckpoint, notes: list[str]) -> OpenCheckpoint
     kinds = sorted({".".join(name.split(".")[-2:]) for name in derived})
     notes.append(f"left out, since models compute them: {len(derived):,} of {', '.join(kinds)}")
     return _quietly(source, source.specs.keys() - derived)
+
+
+def _averages(specs: Collection[str]) -> list[str]:
+    """Sentences about moving averages that go along beside the weights, whose names they have behind their own."""
+    own = [name for name in specs if AVERAGE.search(name.partition(".")[0])]
+    others = {end for name in set(specs).difference(own) for end in (name, name.partition(".")[2])}
+    twins = Counter(name.partition(".")[0] for name in own if others & {".".join(name.split(".")[n:]) for n in (1, 2)})
+    return [
+        f"{many:,} tensors of {front} are named as others, as moving averages are: they go along as weights"
+        for front, many in twins.items()
+    ]
 
 
 def _is_derived(name: str, dims: int) -> bool:
