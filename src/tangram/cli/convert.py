@@ -97,7 +97,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
     from tangram.checkpoint.conversion.object_store import opening
-    from tangram.checkpoint.conversion.quantised import alike
+    from tangram.checkpoint.conversion.quantised import dequantised, quantisation_of
     from tangram.checkpoint.inspect import diff, quantised_weights
     from tangram.checkpoint.inspect.foreign import is_foreign
     from tangram.checkpoint.store import commits
@@ -113,11 +113,15 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as on_bytes:
             return diff.compare(one, other, pattern, on_bytes)
     with opening(a) as one_side, opening(b) as other:
-        if (known := quantised_weights.both_quantised(one_side, other)) is not None:
+        quantised = quantisation_of(one_side), quantisation_of(other)
+        if (known := quantised_weights.both_understood(quantised)) is not None:
             with byte_bar("comparing", None) as on_bytes:
                 return quantised_weights.compare(one_side, other, known, pattern, on_bytes)
         small = small_of(config) if config else {**other.small, **one_side.small}
-        left, right = alike(one_side, other)
+        left, right = (  # one quantised, one not: by their weights
+            side if codes is None or all(quantised) else dequantised(side, codes)[0]
+            for side, codes in zip((one_side, other), quantised, strict=True)
+        )
         way, other_side = diff.seen_as(left, right, config_of(small))
         with byte_bar("comparing", diff.to_read_across(way, other_side, pattern)) as on_bytes:
             return diff.compare_across(way, other_side, pattern, on_bytes)

@@ -342,8 +342,8 @@ def _places(
 
 def _matrices(parts: Mapping[str, Tensor]) -> tuple[bool, Tensor, Tensor]:
     """Whether a pair is of embeddings, its A, and its B."""
-    embedding = "embedding_A" in parts
-    return embedding, *(parts[f"{'embedding_' if embedding else ''}{key}"] for key in "AB")
+    front = "embedding_" if "embedding_A" in parts else ""
+    return bool(front), parts[f"{front}A"], parts[f"{front}B"]
 
 
 def _fitted(
