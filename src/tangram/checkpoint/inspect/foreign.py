@@ -107,18 +107,19 @@ def read_all(path: Path, on_bytes: Callable[[int], None]) -> Reading:
     begin, kind = time.perf_counter(), format_of(path) or ""
     try:
         opened = open_any(path)
-        filler = _filler(opened)
+        every = opened.uncut or opened  # also what is not the model's
+        filler = _filler(every)
     except UserError as error:
         return Reading(path, kind, 0, 0, (str(error),), time.perf_counter() - begin)
     nbytes, findings = 0, list[str]()
-    for name in opened.specs:
+    for name in every.specs:
         try:
-            for part in _parts(filler, opened, name):
+            for part in _parts(filler, every, name):
                 nbytes += part.nbytes
                 on_bytes(part.nbytes)
         except UserError as error:
             findings.append(str(error))
-    tensors, weights = len(opened.specs), 0
+    tensors, weights = len(every.specs), 0
     if not findings and (quantised := quantisation_of(opened)) is not None:
         findings += [quantised.problem] if quantised.torn else []
         if not quantised.problem:
