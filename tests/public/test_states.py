@@ -61,3 +61,11 @@ def test_what_is_not_the_models_is_read_too(states: dict[str, Any], tmp_path: Pa
     at = data.rindex(b"PK\x03\x04")  # the last of the archives that are one behind the other
     file.write_bytes(data[:at])
     assert not verify(path).sound
+
+
+def test_a_full_state_beside_its_optimiser(states: dict[str, Any], tmp_path: Path, capsys: Capture) -> None:
+    """accelerate#3527: FSDP2 with FULL_STATE_DICT writes two files by names of its own."""
+    torch.save({"weight": torch.ones(3, 4)}, tmp_path / "pytorch_model_fsdp.bin")
+    torch.save(states, tmp_path / "optimizer.bin")
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 2
+    assert "pytorch_model_fsdp.bin is a file of torch.save: give that" in capsys.readouterr().err
