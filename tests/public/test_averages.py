@@ -1,4 +1,4 @@
-"""Public reports about moving averages that are saved beside the weights they are of."""
+"""Public reports about moving averages and pairs of LoRA that are saved beside the weights they are of."""
 
 from pathlib import Path
 
@@ -33,3 +33,11 @@ def test_no_average_beside_weights(front: str, tmp_path: Path, capsys: Capture) 
     """SWivid/F5-TTS#1292: an average alone is the model, and nothing is said of it."""
     converted({**{f"{front}{name}": value for name, value in WEIGHTS.items()}, "ema.step": torch.ones(1)}, tmp_path)
     assert "named as others" not in capsys.readouterr().out
+
+
+def test_pairs_of_lora_beside_the_weights(tmp_path: Path, capsys: Capture) -> None:
+    """verl-project/verl#4761, axolotl-ai-cloud/axolotl#3294: what is saved as a model has an adapter in it, unmerged."""
+    pair = {f"out.lora_{side}.default.weight": torch.ones(2, 2) for side in "AB"}
+    base = {"embed.weight": WEIGHTS["embed.weight"], "out.base_layer.weight": WEIGHTS["out.weight"]}
+    converted({f"base_model.model.{name}": value for name, value in {**base, **pair}.items()}, tmp_path)
+    assert "not merged: 1 of the weights has a pair of LoRA beside it" in capsys.readouterr().out

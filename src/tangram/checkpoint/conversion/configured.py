@@ -43,6 +43,7 @@ DERIVED = re.compile(
 )
 AVERAGE = re.compile(r"(^|_)(ema|swa|shadow|averaged?)(_|$)")
 """What programs call the module that has moving averages."""
+LORA = re.compile(r"\.lora_(embedding_)?A(\.|$)")
 MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
 """A causal mask of four dims where an attention has one; a bias has one dim."""
 
@@ -62,7 +63,7 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
     """
     notes: list[str] = []
     source = _without_derived(source, notes)
-    notes += _averages(source.specs)
+    notes += _beside(source.specs)
     if config is None or "quantization_config" in config:
         return Fitted(source, tuple(notes))
     model = _declared(config) if check else None
@@ -149,15 +150,19 @@ def _without_derived(source: OpenCheckpoint, notes: list[str]) -> OpenCheckpoint
     return _quietly(source, source.specs.keys() - derived)
 
 
-def _averages(specs: Collection[str]) -> list[str]:
-    """Sentences about moving averages that go along beside the weights, whose names they have behind their own."""
+def _beside(specs: Collection[str]) -> list[str]:
+    """Sentences about what goes along beside the weights: moving averages, by the names of these, and pairs of LoRA."""
     own = [name for name in specs if AVERAGE.search(name.partition(".")[0])]
     others = {end for name in set(specs).difference(own) for end in (name, name.partition(".")[2])}
     twins = Counter(name.partition(".")[0] for name in own if others & {".".join(name.split(".")[n:]) for n in (1, 2)})
-    return [
+    notes = [
         f"{many:,} tensors of {front} are named as others, as moving averages are: they go along as weights"
         for front, many in twins.items()
     ]
+    if pairs := sum(LORA.search(name) is not None for name in specs):
+        has = "has a pair of LoRA beside it" if pairs == 1 else "have a pair of LoRA beside them"
+        notes.append(f"not merged: {pairs:,} of the weights {has}, which peft's merge_and_unload merges")
+    return notes
 
 
 def _is_derived(name: str, dims: int) -> bool:
