@@ -36,7 +36,7 @@ def test_no_average_beside_weights(front: str, tmp_path: Path, capsys: Capture) 
 
 
 def test_pairs_of_lora_beside_the_weights(tmp_path: Path, capsys: Capture) -> None:
-    """verl-project/verl#4761, axolotl-ai-cloud/axolotl#3294: what is saved as a model has an adapter in it, unmerged."""
+    """verl-project/verl#4761, axolotl-ai-cloud/axolotl#3294: a saved model has an adapter in it, unmerged."""
     pair = {f"out.lora_{side}.default.weight": torch.ones(2, 2) for side in "AB"}
     base = {"embed.weight": WEIGHTS["embed.weight"], "out.base_layer.weight": WEIGHTS["out.weight"]}
     converted({f"base_model.model.{name}": value for name, value in {**base, **pair}.items()}, tmp_path)
