@@ -60,3 +60,19 @@ def test_an_adapter_of_fused_experts(row: str, options: Mapping[str, Any], exper
     name = f"model.layers.1.{experts}.weight"
     assert before.keys() == after.keys()
     assert not torch.equal(before[name], after[name])
+
+
+@pytest.mark.parametrize(
+    ("row", "sizes"),
+    [
+        ("gpt_oss", {"intermediate_size": 32}),  # down_proj, as in the model that is published: 2880 by 2880
+        ("qwen3_moe", {"moe_intermediate_size": 16}),  # gate_up_proj
+    ],
+)
+def test_experts_whose_matrices_are_square(row: str, sizes: Mapping[str, int], tmp_path: Path) -> None:
+    """vllm-project/vllm#52194: A and B of experts are of inputs and outputs in an order that the shapes have to tell,
+    and a square one does not; the other tensor of the same experts does.
+    """
+    is_merged(
+        tmp_path, adapted(tmp_path, row, {"target_modules": ["q_proj"], "target_parameters": PARAMETERS}, **sizes)
+    )

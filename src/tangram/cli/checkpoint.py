@@ -307,9 +307,12 @@ def _more(rows: int) -> None:
 
 @contextlib.contextmanager
 def _files() -> Generator[None]:
-    """What the file system refuses is told in a sentence."""
+    """What the file system refuses is told in a sentence; cycles are looked for seldom among a million tensors."""
+    from tangram.checkpoint.conversion.converting import rare_collections
+
     try:
-        yield
+        with rare_collections():
+            yield
     except OSError as error:
         what = f'"{error.filename}"' if error.filename else "a file cannot be read or written to its end"
         raise UserError(f"{what}: {error.strerror or error}") from None

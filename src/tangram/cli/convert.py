@@ -62,7 +62,7 @@ class TypedOptions:
 def run(source: str, target: str, asked: TypedOptions) -> None:
     """Convert, and say what was done. Raises UserError for what cannot be."""
     from tangram.checkpoint.conversion.convert import target_of
-    from tangram.checkpoint.conversion.converting import exported_as_it_is, rare_collections, refuse_target
+    from tangram.checkpoint.conversion.converting import exported_as_it_is, refuse_target
     from tangram.checkpoint.conversion.object_store import opening
     from tangram.checkpoint.formats.hf_export import bytes_of
     from tangram.checkpoint.store.objects import is_remote
@@ -73,7 +73,7 @@ def run(source: str, target: str, asked: TypedOptions) -> None:
     room = {"shard": bytes_of(asked.shard_size), "memory": bytes_of(asked.memory)}
     refuse_target(target, asked.to)
     local = not is_remote(source) and not is_remote(target)
-    with rare_collections(), opening(source) as opened:
+    with opening(source) as opened:
         options = _options(asked, room)
         if not asked.dry_run and exported_as_it_is(opened, source, target, asked.to, options):
             _export(Path(source), Path(target), asked, room)
@@ -96,9 +96,8 @@ def _options(asked: TypedOptions, room: Mapping[str, int]) -> "ConvertOptions":
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDiff":
     """What differs between two checkpoints: by digests where both are Tangram's own, else one seen as the other's."""
     from tangram.checkpoint.conversion.convert import config_of, small_of
-    from tangram.checkpoint.conversion.converting import rare_collections
     from tangram.checkpoint.conversion.object_store import opening
-    from tangram.checkpoint.conversion.quantised import alike
+    from tangram.checkpoint.conversion.quantised import dequantised, quantisation_of
     from tangram.checkpoint.inspect import diff, quantised_weights
     from tangram.checkpoint.inspect.foreign import is_foreign
     from tangram.checkpoint.store import commits
@@ -113,12 +112,16 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
             return codes
         with byte_bar("comparing", diff.to_read(one[1], other[1], pattern)) as on_bytes:
             return diff.compare(one, other, pattern, on_bytes)
-    with rare_collections(), opening(a) as one_side, opening(b) as other:
-        if (known := quantised_weights.both_quantised(one_side, other)) is not None:
+    with opening(a) as one_side, opening(b) as other:
+        quantised = quantisation_of(one_side), quantisation_of(other)
+        if (known := quantised_weights.both_understood(quantised)) is not None:
             with byte_bar("comparing", None) as on_bytes:
                 return quantised_weights.compare(one_side, other, known, pattern, on_bytes)
         small = small_of(config) if config else {**other.small, **one_side.small}
-        left, right = alike(one_side, other)
+        left, right = (  # one quantised, one not: by their weights
+            side if codes is None or all(quantised) else dequantised(side, codes)[0]
+            for side, codes in zip((one_side, other), quantised, strict=True)
+        )
         way, other_side = diff.seen_as(left, right, config_of(small))
         with byte_bar("comparing", diff.to_read_across(way, other_side, pattern)) as on_bytes:
             return diff.compare_across(way, other_side, pattern, on_bytes)

@@ -75,7 +75,8 @@ def verify_foreign(path: Path, json: bool) -> int:
     codes = f" ({found.quantised:,} of codes and scales)" if found.quantised else ""
     read = f"{found.format}, {count(found.tensors, 'tensor')}{codes}, {size(found.nbytes)} read"
     if found.sound:
-        print(f"{path}: whole: {read}; the format has no checksums, so a changed value is not seen")
+        sums = "its checksums (CRC-32) agree" if found.summed else "it has no checksums, so a changed value is not seen"
+        print(f"{path}: whole: {read}; {sums}")
         return 0
     print(f"{path}: DAMAGED, {count(len(found.findings), 'finding')}: {read}")
     for one in found.findings[:FOUND]:

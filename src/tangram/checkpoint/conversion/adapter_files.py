@@ -124,9 +124,14 @@ def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps) -> Changes:
     own = _names_in_memory(source, [f"{_owner(one)}.weight" for one in pairs] + [*full])
     stored = {name: source.specs[one] for name, one in own.renamed.items()}
     seen = replace(source, specs={**source.specs, **own.fused, **stored})
+    words = {module: embedding or "" if f"{module}.weight" == HEAD else "" for module in pairs}
+    places = {module: _places(seen, config, module, pairs[module], folder, words[module]) for module in pairs}
+    ways = {turned for some in places.values() if len(some) == 1 for _, experts, turned in some if experts}
     for module, parts in pairs.items():
-        tied = embedding if f"{module}.weight" == HEAD else None
-        name, pair = _fitted(seen, config, module, parts, folder, tied or "")
+        tied = words[module]
+        # Of square matrices of experts the shapes do not tell: peft has all experts of a model one way round.
+        fits = [one for one in places[module] if len(ways) != 1 or not one[1] or one[2] in ways]
+        name, pair = _fitted(seen, config, module, parts, folder, fits)
         apart = _apart(pair, own.rows[name]) if name in own.rows else {own.renamed.get(name, name): pair}
         for one, changed in apart.items():
             key = HEAD if tied else one
@@ -183,15 +188,8 @@ def _of_tied(source: OpenCheckpoint, table: dict[str, WeightChange], embedding: 
 
 
 def _alike(a: WeightChange, b: WeightChange) -> bool:
-    if not _same_values(a.full, b.full):
-        return False
-    return a.pair is b.pair if a.pair is None or b.pair is None else a.pair.same(b.pair)
-
-
-def _same_values(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and torch.equal(a, b)
+    full = a.full is b.full if a.full is None or b.full is None else torch.equal(a.full, b.full)
+    return full and (a.pair is b.pair if a.pair is None or b.pair is None else a.pair.same(b.pair))
 
 
 def _fits(shape: tuple[int, ...], value: Tensor, name: str, folder: Path) -> None:
@@ -306,15 +304,14 @@ def _tensors(folder: Path, maps: Maps) -> dict[str, Tensor]:
     return {slot.name: maps.view(WEIGHTS, slot.offset, slot.dtype, slot.shape) for slot in slots}
 
 
-def _fitted(
+def _places(
     source: OpenCheckpoint, config: Config, module: str, parts: Mapping[str, Tensor], folder: Path, tied: str
-) -> tuple[str, LowRankPair]:
-    """Which weight A and B of a module are for. Raises UserError where none fits, or it is not plain.
+) -> list[tuple[str, int, bool]]:
+    """Which weights A and B of a module fit, with their experts and whether turned. Raises UserError where none does.
 
     `tied`: the embeddings, where the module is a head that is tied to them.
     """
-    embedding = "embedding_A" in parts
-    a, b = (parts[f"{'embedding_' if embedding else ''}{key}"] for key in "AB")
+    embedding, a, b = _matrices(parts)
     plain = tied or f"{module}.weight"
     owner = _owner(module)
     ends = [f"{owner}.{one.rpartition('.')[2]}" for one in config.parameters]
@@ -340,12 +337,27 @@ def _fitted(
             f'the adapter "{folder}" has A {list(a.shape)} and B {list(b.shape)} for {module}, and {shapes} is of '
             "another shape"
         )
+    return fits
+
+
+def _matrices(parts: Mapping[str, Tensor]) -> tuple[bool, Tensor, Tensor]:
+    """Whether a pair is of embeddings, its A, and its B."""
+    front = "embedding_" if "embedding_A" in parts else ""
+    return bool(front), parts[f"{front}A"], parts[f"{front}B"]
+
+
+def _fitted(
+    source: OpenCheckpoint, config: Config, module: str, parts: Mapping[str, Tensor], folder: Path,
+    fits: Sequence[tuple[str, int, bool]],
+) -> tuple[str, LowRankPair]:  # fmt: skip
+    """The weight that A and B of a module are for. Raises UserError where it is not plain which."""
+    _, a, b = _matrices(parts)
     if len(fits) > 1:
         said = ", ".join(sorted({name for name, *_ in fits}))
         raise UserError(
             f'the shapes of {module} in the adapter "{folder}" do not tell how they fit {said}: merge by peft'
         )
-    name, experts, turned = fits[0]
+    ((name, experts, turned),) = fits
     if source.specs[name].dtype not in FLOATS:
         raise UserError(f"{name} is {source.specs[name].dtype}, into which nothing is merged: add --dequantise")
     rank = a.shape[0] // (experts or 1)

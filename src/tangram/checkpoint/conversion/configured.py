@@ -11,6 +11,7 @@ Nothing is looked at in a model that transformers has no class for, nor where we
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,9 @@ DERIVED = re.compile(
     r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq|attn\.masked_bias"
     r"|(?:attn|attention)\.masked_bias|embeddings\.position_ids|freqs_cis)"
 )
+AVERAGE = re.compile(r"(^|_)(ema|swa|shadow|averaged?)(_|$)")
+"""What programs call the module that has moving averages."""
+LORA = re.compile(r"\.lora_(embedding_)?A(\.|$)")
 MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
 """A causal mask of four dims where an attention has one; a bias has one dim."""
 
@@ -59,6 +63,7 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
     """
     notes: list[str] = []
     source = _without_derived(source, notes)
+    notes += _beside(source.specs)
     if config is None or "quantization_config" in config:
         return Fitted(source, tuple(notes))
     model = _declared(config) if check else None
@@ -143,6 +148,21 @@ def _without_derived(source: OpenCheckpoint, notes: list[str]) -> OpenCheckpoint
     kinds = sorted({".".join(name.split(".")[-2:]) for name in derived})
     notes.append(f"left out, since models compute them: {len(derived):,} of {', '.join(kinds)}")
     return _quietly(source, source.specs.keys() - derived)
+
+
+def _beside(specs: Collection[str]) -> list[str]:
+    """Sentences about what goes along beside the weights: moving averages, by the names of these, and pairs of LoRA."""
+    own = [name for name in specs if AVERAGE.search(name.partition(".")[0])]
+    others = {end for name in set(specs).difference(own) for end in (name, name.partition(".")[2])}
+    twins = Counter(name.partition(".")[0] for name in own if others & {".".join(name.split(".")[n:]) for n in (1, 2)})
+    notes = [
+        f"{many:,} tensors of {front} are named as others, as moving averages are: they go along as weights"
+        for front, many in twins.items()
+    ]
+    if pairs := sum(LORA.search(name) is not None for name in specs):
+        has = "has a pair of LoRA beside it" if pairs == 1 else "have a pair of LoRA beside them"
+        notes.append(f"not merged: {pairs:,} of the weights {has}, which peft's merge_and_unload merges")
+    return notes
 
 
 def _is_derived(name: str, dims: int) -> bool:

@@ -326,6 +326,16 @@ class Filler:
         values = self._source.read(piece.place, piece.tensor) if piece else None
         return values if values is not None and tuple(values.shape) == self._own[name].shape else None
 
+    def values_of(self, name: str) -> Tensor:
+        """All values of a tensor, until those of the next are asked for."""
+        spec, own = self._specs[name], self._own[name]
+        self._let_go(math.prod(own.shape) * DTYPES[own.dtype])
+        values = self._as_it_is(name) if spec.dtype == own.dtype else None
+        if values is None:
+            values = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            self.fill(name, Region.full(spec.shape), values)
+        return values
+
     def bytes_of(self, name: str, first: int, out: Bytes) -> None:
         """Bytes of a tensor in row-major order, from the byte `first` on."""
         spec = self._specs[name]

@@ -132,6 +132,8 @@ def _is_named_as_configured(opened: OpenCheckpoint, options: ConvertOptions) -> 
 
 def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> PreparedConversion:
     """Decide what becomes of every tensor. Raises UserError where no mapping fits."""
+    if source.states and all(name.endswith(tuple(f".{state}" for state in source.states)) for name in source.specs):
+        raise UserError(f'"{source.path}" has states of an optimiser and no weights: give the checkpoint of the model')
     small = small_of(options.config) if options.config else dict(source.small)
     also = [word for word, on in (("an adapter", options.adapter), ("a mapping", options.mapping)) if on]
     source, small, rounding = prepared(source, small, to, dequantise=options.dequantise, dtype=options.dtype, also=also)

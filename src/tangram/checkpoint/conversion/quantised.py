@@ -31,7 +31,7 @@ from tangram.relayout import Piece, RelayoutError, TensorSpec, bind
 from tangram.relayout.quantised.groups import Box, GroupUnfitError, Settings, TensorGroup
 from tangram.relayout.quantised.table import FLOAT8, GROUP_CODECS, find_groups, matched
 
-__all__ = ["Quantisation", "Rounding", "alike", "by_weights", "dequantised", "prepared", "quantisation_of"]
+__all__ = ["Quantisation", "Rounding", "by_weights", "dequantised", "prepared", "quantisation_of"]
 
 BLOCK = 4 << 20
 """Bytes of a block in float32; one is at least as high as a block of scales."""
@@ -373,14 +373,6 @@ def prepared(
     if settings_of(source.small) is not None and settings_of(small) is None:
         raise UserError(f'"{source.path}" is {quantised.description}; the --config says nothing of it: leave it out')
     return replace(source, objects={**source.objects, "quantised": quantised.description}), dict(small), None
-
-
-def alike(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[OpenCheckpoint, OpenCheckpoint]:
-    """Two checkpoints to compare: where one of them is quantised and the other is not, by its weights."""
-    codes, others = quantisation_of(a), quantisation_of(b)
-    if (codes is None) == (others is None):
-        return a, b
-    return (dequantised(a, codes)[0], b) if codes else (a, by_weights(b))
 
 
 def by_weights(source: OpenCheckpoint) -> OpenCheckpoint:

@@ -70,6 +70,7 @@ def _seen(path: Path, kinds: Mapping[str, Callable[[Path], bool]]) -> str:
     if not there:
         return "it is empty"
     inside = [one for one in (*there, *path.glob("snapshots/*")) if one.is_dir()]  # of the hub's cache: links two below
+    inside += [one for one in there if one.is_file() and one.name.startswith(("pytorch_model", "model"))]
     below = [(str(one.relative_to(path)), kind) for one in inside for kind, fits in kinds.items() if fits(one)]
     if below:
         named = dict(reversed(below))

@@ -115,7 +115,10 @@ def _header(file: Path) -> dict[str, TensorSpec]:
             part = stream.get_slice(name)
             dtype = str(part.get_dtype())
             if dtype not in TYPES:
-                raise UserError(f'{name} in "{file}" has the type {dtype}, which this version does not read')
+                raise UserError(
+                    f'{name} in "{file}" has the type {dtype}, and those that are read are {", ".join(TYPES)}: have '
+                    "the program that wrote it write one of these"
+                )
             specs[name] = TensorSpec(tuple(part.get_shape()), TYPES[dtype])
     return specs
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -308,14 +307,12 @@ def _values(
     found = TensorChange(name, kind, _described(mine), _described(theirs))
     size = _nbytes(mine)
     if kind == "values" and 0 < size <= CHUNK:  # of which there may be a million, nearly all of them equal
-        bits = (np.empty(size, np.uint8), np.empty(size, np.uint8))
-        for filler, out in zip((left, right), bits, strict=True):
-            filler.bytes_of(name, 0, out)
+        one, two = (filler.values_of(name).reshape(-1) for filler in (left, right))
         if on_bytes:
             on_bytes(2 * size)
-        if np.array_equal(*bits):
+        if torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
             return []
-        return [compared(found, *(torch.from_numpy(one).view(getattr(torch, mine.dtype)) for one in bits))]
+        return [compared(found, one, two)]
     for box in boxes(mine.shape, CHUNK // max(DTYPES[mine.dtype], DTYPES[theirs.dtype])):
         region, shape = Region.of([tuple(span(a, b) for a, b in box)]), [b - a for a, b in box]
         one, two = (torch.empty(shape, dtype=getattr(torch, spec.dtype)) for spec in (mine, theirs))

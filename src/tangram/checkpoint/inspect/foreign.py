@@ -1,7 +1,7 @@
 """A checkpoint of another program's format looked into: its tensors for a tree, the values of one, and all of it read.
 
-Such a format has no checksums (DeepSpeed, torch, Paddle, Megatron-core and Hugging Face have none), so to verify it is
-to prove that every element of every tensor is there once and can be read.
+Such a format is not digested, so to verify it is to prove that every element of every tensor is there once and can be
+read. What torch writes (files of `torch.save`, DCP, Megatron-core) has a CRC-32 for each storage, which is compared.
 """
 
 import time
@@ -15,10 +15,16 @@ from torch import Tensor
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.conversion.quantised import quantisation_of
+from tangram.checkpoint.formats.archives.archive import TensorPlace, compare_sums
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.archives.state_dicts import Number
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.common.optimiser_names import Count
 from tangram.checkpoint.formats.common.outgoing import boxes
+from tangram.checkpoint.formats.dcp import ByteSpan
 from tangram.checkpoint.formats.detect import FORMATS, open_any
 from tangram.checkpoint.formats.own import is_own
+from tangram.checkpoint.formats.torch_dist import StackedRow
 from tangram.checkpoint.inspect import quantised_weights, tree
 from tangram.checkpoint.inspect.verify import VerifyReport
 from tangram.checkpoint.inspect.verify import verify as verify_own
@@ -48,6 +54,8 @@ class Reading:
     seconds: float
     quantised: int = 0
     """Of the tensors, weights that are codes and scales, each counted once."""
+    summed: bool = False
+    """Whether all of it has checksums, which were compared."""
 
     @property
     def sound(self) -> bool:
@@ -107,24 +115,47 @@ def read_all(path: Path, on_bytes: Callable[[int], None]) -> Reading:
     begin, kind = time.perf_counter(), format_of(path) or ""
     try:
         opened = open_any(path)
-        filler = _filler(opened)
+        every = opened.uncut or opened  # also what is not the model's
+        filler = _filler(every)
     except UserError as error:
         return Reading(path, kind, 0, 0, (str(error),), time.perf_counter() - begin)
     nbytes, findings = 0, list[str]()
-    for name in opened.specs:
+    for name in every.specs:
         try:
-            for part in _parts(filler, opened, name):
+            for part in _parts(filler, every, name):
                 nbytes += part.nbytes
                 on_bytes(part.nbytes)
         except UserError as error:
             findings.append(str(error))
-    tensors, weights = len(opened.specs), 0
+    summed = not findings and _compare_sums(every, findings)
+    tensors, weights = len(every.specs), 0
     if not findings and (quantised := quantisation_of(opened)) is not None:
         findings += [quantised.problem] if quantised.torn else []
         if not quantised.problem:
             weights = len(quantised.groups)
             tensors -= len(quantised_weights.owners_of(quantised.groups)) - weights
-    return Reading(path, opened.format, tensors, nbytes, tuple(findings), time.perf_counter() - begin, weights)
+    return Reading(path, opened.format, tensors, nbytes, tuple(findings), time.perf_counter() - begin, weights, summed)
+
+
+def _compare_sums(opened: OpenCheckpoint, findings: list[str]) -> bool:
+    """Compare the checksums of all archives that tensors lie in. Whether each has them and no tensor lies elsewhere."""
+    maps = Maps(opened.path if opened.path.is_dir() else opened.path.parent)
+    spans: dict[tuple[str, int, int | None], None] = {}
+    summed = True
+    for place in (piece.place for piece in opened.pieces):
+        span = place.span if isinstance(place, StackedRow) else place
+        if isinstance(span, ByteSpan):
+            spans[span.file, span.offset, span.length] = None
+        elif isinstance(span, TensorPlace) and (maps.folder / span.file).is_file():
+            spans[span.file, 0, None] = None
+        elif not isinstance(span, Number | Count):  # which a tree has that was compared, too
+            summed = False
+    for span in spans:
+        try:
+            summed &= compare_sums(maps, *span)
+        except UserError as error:
+            findings.append(str(error))
+    return summed and bool(spans)
 
 
 def _filler(opened: OpenCheckpoint) -> Filler:

@@ -84,7 +84,7 @@ def of_two_own(a: Side, b: Side, pattern: str = "*") -> CheckpointDiff | None:
     if not (may_be_quantised(a[1]) and may_be_quantised(b[1])):
         return None
     sides = (open_any(a[0]), open_any(b[0]))
-    quantised = both_quantised(*sides)
+    quantised = both_understood((quantisation_of(sides[0]), quantisation_of(sides[1])))
     if quantised is None:
         return None
     found = diff.compare(a, b)
@@ -92,9 +92,11 @@ def of_two_own(a: Side, b: Side, pattern: str = "*") -> CheckpointDiff | None:
     return by_weights(chosen, sides, (a[1].tensors, b[1].tensors), quantised, pattern, None, f"{MODEL}.")
 
 
-def both_quantised(a: OpenCheckpoint, b: OpenCheckpoint) -> tuple[Quantisation, Quantisation] | None:
+def both_understood(
+    quantised: tuple[Quantisation | None, Quantisation | None],
+) -> tuple[Quantisation, Quantisation] | None:
     """What is quantised in two checkpoints whose codes are understood; None where either is not one."""
-    mine, theirs = quantisation_of(a), quantisation_of(b)
+    mine, theirs = quantised
     if mine is None or theirs is None or mine.problem or theirs.problem:
         return None
     return mine, theirs

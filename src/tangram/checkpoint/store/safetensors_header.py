@@ -33,6 +33,8 @@ NAMES: Mapping[str, str] = {
     "int64": "I64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
     "float16": "F16",
     "bfloat16": "BF16",

@@ -73,14 +73,17 @@ GROUP_CODECS: Mapping[str, GroupCodec] = {
 
 def matched(specs: Mapping[str, TensorSpec], method: str | None = None) -> Iterator[TensorGroup]:
     """Groups by their names and types alone, of one method or of any; their tensors have no shape yet."""
-    rows = [(key, row) for key, row in GROUP_CODECS.items() if method is None or method in row.methods]
+    rows: dict[str, list[tuple[str, GroupCodec]]] = {}  # by the type of the codes: most tensors have one of no row
+    for key, row in GROUP_CODECS.items():
+        for dtype in row.dtypes if method is None or method in row.methods else ():
+            rows.setdefault(dtype, []).append((key, row))
     for name, spec in specs.items():
-        for key, row in rows:
-            if spec.dtype not in row.dtypes or not name.endswith(row.codes):
+        for key, row in rows.get(spec.dtype, ()):
+            if not name.endswith(row.codes):
                 continue
             stem = name[: len(name) - len(row.codes)]
-            others = {role: stem + end for role, end in {**row.needs, **row.may}.items()}
-            if all(others[role] in specs for role in row.needs):
+            if all(stem + end in specs for end in row.needs.values()):
+                others = {role: stem + end for role, end in {**row.needs, **row.may}.items()}
                 members = {"codes": name, **{role: one for role, one in others.items() if one in specs}}
                 yield TensorGroup(stem + row.decoded, key, members, {role: specs[one] for role, one in members.items()})
                 break

@@ -14,6 +14,7 @@ import io
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +25,8 @@ from tangram.errors import UserError
 
 LOCAL = 30
 """Bytes of the head of a zip member before its name."""
+SUMMED = 1 << 25
+"""Bytes that are summed together."""
 
 
 # What the two libraries raise for bytes that are not theirs.
@@ -108,8 +111,8 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
                 raise UserError(f'"{path}" is not what torch.save writes: it has no data.pkl')
             if any(one.compress_type for one in members.values()):
                 raise UserError(f'"{path}" is a compressed archive, which torch.save does not write')
-            tree = found.read(members["data.pkl"])
-            if "byteorder" in members and found.read(members["byteorder"]) != b"little":
+            tree = _member(maps, file, start, members["data.pkl"])
+            if "byteorder" in members and _member(maps, file, start, members["byteorder"]) != b"little":
                 raise UserError(f'"{path}" was written on a machine with another order of bytes')
     except _UNZIP as error:
         old = data[start : start + 1] == b"\x80"
@@ -121,6 +124,46 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
         return _Reader(io.BytesIO(tree), file, places, sizes).load()
     except UNPICKLE as error:
         raise UserError(f'the tree of "{path}" cannot be read: {error}') from None
+
+
+def _member(maps: Maps, file: str, start: int, member: zipfile.ZipInfo) -> bytes:
+    """What is in a small member."""
+    _compare_sum(maps, file, start, member)
+    begin = _begin(maps, file, start + member.header_offset)
+    return maps.data(file)[begin : begin + member.file_size]
+
+
+def _compare_sum(maps: Maps, file: str, start: int, member: zipfile.ZipInfo) -> None:
+    """Raises BadZipFile where a member's bytes are not those of its checksum; 0 is that of one written without."""
+    if not member.CRC:
+        return
+    begin, found = _begin(maps, file, start + member.header_offset), 0
+    stop = begin + member.file_size
+    for at in range(begin, stop, SUMMED):
+        end = min(at + SUMMED, stop)
+        maps.ensure(file, at, end)
+        found = zlib.crc32(maps.data(file)[at:end], found)
+        if end < stop:
+            maps.release()
+    if found != member.CRC:
+        raise zipfile.BadZipFile(f"the bytes of {member.filename} are not those of its checksum")
+
+
+def compare_sums(maps: Maps, file: str, start: int = 0, length: int | None = None) -> bool:
+    """Whether an archive has checksums, all of which are compared. Raises UserError for bytes that are not theirs.
+
+    torch writes a CRC-32 for each member unless it is told not to, and looks at none of them when it loads.
+    """
+    data = maps.data(file)
+    stop = len(data) if length is None else start + length
+    try:
+        with zipfile.ZipFile(_Part(maps, file, start, stop)) as found:
+            members = found.infolist()
+        for one in members:
+            _compare_sum(maps, file, start, one)
+    except _UNZIP as error:
+        raise UserError(f'"{maps.folder / file}" is damaged: {error}') from None
+    return all(one.CRC or not one.file_size for one in members)
 
 
 def tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, TensorPlace]]:

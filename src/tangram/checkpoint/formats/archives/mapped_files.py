@@ -65,22 +65,23 @@ class Maps:
 
         Raises UserError where the file ends before them.
         """
-        strides = stride if stride is not None else _rows(shape)
-        size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else 0
-        kind = getattr(torch, dtype)
-        if not size:
+        count, width, kind = math.prod(shape), DTYPES[dtype], getattr(torch, dtype)
+        if not count:
             return torch.empty(shape, dtype=kind)
-        data = self.data(file)
-        self.ensure(file, offset, offset + size * DTYPES[dtype])
-        if offset < 0 or min(strides, default=0) < 0 or offset + size * DTYPES[dtype] > len(data):
+        if stride is not None:
+            count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        data, nbytes = self.data(file), count * width
+        self.ensure(file, offset, offset + nbytes)
+        if offset < 0 or min(stride or (), default=0) < 0 or offset + nbytes > len(data):
             raise UserError(f'"{self.folder / file}" is cut off: it has {len(data):,} bytes, and more are asked for')
-        self._ahead(file, data, offset, size * DTYPES[dtype])
-        if offset % DTYPES[dtype]:
-            return _bytes(data, offset, size * DTYPES[dtype]).view(kind).as_strided(shape, strides)
-        if file not in self._bytes:
-            self._bytes[file] = _bytes(data, 0, len(data))
-        flat = self._bytes[file][offset : offset + size * DTYPES[dtype]].view(kind)
-        return flat.as_strided(shape, strides, flat.storage_offset())
+        self._ahead(file, data, offset, nbytes)
+        if offset % width:
+            flat = _bytes(data, offset, nbytes).view(kind)
+        else:
+            if file not in self._bytes:
+                self._bytes[file] = _bytes(data, 0, len(data))
+            flat = self._bytes[file][offset : offset + nbytes].view(kind)
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride, flat.storage_offset())
 
     def _ahead(self, file: str, data: mmap.mmap, offset: int, nbytes: int) -> None:
         """Have the disk read what is about to be used, in large requests; once, until it is let go."""
@@ -102,10 +103,6 @@ def _bytes(data: mmap.mmap, offset: int, count: int) -> Tensor:
     with warnings.catch_warnings():  # torch warns of read-only buffers; this one is only read
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=offset)
-
-
-def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def missing(file: Path) -> UserError:

@@ -36,10 +36,13 @@ def model_part(source: OpenCheckpoint, naming: Naming, objects: Collection[str] 
     """A checkpoint of its model and of the states of it that an optimiser keeps, by the names of the model.
 
     `objects`: entries that are no tensors, whose names say what lies beside what. What is left out is in `beside`.
+    States without weights, as a folder of an optimiser's own has them, are all there is.
     """
     source = renamed(source, unwrapped(source.specs))
     states = {name: found for name in source.specs if (found := naming.read(name))}
     params = {name: spec for name, spec in source.specs.items() if name not in states}
+    if states and all("param_groups." in name for name in params):
+        return named(only(source, states), naming)
     prefix = _by_states(params, {param for param, _ in states.values()})
     if prefix is None:
         prefix = _by_keys(params, [*objects, *states])
@@ -58,6 +61,7 @@ def only(source: OpenCheckpoint, names: Collection[str]) -> OpenCheckpoint:
         specs={name: spec for name, spec in source.specs.items() if name in names},
         pieces=tuple(piece for piece in source.pieces if piece.tensor in names),
         beside=(*source.beside, *(name for name in source.specs if name not in names)),
+        uncut=source.uncut or source,
     )
 
 

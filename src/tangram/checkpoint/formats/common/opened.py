@@ -41,3 +41,5 @@ class OpenCheckpoint:
     """What is no tensor: `settings` of the optimiser, where the checkpoint says them."""
     beside: tuple[str, ...] = ()
     """Tensors that are there and are not the model's, nor states of it."""
+    uncut: "OpenCheckpoint | None" = None
+    """With what is in `beside`, by the names that are stored; None where nothing is."""

@@ -1,0 +1,42 @@
+"""Public reports about types of tensors that few programs write, each with its input rebuilt small."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+
+from tangram.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fnuz", "float8_e5m2fnuz"])
+@pytest.mark.parametrize("to", ["hf", "dcp", "tangram"])
+def test_float8_without_a_negative_zero(kind: str, to: str, tmp_path: Path) -> None:
+    """huggingface/huggingface_hub#4901: types that safetensors writes and that a table beside it does not have."""
+    values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(getattr(torch, kind))
+    (tmp_path / "hf").mkdir()
+    save_file({"a.weight": values}, tmp_path / "hf/model.safetensors")
+    assert main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "there"), "--to", to]) == 0
+    assert main(["checkpoint", "verify", str(tmp_path / "there")]) == 0
+    assert main(["checkpoint", "convert", str(tmp_path / "there"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    back = load_file(tmp_path / "back/model.safetensors")["a.weight"]
+    assert back.dtype == values.dtype
+    assert torch.equal(back.view(torch.uint8), values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["F4", "F6_E2M3"])
+def test_numbers_that_are_packed(kind: str, tmp_path: Path, capsys: Capture) -> None:
+    """safetensors/safetensors#839, foundation-model-stack/fastsafetensors#69: numbers of 4 bits are a KeyError. The
+    sentence says which types there are.
+    """
+    bits = {"F4": 4, "F6_E2M3": 6}[kind]
+    row = {"dtype": kind, "shape": [8, 8], "data_offsets": [0, 8 * bits]}
+    head = json.dumps({"a.weight": row}).encode()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(8 * bits))
+    for words in (["inspect"], ["convert", str(tmp_path / "out"), "--to", "hf"]):
+        assert main(["checkpoint", words[0], str(tmp_path / "hf"), *words[1:]]) == 2
+        assert f"has the type {kind}, and those that are read are " in capsys.readouterr().err
