@@ -82,6 +82,28 @@ def test_a_snapshot_gets_its_digests_on_the_way_to_the_disk(tmp_path: Path) -> N
         promote(found, tmp_path / "disk")
 
 
+def test_snapshots_are_written_over_files_that_no_checkpoint_has_any_more(tmp_path: Path) -> None:
+    """Memory that is there costs a third of new; what is pinned stays as it was."""
+    state = {"model": {"w": torch.zeros(1000)}}
+    saver = AsyncSaver(tmp_path, Peers(), Settings(digests=False, keep=("last=2",)))
+    seen: list[int] = []
+    pinned = None
+    for step in range(1, 9):
+        state["model"]["w"].fill_(step)
+        saver.save(describe(state, Peers()), About(step))
+        saver.wait()
+        (saved,) = saver.poll()
+        assert saved.path is not None, saved.reason
+        seen.append(next(saved.path.glob("*.safetensors")).stat().st_ino)
+        assert [value(path) for path, _ in committed(tmp_path)] == [float(n) for n in (step - 1, step) if n]
+        if step == 3:
+            pinned = pin(saved.path)
+    assert len(set(seen)) == 4, "two that stay, the one under way, the one that is pinned"
+    assert pinned is not None
+    assert value(pinned) == 3
+    saver.close()
+
+
 def test_rotten_memory_never_reaches_the_disk(tmp_path: Path) -> None:
     path = write(tmp_path / "memory", 2)
     flip(path)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tangram.checkpoint.saving import rank_parts
-from tangram.checkpoint.saving.rank_files import RankFiles
+from tangram.checkpoint.saving.rank_files import RankFiles, discard
 from tangram.checkpoint.saving.rank_parts import About, finish, sentence
 from tangram.checkpoint.saving.snapshot import FilePlaces
 from tangram.checkpoint.store import commits, retention
@@ -223,9 +223,7 @@ class SaveWriter:
                 part = self._files.write(partial, save_id, order.objects or {}, order.digests)
             rank_parts.leave_part(partial, self._files.index, part)
         except OSError as error:
-            for file in found.files:
-                with contextlib.suppress(OSError):  # on a full disk the reason needs room
-                    (partial / file.name).unlink(missing_ok=True)
+            discard(partial, found)  # on a full disk the reason needs room
             raise _FailedError(f"rank {self._files.index} cannot write: {sentence(error)}") from None
 
     @contextlib.contextmanager
