@@ -34,9 +34,9 @@ from tangram.training.data import (
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
 from tangram.training.objective import expert_loads
+from tangram.training.observe.boards import BOARD_FOLDER, Boards
 from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, TableEvent
 from tangram.training.observe.summary import Summary, summarise
-from tangram.training.observe.tensorboard import TensorBoard
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.end_proofs import ProofError, prove
@@ -51,7 +51,6 @@ from tangram.training.step import loop
 
 REPORT_FILE = "report.html"
 FAILURE_FILE = "failure.txt"  # the stack trace of the rank that ended a job
-BOARD_FOLDER = "tensorboard"
 
 JOB_FAILURES = (RankError, ProofError)
 OnEvent = Callable[[object], None]
@@ -106,13 +105,13 @@ def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
-    record, board = Record(), TensorBoard(job.folder / BOARD_FOLDER, chosen.plan)
+    record, boards = Record(), Boards(job.folder, chosen.plan)
     with sending(job.plan, job.folder / CHECKPOINTS, on_event) as send:
 
         def everybody(event: object) -> None:
             on_event(event)
             record(event)
-            board(event)
+            boards(event)
             send(event)
             if isinstance(event, ExpertLoads):
                 expert_loads.append(job.folder, event)
@@ -124,7 +123,7 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
             (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
             raise
         finally:
-            board.close()
+            boards.close()
         return finish(job, chosen, ready, record, report, on_event)
 
 
@@ -249,7 +248,7 @@ def finish(
         checkpoint=str(checkpoint),
         predicted=_predicted(chosen.predicted),
         resumed_from=report.first or None,
-        **{what: str(path) for what, path in _paths(out).items() if what != "summary"},
+        **{what: str(path) for what, path in _paths(out, plan).items() if what != "summary"},
     )
     sample = f"{proved.prompt}{proved.written}"
     machine = describe().in_words()
@@ -264,7 +263,9 @@ def finish(
     )
     summary.write(out / SUMMARY_FILE)
     on_event(
-        TableEvent("Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out).items()))
+        TableEvent(
+            "Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out, plan).items())
+        )
     )
     return summary
 
@@ -291,10 +292,6 @@ def _predicted(estimate: Estimate | None) -> dict[str, object] | None:
     }
 
 
-def _paths(out: Path) -> dict[str, Path]:
-    return {
-        "export": out / "export",
-        "report": out / REPORT_FILE,
-        "tensorboard": out / BOARD_FOLDER,
-        "summary": out / SUMMARY_FILE,
-    }
+def _paths(out: Path, plan: Plan) -> dict[str, Path]:
+    board = {"tensorboard": out / BOARD_FOLDER} if "tensorboard" in plan.run.boards else {}
+    return {"export": out / "export", "report": out / REPORT_FILE, **board, "summary": out / SUMMARY_FILE}

@@ -132,6 +132,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "run.on_nonfinite": _REPORTED,
         "run.trace": _FREE,
         "run.hang_seconds": _FREE,
+        "run.boards": _FREE,
         "run.skips_in_a_row": _REPORTED,
         "run.diverged.above": _REPORTED,
         "run.diverged.steps": _REPORTED,
