@@ -83,6 +83,16 @@ def test_an_expert_that_is_given_ever_more_is_named_with_its_layer(tmp_path: Pat
     assert top(tmp_path).spikes == (one.text,)
 
 
+def test_a_layer_with_next_to_no_gradient_that_has_some_once_is_no_spike(tmp_path: Path) -> None:
+    """As the embedding of a mixture whose experts have collapsed: the whole gradient is what it was."""
+    norms = norms_of(4)
+
+    def small(step: int) -> Sequence[float]:
+        return [norms(step)[0] * (0.2 if step == 35 else 0.01), *norms(step)[1:]]
+
+    assert not ran(tmp_path, noisy(4), small, 60)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.5])
 def test_experts_that_are_chosen_as_ever_are_left_in_peace(noise: float, tmp_path: Path) -> None:
     assert not routed(tmp_path, loads_of(2, noise), 120)

@@ -26,6 +26,8 @@ from tangram.tracing.stacks import rank_words
 WINDOW, LEVEL = 24, 9
 LOSS_RISE, GRADIENT_RISE, LOAD_RISE = math.log(1.3), math.log(10.0), math.log(1.5)
 SIGMAS = 8.0
+OWN, WHOLE, LAYERS = 1, 2, 3
+"""After the loss: this rank's part of it, the norm of all that it has of the gradient, and that of each layer."""
 TO_SIGMA = 1.4826 / math.sqrt(2)
 """Of the median of what neighbours differ by, where noise is normal."""
 
@@ -94,13 +96,13 @@ class Spikes:
         """`layers`: of each trained parameter that it is in."""
         self._layers = [*dict.fromkeys(layers)]
         self._of = np.array([self._layers.index(one) for one in layers], dtype=np.intp)
-        self._jumps = _Jumps([LOSS_RISE, math.inf, *[GRADIENT_RISE] * len(self._layers)])
+        self._jumps = _Jumps([LOSS_RISE, math.inf, math.inf, *[GRADIENT_RISE] * len(self._layers)])
         self._experts: tuple[tuple[str, ...], _Jumps] = (), _Jumps(())
 
     def judge(self, step: int, numbers: StepNumbers) -> list[dict[str, Any]]:
         """What jumps in a step, as lines for the names file."""
         squares = np.bincount(self._of, np.square(numbers.norms), len(self._layers))
-        now = _logarithms(np.concatenate([(numbers.loss, numbers.own), np.sqrt(squares)]))
+        now = _logarithms(np.concatenate([(numbers.loss, numbers.own, math.sqrt(squares.sum())), np.sqrt(squares)]))
         found = self._in_words(step, numbers, self._jumps.fresh(now), now)
         self._jumps.add(now)
         return found
@@ -126,13 +128,18 @@ class Spikes:
         found: list[dict[str, Any]] = []
         if 0 in fresh:
             # The loss is the sum of the ranks' parts: at least one of them has risen as much.
-            own = float(now[1]) - self._jumps.level(1)
+            own = float(now[OWN]) - self._jumps.level(OWN)
             if math.expm1(own) >= 0.5 * math.expm1(fresh[0]):
                 words = {"times": round(math.exp(fresh[0]), 1), "samples": numbers.samples()}
                 found.append({"spike": "loss", "step": step, **words})
-        layers = sorted((at for at in fresh if at > 1), key=lambda at: -fresh[at])
+        # A layer with next to no gradient may have some once, which the whole one does not feel.
+        felt = (at for at in fresh if at >= LAYERS and now[at] > self._jumps.level(WHOLE))
+        layers = sorted(felt, key=lambda at: -fresh[at])
         if layers:
-            words = {"times": round(math.exp(fresh[layers[0]]), 1), "parts": [self._layers[at - 2] for at in layers]}
+            words = {
+                "times": round(math.exp(fresh[layers[0]]), 1),
+                "parts": [self._layers[at - LAYERS] for at in layers],
+            }
             found.append({"spike": "gradient", "step": step, **words})
         return found
 

@@ -262,11 +262,8 @@ def finish(
         trace=_traced(job),
     )
     summary.write(out / SUMMARY_FILE)
-    on_event(
-        TableEvent(
-            "Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out, plan).items())
-        )
-    )
+    rows = tuple((what, str(near(path))) for what, path in _paths(out, plan).items())
+    on_event(TableEvent("Results", ("what", "where"), rows))
     return summary
 
 

@@ -30,8 +30,7 @@ from tangram.schema.tuning import PreferencePlan
 from tangram.training.data import Corpus
 from tangram.training.observe.events import Note, TableEvent
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE
-from tangram.training.state.checkpointer import describe
-from tangram.training.state.restore import Description
+from tangram.training.state.restore import Description, describe
 from tangram.training.step.optimiser_step import lr_at
 
 Kind = Literal["free", "reported", "refused"]
