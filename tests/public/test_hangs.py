@@ -84,7 +84,7 @@ def gathers_what_it_has(rank: int, step: int) -> None:
     _plain(rank, step)
     names = ["loss"] if rank or step != ODD else ["format", "loss"]
     for _ in names:
-        dist.all_gather_into_tensor(torch.empty(3), torch.ones(1))
+        dist.all_gather_into_tensor(torch.empty(3), torch.ones(1))  # pyright: ignore[reportDeprecated]
 
 
 def gathers_or_adds(rank: int, step: int) -> None:
