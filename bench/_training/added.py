@@ -15,8 +15,8 @@ from tangram.hardware.measuring.measure import Pairs, Row, paired
 from tangram.schema.plan import Plan
 from tangram.training import data
 from tangram.training.mesh.world import make_world
+from tangram.training.observe.boards import Boards
 from tangram.training.observe.events import Record
-from tangram.training.observe.tensorboard import TensorBoard
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.state.build_model import build, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState
@@ -41,7 +41,7 @@ def rows(quick: bool, folder: Path) -> Iterable[Row]:
     """The figures: the parent takes the events in as `tangram train` does."""
     plan = fsdp(folder, 1, model={"preset": "qwen3-2m", "change": SMALL})
     data.prepare(plan.data, data.BYTES, lambda event: None)
-    record, board = Record(), TensorBoard(folder / "tensorboard", plan)
+    record, board = Record(), Boards(folder, plan)
 
     def everybody(event: object) -> None:
         record(event)

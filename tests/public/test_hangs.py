@@ -5,6 +5,11 @@ alan-turing-institute/autocast#386 one rank alone saves, which ends in a barrier
 microsoft/PyMarlin#80              a rank has fewer batches than the others
 k2-fsa/snowfall#152                the same under DDP, whose reduction waits in the backward
 huggingface/accelerate#157         one rank alone evaluates, and its calls pair with those of the others' training
+pytorch/torchtitan#1618            under FSDP ranks have different numbers of validation batches
+huggingface/trl#7310               ranks gather the metrics that each has seen, and one has seen another
+NVIDIA/Megatron-LM#4910            of a save some ranks gather where others add up
+modelscope/ms-swift#9188           the first rank goes on saving alone, and then gathers from ranks that have ended
+bo-ke/llm-internal-medicine#45     a rank without metrics returns before it gathers those of all
 
 The loops are written here; torch's own timeout ends them, and the report is asked for afterwards.
 """
@@ -15,11 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tangram import tracing
@@ -73,6 +80,50 @@ def never_alike(rank: int, step: int) -> None:
     dist.all_reduce(torch.ones(256 + step))
 
 
+def gathers_what_it_has(rank: int, step: int) -> None:
+    _plain(rank, step)
+    names = ["loss"] if rank or step != ODD else ["format", "loss"]
+    for _ in names:
+        dist.all_gather_into_tensor(torch.empty(3), torch.ones(1))  # pyright: ignore[reportDeprecated]
+
+
+def gathers_or_adds(rank: int, step: int) -> None:
+    _plain(rank, step)
+    if step == ODD and rank == 2:
+        dist.all_reduce(torch.ones(8))
+    elif step == ODD:
+        dist.all_gather(list(torch.empty(3, 8)), torch.ones(8))
+    dist.barrier()
+
+
+def saves_last(rank: int, step: int) -> None:
+    _plain(rank, step)
+    if rank == 0 and step == STEPS:
+        dist.all_gather_object([None] * 3, {"config": 1})
+
+
+def gathers_unless_empty(rank: int, step: int) -> None:
+    _plain(rank, step)
+    if rank != 2 or step < ODD:
+        dist.all_gather_object([None] * 3, {"norm": 1})
+
+
+def fsdp(rank: int) -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for part in (*model, model):
+        fully_shard(part)
+
+    def step(own: int, number: int) -> None:
+        model(torch.ones(4, 8)).sum().backward()
+        if number == ODD:
+            with torch.no_grad():
+                for _ in range(2 if own == 1 else 3):
+                    model(torch.ones(4, 8))
+
+    return step
+
+
 def ddp(rank: int) -> Step:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 8))
@@ -83,7 +134,11 @@ def ddp(rank: int) -> Step:
     return step
 
 
-def run(rank: int, world: int, folder: Path, what: Step | None) -> None:
+MADE = (ddp, fsdp)
+"""What makes its step once there are ranks."""
+
+
+def run(rank: int, world: int, folder: Path, what: Any) -> None:
     """The loop of a rank; its process ends at once, as torch may hang where it frees what has failed."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -91,14 +146,14 @@ def run(rank: int, world: int, folder: Path, what: Step | None) -> None:
         store = f"file://{folder}/store"
         limit = timedelta(seconds=4)
         dist.init_process_group(recording.backend, init_method=store, rank=rank, world_size=world, timeout=limit)
-        step = ddp(rank) if what is None else what
-        for number in range(1, (ODD if rank == 1 and what in (fewer, None) else STEPS) + 1):
+        step: Step = what(rank) if what in MADE else what
+        for number in range(1, (ODD if rank == 1 and what in (fewer, ddp) else STEPS) + 1):
             recording.step(number)
             step(rank, number)
     os._exit(0)
 
 
-def found(folder: Path, what: Step | None, world: int = 3) -> list[Finding]:
+def found(folder: Path, what: Any, world: int = 3) -> list[Finding]:
     """What the report on such a run says, but for who is slow."""
     ranks = [context_of_ranks().Process(target=run, args=(rank, world, folder, what)) for rank in range(world)]
     for one in ranks:
@@ -128,8 +183,8 @@ def test_a_rank_that_alone_calls_a_collective_is_named(what: Step, odd: int, tmp
     assert first.kind in ("extra", "unlike", "mis-sized")
 
 
-@pytest.mark.parametrize("what", [fewer, None], ids=["own", "ddp"])
-def test_a_rank_with_fewer_batches_is_named(what: Step | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", [fewer, ddp], ids=["own", "ddp"])
+def test_a_rank_with_fewer_batches_is_named(what: Any, tmp_path: Path) -> None:
     """microsoft/PyMarlin#80, k2-fsa/snowfall#152"""
     first = found(tmp_path, what)[0]
     assert (first.kind, first.ranks) == ("absent", (1,))
@@ -142,3 +197,33 @@ def test_a_skipped_call_of_steps_that_are_never_alike_is_seen_by_comparing_ranks
 ) -> None:
     first = found(tmp_path, never_alike, world)[0]
     assert (first.kind, first.ranks, first.step) == ("unlike", odd, ODD)
+
+
+@pytest.mark.parametrize(("what", "odd", "kind"), [(gathers_what_it_has, 0, "extra"), (saves_last, 0, "extra")])
+def test_a_rank_that_gathers_alone_is_named_with_its_line(what: Step, odd: int, kind: str, tmp_path: Path) -> None:
+    """huggingface/trl#7310, of which torch calls the function by a deprecated name; modelscope/ms-swift#9188"""
+    first = found(tmp_path, what)[0]
+    assert (first.kind, first.ranks, first.step) == (kind, (odd,), ODD if what is gathers_what_it_has else STEPS)
+    assert "public/test_hangs.py:" in first.text
+
+
+def test_a_rank_without_metrics_is_named(tmp_path: Path) -> None:
+    """bo-ke/llm-internal-medicine#45"""
+    first = found(tmp_path, gathers_unless_empty)[0]
+    assert (first.kind, first.ranks, first.step) == ("skipped", (2,), ODD)
+
+
+def test_of_two_kinds_of_calls_at_one_place_both_are_told(tmp_path: Path) -> None:
+    """NVIDIA/Megatron-LM#4910"""
+    first, second = found(tmp_path, gathers_or_adds)[:2]
+    assert {first.ranks: "all-gather" in first.text, second.ranks: "all-reduce" in second.text} == {
+        (0, 1): True,
+        (2,): True,
+    }
+
+
+def test_different_numbers_of_validation_batches_under_fsdp_are_seen(tmp_path: Path) -> None:
+    """pytorch/torchtitan#1618"""
+    first = found(tmp_path, fsdp)[0]
+    assert (first.kind, first.ranks, first.step) == ("unlike", (1,), ODD)
+    assert "all-gather" in first.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.resilience import promoter, supervise, tiers
 from tangram.resilience.policy import Limits
-from tangram.resilience.supervise import Settings
+from tangram.resilience.supervise import Settings, supervised
 from tangram.resilience.tiers import memory_of
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.training.observe.events import CheckpointSaved
@@ -89,6 +90,21 @@ def test_without_snapshots_it_goes_on_from_the_disk(text: Path, undisturbed: Run
     assert seen.losses == undisturbed.losses
     assert [one.memory for one in seen.recovered] == [False]
     assert seen.recovered[0].lost_steps < seen.recovered[0].step - 1
+
+
+def test_killed_before_its_first_step_it_begins_again_and_says_so(text: Path, undisturbed: Run) -> None:
+    seen, killed = Run(), list[int]()
+
+    def started(pids: Sequence[int]) -> None:
+        seen.started(pids)
+        if not killed:
+            killed.append(pids[1])
+            os.kill(pids[1], signal.SIGKILL)
+
+    supervised(job_of(text.parent / "early", text, **TABLES), seen, Settings(snapshot_every=1), started)
+    assert seen.losses == undisturbed.losses
+    assert any(note.endswith("from the beginning, 0 steps done again") for note in seen.notes), seen.notes
+    assert not seen.recovered[0].memory
 
 
 def test_what_fails_at_once_each_time_is_given_up(text: Path) -> None:

@@ -1,6 +1,9 @@
 """Snapshots and checkpoints in two places: the newest that is whole, brought from one to the other and proved."""
 
+import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
+from tangram.checkpoint.saving.rank_files import share_fields
 from tangram.checkpoint.saving.save import About, save
+from tangram.checkpoint.saving.snapshot import share
+from tangram.checkpoint.saving.writer_process import Order, SaveWriter
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.store.commits import committed, read_manifest, read_marker
 from tangram.checkpoint.tiers.promote import pin, promote
@@ -80,6 +86,51 @@ def test_a_snapshot_gets_its_digests_on_the_way_to_the_disk(tmp_path: Path) -> N
     assert not verify(found).sound
     with pytest.raises(DamagedError, match="other bytes from 0 to"):
         promote(found, tmp_path / "disk")
+
+
+def test_snapshots_are_written_over_files_that_no_checkpoint_has_any_more(tmp_path: Path) -> None:
+    """Memory that is there costs a third of new; what is pinned stays as it was."""
+    state = {"model": {"w": torch.zeros(1000)}}
+    saver = AsyncSaver(tmp_path, Peers(), Settings(digests=False, keep=("last=2",)))
+    seen: list[int] = []
+    pinned = None
+    for step in range(1, 9):
+        state["model"]["w"].fill_(step)
+        saver.save(describe(state, Peers()), About(step))
+        saver.wait()
+        (saved,) = saver.poll()
+        assert saved.path is not None, saved.reason
+        seen.append(next(saved.path.glob("*.safetensors")).stat().st_ino)
+        assert [value(path) for path, _ in committed(tmp_path)] == [float(n) for n in (step - 1, step) if n]
+        if step == 3:
+            pinned = pin(saved.path)
+    assert len(set(seen)) == 4, "two that stay, the one under way, the one that is pinned"
+    assert pinned is not None
+    assert value(pinned) == 3
+    saver.close()
+
+
+def test_a_writer_whose_rank_and_whose_folder_are_gone_waits_for_nobody(tmp_path: Path) -> None:
+    """As of a rank that was killed, when the run has gone on: it would hold the memory of a copy for an hour."""
+
+    class Gone:
+        def send(self, message: dict[str, Any], files: list[int] | None = None) -> None:
+            raise OSError(32, "Broken pipe")
+
+        def receive(self, seconds: float | None = None) -> None:
+            raise EOFError
+
+    writer, folder = SaveWriter(Gone()), tmp_path / "attempt-1"  # pyright: ignore[reportArgumentType]
+    folder.mkdir()
+    writer.hear({"share": share_fields(share((), 1, 2), 1, 2)}, [])
+    order = Order(id="0" * 32, path=str(folder / "step-00000001"), step=1, retries=1, pause=0.1, limit=600.0)
+    waiting = threading.Thread(target=writer.hear, args=({"save": vars(order)}, []), daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "the first rank's may come yet"
+    shutil.rmtree(folder)
+    waiting.join(20)
+    assert not waiting.is_alive()
 
 
 def test_rotten_memory_never_reaches_the_disk(tmp_path: Path) -> None:

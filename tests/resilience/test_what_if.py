@@ -41,11 +41,22 @@ def test_of_shards_with_replicas_both_have_to_go(text: Path) -> None:
 def test_what_is_asked_wrongly(text: Path) -> None:
     plan = small_plan(text)
     assert ranks_named("rank:1,0,1", plan) == (0, 1)
-    for wrong in ("rank:", "node:1", "rank:x", "1"):
+    assert ranks_named("node:1/1", plan) == (1,)
+    assert ranks_named("node:0/2", plan) == (0, 1)
+    for wrong in ("rank:", "node:1", "node:0/0", "rank:x", "1", "rank:1,", "rank:\u0663"):
         with pytest.raises(UserError, match="give rank:N"):
             ranks_named(wrong, plan)
     with pytest.raises(UserError, match="ranks are 0 to 1"):
         ranks_named("rank:2", plan)
+    with pytest.raises(UserError, match="ranks are 0 to 1"):
+        ranks_named("node:1/999999999", plan)
+
+
+def test_with_a_node_its_snapshots_are_gone(text: Path) -> None:
+    plan = small_plan(text, mesh="rep=2 dp=2", axes={"data": ["rep", "dp"]})
+    node = lost(plan, ranks_named("node:1/2", plan), nodes=True)
+    assert (node.ranks, node.only) == ((2, 3), 0)
+    assert "snapshots of these machines are gone, too" in node.sentences()[2]
 
 
 def test_the_command(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
-from tangram.tracing.slow import median_of_others
+from tangram.tracing.slow import median_of_others, stands_out
 from tangram.tracing.stacks import rank_words
 from tangram.tracing.weights import WeightGroup, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
@@ -48,6 +48,15 @@ def steps(recorder: Recorder, weight: torch.Tensor, count: int, flip: int = 0, w
         weight += 0.5 if step != wrong_update else 0.75
         recorder.phase(Phase.OTHER)
     recorder.step(count + 1)
+
+
+@pytest.mark.parametrize(("excess", "slow"), [
+    ([9.6, 1.1, 7.9, 2.0, 10.5, 5.3, 1.4], False),  # of a clean run of four ranks on two busy cores, in milliseconds
+    ([52.1, 44.9, 61.0, 49.7, 50.2, 55.8, 47.3], True),
+    ([1.2] * 200, True),
+])  # fmt: skip
+def test_a_rank_is_slow_by_more_than_its_steps_differ(excess: list[float], slow: bool) -> None:
+    assert stands_out(np.array(excess)) is slow
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

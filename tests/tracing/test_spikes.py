@@ -20,6 +20,7 @@ from tangram.tracing.finding import Finding
 from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.show.top import top
 from tangram.tracing.spikes import StepNumbers
 from tangram.training import data
 from tangram.training.mesh.world import make_world
@@ -49,6 +50,56 @@ def ran(folder: Path, losses: Losses, norms: Norms, steps: int, first: int = 1) 
             recorder.numbers(StepNumbers(sum(parts), parts[rank], norms(step), lambda said=said: said))
         recorder.step(first + steps)
     return [one for one in findings(read(folder)) if one.kind.endswith("spike")]
+
+
+def routed(folder: Path, loads: Callable[[int], Mapping[str, Sequence[int]]], counts: int) -> list[Finding]:
+    """What is found in a run on two ranks, each of which counts its experts every fifth step."""
+    for rank in range(2):
+        recorder = Recorder(TraceFiles(folder, b"r" * 16, rank, 2), {"mesh": "dp=2", "stages": []})
+        for count in range(1, counts + 1):
+            recorder.step(5 * count)
+            recorder.experts(loads(count))
+        recorder.step(5 * counts + 1)
+    return [one for one in findings(read(folder)) if one.kind == "expert load"]
+
+
+def loads_of(seed: int, noise: float) -> Callable[[int], dict[str, list[int]]]:
+    """Of two layers with eight experts, each of which gets about as many tokens."""
+    drawn = np.random.default_rng(seed).normal(0, noise, (400, 2, 8))
+    return lambda count: {f"layers.{at}": (1000 * np.exp(drawn[count, at])).astype(int).tolist() for at in range(2)}
+
+
+def test_an_expert_that_is_given_ever_more_is_named_with_its_layer(tmp_path: Path) -> None:
+    even = loads_of(1, 0.2)
+
+    def loads(count: int) -> Mapping[str, Sequence[int]]:
+        own = even(count)
+        return own if count < 30 else own | {"layers.1": [*own["layers.1"][:5], 6000, *own["layers.1"][6:]]}
+
+    (one,) = routed(tmp_path, loads, 40)
+    assert (one.kind, one.ranks, one.step, one.layer) == ("expert load", (0, 1), 150, "layers.1")
+    assert one.text.startswith("expert 5 of layers.1 is given 3.")
+    assert "times as much as the mean in step 150, where before the most was 1." in one.text
+    assert top(tmp_path).spikes == (one.text,)
+
+
+def test_a_layer_with_next_to_no_gradient_that_has_some_once_is_no_spike(tmp_path: Path) -> None:
+    """As the embedding of a mixture whose experts have collapsed: the whole gradient is what it was."""
+    norms = norms_of(4)
+
+    def small(step: int) -> Sequence[float]:
+        return [norms(step)[0] * (0.2 if step == 35 else 0.01), *norms(step)[1:]]
+
+    assert not ran(tmp_path, noisy(4), small, 60)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.5])
+def test_experts_that_are_chosen_as_ever_are_left_in_peace(noise: float, tmp_path: Path) -> None:
+    assert not routed(tmp_path, loads_of(2, noise), 120)
+
+
+def test_a_layer_without_tokens_says_nothing(tmp_path: Path) -> None:
+    assert not routed(tmp_path, lambda count: {"layers.0": [0, 0] if count % 7 == 0 else [5, 5]}, 60)
 
 
 def noisy(seed: int, falls: float = 0.0, noise: float = 0.02) -> Losses:

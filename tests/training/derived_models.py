@@ -187,12 +187,12 @@ def _chosen(whole: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[Any]]:
 
 def _counted(loads: Loads, kind: str) -> Mapping[str, tuple[int, ...]]:
     """The same as ranks count, which all have the same tokens."""
-    said: list[Any] = []
     batch = SimpleNamespace(inputs_BS=inputs_of(kind)["input_ids"])
     group = dist.group.WORLD
     world = SimpleNamespace(size=dist.get_world_size(), data_size=1, group=group, index=0)
-    loads.after(1, [cast(Any, batch)], cast(Any, world), said.append)
-    return said[0].layers
+    counted = loads.after(1, [cast(Any, batch)], cast(Any, world))
+    assert counted is not None
+    return counted.layers
 
 
 def _furthest(model: nn.Module, whole: Mapping[str, nn.Parameter]) -> tuple[float, str]:

@@ -1,6 +1,15 @@
-"""The TensorBoard log, read back with TensorBoard's own reader."""
+"""What boards show of a run, read back by their own readers: TensorBoard's, W&B's, and a collector's messages."""
 
 import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -8,14 +17,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tangram.errors import UserError
 from tangram.schema.files import dumps
+from tangram.schema.plan import Plan
+from tangram.training.observe.boards import Boards
 from tangram.training.observe.events import CheckpointSaved, Evaluated, Note, StepDone
-from tangram.training.observe.optional_libraries import need_report
-from tangram.training.observe.tensorboard import TensorBoard
+from tangram.training.observe.optional_libraries import need
 from tests.training.made_up import plan_of
 
 
-def write(folder: Path, *events: object) -> None:
-    board = TensorBoard(folder, plan_of(3))
+def plan(*boards: str) -> Plan:
+    made = plan_of(3)
+    return made.model_copy(update={"run": made.run.model_copy(update={"boards": boards})})
+
+
+def write(folder: Path, *events: object, to: str = "tensorboard") -> None:
+    board = Boards(folder, plan(to))
     try:
         for event in events:
             board(event)
@@ -24,7 +39,7 @@ def write(folder: Path, *events: object) -> None:
 
 
 def read(folder: Path) -> EventAccumulator:
-    events = EventAccumulator(str(folder))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return events
 
@@ -85,10 +100,10 @@ def test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint(tmp_pat
 
 
 def test_nothing_is_written_for_a_run_without_events(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path / "board")
+    board = Boards(tmp_path, plan("tensorboard"))
     board.close()
     board.close()
-    assert list((tmp_path / "board").iterdir()) == []
+    assert list((tmp_path / "tensorboard").iterdir()) == []
 
 
 def test_a_missing_extra_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +112,96 @@ def test_a_missing_extra_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         "tangram.training.observe.optional_libraries.find_spec", lambda name: None if name == "plotly" else whole(name)
     )
     with pytest.raises(UserError) as refused:
-        TensorBoard(tmp_path / "board")
+        Boards(tmp_path, plan("tensorboard"))
     assert str(refused.value) == (
         'a run\'s report and boards need plotly: install with pip install "tangram-train[report]"'
     )
-    assert not (tmp_path / "board").exists()
-    need_report(("tensorboard",))
+    assert not (tmp_path / "tensorboard").exists()
+    need(("tensorboard",), "report")
+    with pytest.raises(UserError, match=r'need absent.inner: install with pip install "tangram-train\[boards\]"'):
+        need(("absent.inner",), "boards")
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Of a file of wandb's: after seven bytes a log as LevelDB's, whose blocks of 32 KiB a record may go over."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def test_a_run_of_wandb_goes_on_with_a_resumed_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write(tmp_path / "run", step(1, 4.0), step(2, 6.0), Evaluated(2, 4.75, 7.0), to="wandb")
+    time.sleep(1.1)  # its folders are named by the second
+    write(tmp_path / "run", step(2, 2.0, first=2), to="wandb")
+    ids, rows = set[str](), list[dict[str, float]]()
+    for file in sorted(tmp_path.rglob("*.wandb"), key=lambda file: file.stat().st_mtime):
+        for data in records(file.read_bytes()):
+            one = record.FromString(data)
+            if one.run.run_id:
+                ids.add(one.run.run_id)
+            if one.history.item:
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in one.history.item}
+                rows.append({k: json.loads(v) for k, v in items.items() if not k.startswith("_")})
+    assert len(ids) == 1
+    assert [(row["step"], row.get("train/loss"), row.get("eval/loss")) for row in rows] == [
+        (1, 4.9, None),
+        (2, 4.8, None),
+        (2, None, 4.75),
+        (2, 4.8, None),
+    ]
+    assert rows[1]["train/tokens_per_s"] == 50
+
+
+def test_without_a_login_wandb_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """In a process of its own, as wandb keeps what it was told first."""
+    pytest.importorskip("wandb")
+    code = (
+        "from pathlib import Path\nfrom tests.training.test_boards import Boards, plan\n"
+        f"Boards(Path({str(tmp_path)!r}), plan('wandb'))"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert "UserError: wandb begins no run (" in ended.stderr.splitlines()[-1], ended.stderr
+    assert ended.stderr.rstrip().endswith("): wandb login, or WANDB_MODE=offline")
+
+
+def test_a_collector_gets_gauges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
+    got: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            got.append(body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+            """Into no test's output."""
+
+    with pytest.raises(UserError, match="set OTEL_EXPORTER_OTLP_ENDPOINT to the address of a collector"):
+        write(tmp_path, to="opentelemetry")
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        write(tmp_path, step(1, 4.0), step(2, 6.0), Evaluated(2, 4.75, 7.0), to="opentelemetry")
+        server.shutdown()
+    (sent,) = message.ExportMetricsServiceRequest.FromString(got[-1]).resource_metrics
+    about = {one.key: one.value.string_value for one in sent.resource.attributes}
+    assert (about["service.name"], about["tangram.run"]) == ("tangram", str(tmp_path))
+    (scope,) = sent.scope_metrics
+    values = {m.name: m.gauge.data_points[0] for m in scope.metrics}
+    values = {name: point.as_double or point.as_int for name, point in values.items()}
+    assert (values["tangram.train.loss"], values["tangram.eval.loss"], values["tangram.step"]) == (4.8, 4.75, 2)
+    assert values["tangram.train.tokens_per_s"] == 50

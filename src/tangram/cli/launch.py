@@ -36,7 +36,8 @@ def launch(
         typer.Option(min=1, help="Where not all ranks can be kept alive, go on with at least so many."),
     ] = None,
     what_if_lost: Annotated[
-        str | None, typer.Option(metavar="rank:N,M", help="Say what of a plan's state is lost with these; run nothing.")
+        str | None,
+        typer.Option(metavar="rank:N,M|node:N/K", help="Say what of a plan's state is lost with these; run nothing."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> int:
@@ -83,7 +84,7 @@ def _what_if(asked: Job | Plan, what: str, *, json: bool) -> int:
         raise UserError("--what-if-lost asks of a plan, and this is a job: give the plan.toml of a run")
     from tangram.resilience.what_if import lost, ranks_named
 
-    found = lost(asked, ranks_named(what, asked))
+    found = lost(asked, ranks_named(what, asked), nodes=what.startswith("node:"))
     if json:
         print_json(vars(found))
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from tangram.cli.output import print_json, print_table
@@ -92,10 +92,11 @@ def top(
         return
     if once or found.over or not sys.stdout.isatty():
         print_table(found.title, HEADERS, found.rows)
+        print("".join(f"{spike}\n" for spike in found.spikes), end="")
         return
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
-            live.update(drawn(found.title, HEADERS, found.rows), refresh=True)
+            live.update(Group(drawn(found.title, HEADERS, found.rows), *found.spikes), refresh=True)
             if found.over:
                 return
             time.sleep(seconds)

@@ -48,6 +48,7 @@ OnEvent = Callable[[object], None]
 LEFT_OUT = "left out: "
 """How a save begins that came while the one before was being written: of snapshots no failure."""
 
+MEMORY = "memory"
 ROUNDED = 1e-4
 """By how much a step's loss may differ at another layout, relative to it."""
 
@@ -207,7 +208,9 @@ class _Run:
         if trace is not None and self.failures:  # that of the attempt before says what it died of
             trace = replace(trace, folder=fresh_folder(self.job.folder))
         job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace, spent=self.seen.spent())
-        self.seen.begin(from_memory=resume is not None and resume.parent != self.tiers.disk)
+        self.seen.begin(
+            "the beginning" if resume is None else "the disk" if resume.parent == self.tiers.disk else MEMORY
+        )
         results = run_ranks(
             train_rank,
             job,
@@ -317,11 +320,11 @@ class _Seen:
         self._before: set[tuple[type, int]] = set()
         self._began: float | None = None
         self._again = 0
-        self._from_memory = False
+        self._from = ""
 
-    def begin(self, *, from_memory: bool) -> None:
-        """Of an attempt."""
-        self._again, self._from_memory = 0, from_memory
+    def begin(self, where: str) -> None:
+        """Of an attempt, which goes on from there."""
+        self._again, self._from = 0, where
 
     def spent(self) -> float:
         """Seconds since the first step began."""
@@ -350,11 +353,10 @@ class _Seen:
     def _recovered(self, step: int) -> None:
         if not self.failed_at:
             return
-        event = Recovered(step, self._again, time.monotonic() - self.failed_at, self._from_memory)
+        event = Recovered(step, self._again, time.monotonic() - self.failed_at, self._from == MEMORY)
         self.failed_at = 0.0
-        where = "memory" if event.memory else "the disk"
         again = f"{event.lost_steps} step{'s' * (event.lost_steps != 1)} done again"
-        self._tell(Note(f"recovered in {event.seconds:.1f} s from {where}, {again}"))
+        self._tell(Note(f"recovered in {event.seconds:.1f} s from {self._from}, {again}"))
         self._tell(event)
 
     def _compare(self, event: StepDone | StepSkipped | Evaluated | ExpertLoads) -> None:

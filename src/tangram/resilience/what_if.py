@@ -1,11 +1,12 @@
 """What of a job's state is gone when some of its ranks are, by the layouts alone: nothing is run.
 
-    tangram launch plan.toml --what-if-lost rank:3
+    tangram launch plan.toml --what-if-lost rank:3      or node:1/8, the second of nodes with 8 ranks each
 
 An element that a rank holds is on other ranks too, or there alone; what a snapshot has of it is as old as that.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 from tangram.errors import UserError
@@ -37,6 +38,8 @@ class Lost:
     """That no other rank holds."""
     first: str
     """The first parameter of which that is so; "" where there is none."""
+    nodes: bool = False
+    """Whether their machines are gone, and what lay in the memory of those."""
 
     def sentences(self) -> list[str]:
         """For people."""
@@ -46,26 +49,31 @@ class Lost:
             told.append(f"other ranks  have all but {megabytes(self.only)} of it, as of {self.first}")
         else:
             told.append("other ranks  have all of it, as it is at that moment")
-        told.append(
-            "memory       the newest snapshot has all of it, while this machine runs; the run goes on from there"
-        )
+        if self.nodes:
+            told.append("memory       snapshots of these machines are gone, too")
+        else:
+            told.append(
+                "memory       the newest snapshot has all of it, while this machine runs; the run goes on from there"
+            )
         told.append("disk         the newest checkpoint of the run's folder, or of its store, has all of it")
         return told
 
 
 def ranks_named(text: str, plan: Plan) -> tuple[int, ...]:
-    """The ranks that `rank:3` or `rank:3,5` says. Raises UserError for others than the plan has."""
-    kind, _, numbers = text.partition(":")
-    found = [part for part in numbers.split(",") if part]
-    if kind != "rank" or not found or not all(part.isascii() and part.isdigit() for part in found):
-        raise UserError(f"--what-if-lost {text}: give rank:N, or several as rank:N,M")
-    ranks = tuple(sorted({int(part) for part in found}))
-    if ranks[-1] >= plan.ranks:
+    """The ranks that `rank:3`, `rank:3,5` or `node:1/8`, the second of nodes with 8 ranks each, says. Raises UserError
+    for others than the plan has."""
+    asked = re.fullmatch(r"rank:([0-9]+(?:,[0-9]+)*)|node:([0-9]+(?:,[0-9]+)*)/([1-9][0-9]*)", text, re.ASCII)
+    if asked is None:
+        raise UserError(
+            f"--what-if-lost {text}: give rank:N, or several as rank:N,M, or node:N/K where each node has K ranks"
+        )
+    numbers, size = {int(part) for part in (asked[1] or asked[2]).split(",")}, int(asked[3] or 1)
+    if (max(numbers) + 1) * size > plan.ranks:
         raise UserError(f"--what-if-lost {text}: the plan's ranks are 0 to {plan.ranks - 1}")
-    return ranks
+    return tuple(sorted(number * size + at for number in numbers for at in range(size)))
 
 
-def lost(plan: Plan, ranks: tuple[int, ...]) -> Lost:
+def lost(plan: Plan, ranks: tuple[int, ...], *, nodes: bool = False) -> Lost:
     """What goes with these ranks. Raises UserError for a plan whose layouts do not say it."""
     if plan.lora is not None and plan.lora.base != "parameters":
         raise UserError("--what-if-lost counts parameters, and this base is quantised: leave lora.base out to ask")
@@ -83,7 +91,7 @@ def lost(plan: Plan, ranks: tuple[int, ...]) -> Lost:
         there, alone = known[layout, shape]
         state, held, only = state + each * math.prod(shape), held + each * there, only + each * alone
         first = first or (name if alone else "")
-    return Lost(ranks, plan.ranks, state, held, only, first)
+    return Lost(ranks, plan.ranks, state, held, only, first, nodes)
 
 
 def _elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, gone: frozenset[int]) -> tuple[int, int]:

@@ -298,6 +298,8 @@ class RunPlan(TomlTable):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens to a step whose loss or gradient is not finite, or whose loss has diverged: the run ends, or the
     step is not applied. Its samples are written to the folder of the run."""
+    boards: tuple[Literal["tensorboard", "wandb", "opentelemetry"], ...] = ("tensorboard",)
+    """Where the scalars of the run are shown (`training.observe.boards`)."""
     trace: bool = True
     """Whether each rank records its collectives and steps in the folder of the run (`tangram.tracing`)."""
     hang_seconds: Annotated[float, Field(ge=0)] = 60.0

@@ -254,6 +254,11 @@ class Recorder:
         for one in self._spikes.judge(self._step, numbers):
             self.files.name(one)
 
+    def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
+        """By layer how often each expert was chosen of late, over all ranks."""
+        for one in self._spikes.experts(self._step, loads):
+            self.files.name(one)
+
     def label(self, modules: Iterable[nn.Module]) -> None:
         """Call the modules and parameters by their paths."""
         for part in modules:

@@ -17,7 +17,11 @@ from torch import nn
 
 DEEPEST = 120
 """Frames that are looked at."""
-_INSIDE = ("torch.", "tangram.", "importlib", "contextlib", "threading", "multiprocessing")
+_INSIDE = (
+    "torch.", "tangram.", "importlib", "contextlib", "functools", "threading", "multiprocessing", "typing_extensions",
+    "warnings",
+)  # fmt: skip
+"""Whose frames are nobody's code: torch wraps what it calls deprecated by `typing_extensions`."""
 Labels = Mapping[int, str]
 """The names of modules and parameters by the ids of the objects."""
 

@@ -7,6 +7,7 @@ may have become so at some step, which is where its excess changes most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,9 @@ from tangram.tracing.reading import RankTrace
 
 SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 """More than the peers' median by this share and so many microseconds, in this part of the steps."""
+SIGMAS = 5.0
+"""And by so many times what the median of these steps is uncertain by: with more ranks than cores any of them comes
+short for some steps."""
 LINK_SHARE = 1.0
 """Of the calls of a group over those of others."""
 LINKS_COMPARED = 8
@@ -102,7 +106,7 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
         trace, median = peers[i], medians[i]
         since = change(totals[i] - median)
         own, theirs = totals[i][since:], median[since:]
-        if len(own) < FEWEST or slower[i, since:].mean() < MOST_OF:
+        if len(own) < FEWEST or slower[i, since:].mean() < MOST_OF or not stands_out(own - theirs):
             continue
         excess = np.median(every[i, since:] - np.median(every, 0)[since:], 0)
         phase = COUNTED[int(excess.argmax())]
@@ -136,6 +140,13 @@ def change(excess: npt.NDArray[np.float64]) -> int:
             best, at = float(score), cut
     left, right = excess[:at], excess[at:]
     return at if at and best > 5 and np.median(right) - np.median(left) > LEAST_US else 0
+
+
+def stands_out(excess: npt.NDArray[np.float64]) -> bool:
+    """Whether the median of a series is beyond its noise, which a few outliers do not make."""
+    median = float(np.median(excess))
+    sigma = 1.4826 * float(np.median(np.abs(excess - median)))
+    return median > SIGMAS * 1.2533 * sigma / math.sqrt(len(excess))
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,11 @@ def _slow_among(
     for i in (int(one) for one in np.flatnonzero(long.sum(1) >= MOST_OF * FEWEST)):
         since = change(every[i] - others[i])
         lasts = len(every[i]) - since >= FEWEST and long[i, since:].mean() >= MOST_OF
-        if lasts and _confirmed(axes, i, [ranks for ranks, _ in groups], by_rank):
+        if (
+            lasts
+            and stands_out((every - others)[i, since:])
+            and _confirmed(axes, i, [ranks for ranks, _ in groups], by_rank)
+        ):
             own, usual = (float(np.median(some[i, since:])) / 1e3 for some in (every, others))
             found.append(SlowLink(groups[i][0], axes, own, usual))
     return found

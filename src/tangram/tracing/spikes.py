@@ -2,6 +2,7 @@
 
     loss        of the global batch; a rank whose own part has jumped with it says so, with its samples
     gradient    of one layer's weights, on this rank, after its sum over ranks: which layer it begins in
+    experts     how often the expert of a layer is chosen that is chosen most, beside the mean, where a run counts that
 
 A jump is one of logarithms, beside the median of the last `LEVEL` steps: more than a floor, and than `SIGMAS` times
 what steps differ by from one to the next. So a loss that falls fast, a learning rate that changes and a noisy task are
@@ -11,7 +12,7 @@ no jumps. Nothing is said before `WINDOW` steps of this process have been seen. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,10 @@ from tangram.tracing.reading import RankTrace
 from tangram.tracing.stacks import rank_words
 
 WINDOW, LEVEL = 24, 9
-LOSS_RISE, GRADIENT_RISE = math.log(1.3), math.log(10.0)
+LOSS_RISE, GRADIENT_RISE, LOAD_RISE = math.log(1.3), math.log(10.0), math.log(1.5)
 SIGMAS = 8.0
+OWN, WHOLE, LAYERS = 1, 2, 3
+"""After the loss: this rank's part of it, the norm of all that it has of the gradient, and that of each layer."""
 TO_SIGMA = 1.4826 / math.sqrt(2)
 """Of the median of what neighbours differ by, where noise is normal."""
 
@@ -43,6 +46,49 @@ class StepNumbers:
     """What this rank was trained on, in words; asked for after a jump alone."""
 
 
+class _Jumps:
+    """Which of some numbers jump, from one time to the next; of their logarithms."""
+
+    def __init__(self, rises: Sequence[float]) -> None:
+        """`rises`: of each what it has to rise by, at least."""
+        self._rises = np.array(rises)
+        self._logs = np.full((WINDOW, len(rises)), np.nan)
+        self._quiet = np.zeros(len(rises), dtype=np.int64)  # times for which one that jumped says nothing more
+
+    def fresh(self, now: npt.NDArray[np.float64]) -> dict[int, float]:
+        """By the place of a number its rise; nothing of those that have jumped a moment ago."""
+        with np.errstate(invalid="ignore"):
+            candidates = np.flatnonzero(now > self._logs.mean(0) + self._rises)
+        over = {int(at): over for at in candidates if (over := self._over(int(at), now[at])) > 0}
+        fresh = {at: rise for at, rise in over.items() if not self._quiet[at]}
+        self._quiet = np.maximum(self._quiet - 1, 0)
+        self._quiet[[*over]] = LEVEL
+        return fresh
+
+    def level(self, at: int) -> float:
+        """What a number was of late."""
+        return float(np.median(self._logs[-LEVEL:, at]))
+
+    def add(self, now: npt.NDArray[np.float64]) -> None:
+        """They are a part of what is to come after."""
+        self._logs[:-1] = self._logs[1:]
+        self._logs[-1] = now
+
+    def _over(self, at: int, now: float) -> float:
+        """By how much one has jumped; 0: it has not."""
+        rise = float(now) - self.level(at)
+        sigma = TO_SIGMA * float(np.median(np.abs(np.diff(self._logs[:, at]))))
+        return rise if rise > max(self._rises[at], SIGMAS * sigma) else 0.0
+
+
+def _logarithms(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Nothing is said of numbers that are 0 or less until they have left."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(values)
+    logs[~np.isfinite(logs)] = np.nan
+    return logs
+
+
 class Spikes:
     """Looks at the steps of one rank, one after the other."""
 
@@ -50,33 +96,31 @@ class Spikes:
         """`layers`: of each trained parameter that it is in."""
         self._layers = [*dict.fromkeys(layers)]
         self._of = np.array([self._layers.index(one) for one in layers], dtype=np.intp)
-        columns = 2 + len(self._layers)
-        self._logs = np.full((WINDOW, columns), np.nan)
-        self._rises = np.array([LOSS_RISE, LOSS_RISE, *[GRADIENT_RISE] * len(self._layers)])
-        self._quiet = np.zeros(columns, dtype=np.int64)  # steps for which a column that jumped says nothing more
+        self._jumps = _Jumps([LOSS_RISE, math.inf, math.inf, *[GRADIENT_RISE] * len(self._layers)])
+        self._experts: tuple[tuple[str, ...], _Jumps] = (), _Jumps(())
 
     def judge(self, step: int, numbers: StepNumbers) -> list[dict[str, Any]]:
         """What jumps in a step, as lines for the names file."""
         squares = np.bincount(self._of, np.square(numbers.norms), len(self._layers))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            now = np.log(np.concatenate([(numbers.loss, numbers.own), np.sqrt(squares)]))
-            now[~np.isfinite(now)] = np.nan  # nothing is said of numbers that are 0 or less until they have left
-            candidates = np.flatnonzero(now > self._logs.mean(0) + self._rises)
-        over = {int(at): over for at in candidates if at != 1 and (over := self._over(int(at), now[at])) > 0}
-        fresh = {at: rise for at, rise in over.items() if not self._quiet[at]}
-        self._quiet = np.maximum(self._quiet - 1, 0)
-        self._quiet[[*over]] = LEVEL
-        found = self._in_words(step, numbers, fresh, now)
-        self._logs[:-1] = self._logs[1:]
-        self._logs[-1] = now
+        now = _logarithms(np.concatenate([(numbers.loss, numbers.own, math.sqrt(squares.sum())), np.sqrt(squares)]))
+        found = self._in_words(step, numbers, self._jumps.fresh(now), now)
+        self._jumps.add(now)
         return found
 
-    def _over(self, at: int, now: float) -> float:
-        """By how much a column has jumped, as a logarithm; 0: it has not."""
-        past = self._logs[:, at]
-        rise = float(now - np.median(past[-LEVEL:]))
-        sigma = TO_SIGMA * float(np.median(np.abs(np.diff(past))))
-        return rise if rise > max(self._rises[at], SIGMAS * sigma) else 0.0
+    def experts(self, step: int, loads: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+        """The same of how often each layer's experts were chosen: of each the most, beside the mean."""
+        names, jumps = self._experts
+        if names != (*loads,):
+            names, jumps = self._experts = (*loads,), _Jumps([LOAD_RISE] * len(loads))
+        most = np.array([max(own, default=0) * len(own) / max(sum(own), 1) for own in loads.values()], dtype=float)
+        now = _logarithms(most)
+        found: list[dict[str, Any]] = []
+        for at in jumps.fresh(now):
+            layer, before = names[at], round(math.exp(jumps.level(at)), 1)
+            words = {"expert": int(np.argmax(loads[layer])), "times": round(float(most[at]), 1), "before": before}
+            found.append({"spike": "experts", "step": step, "layer": layer, **words})
+        jumps.add(now)
+        return found
 
     def _in_words(
         self, step: int, numbers: StepNumbers, fresh: dict[int, float], now: npt.NDArray[np.float64]
@@ -84,13 +128,18 @@ class Spikes:
         found: list[dict[str, Any]] = []
         if 0 in fresh:
             # The loss is the sum of the ranks' parts: at least one of them has risen as much.
-            own = float(now[1] - np.median(self._logs[-LEVEL:, 1]))
+            own = float(now[OWN]) - self._jumps.level(OWN)
             if math.expm1(own) >= 0.5 * math.expm1(fresh[0]):
                 words = {"times": round(math.exp(fresh[0]), 1), "samples": numbers.samples()}
                 found.append({"spike": "loss", "step": step, **words})
-        layers = sorted((at for at in fresh if at > 1), key=lambda at: -fresh[at])
+        # A layer with next to no gradient may have some once, which the whole one does not feel.
+        felt = (at for at in fresh if at >= LAYERS and now[at] > self._jumps.level(WHOLE))
+        layers = sorted(felt, key=lambda at: -fresh[at])
         if layers:
-            words = {"times": round(math.exp(fresh[layers[0]]), 1), "parts": [self._layers[at - 2] for at in layers]}
+            words = {
+                "times": round(math.exp(fresh[layers[0]]), 1),
+                "parts": [self._layers[at - LAYERS] for at in layers],
+            }
             found.append({"spike": "gradient", "step": step, **words})
         return found
 
@@ -103,13 +152,27 @@ def spike_findings(traces: Sequence[RankTrace]) -> list[Finding]:
             found.setdefault((int(one["step"]), str(one["spike"])), []).append((trace.rank, dict(one)))
     result: list[Finding] = []
     for (step, kind), said in sorted(found.items()):
-        ranks = tuple(rank for rank, _ in said)
+        ranks = tuple(dict.fromkeys(rank for rank, _ in said))
         most = max((one for _, one in said), key=lambda one: one["times"])
         if kind == "loss":
             text = f"the loss of step {step} is {most['times']:g} times that of the steps before"
             whose = f", by the part of {rank_words(ranks)}" if len(ranks) < traces[0].world else ""
             details = tuple(f"rank {rank} was trained on {one['samples']}" for rank, one in said)
             result.append(Finding("loss spike", ranks, text + whose, step, details=details))
+        elif kind == "experts":
+            layers = {str(one["layer"]): one for _, one in said}
+            found_here = (
+                Finding(
+                    "expert load",
+                    ranks,
+                    f"expert {one['expert']} of {layer} is given {one['times']:g} times as much as the mean in step "
+                    f"{step}, where before the most was {one['before']:g}",
+                    step,
+                    layer=layer,
+                )
+                for layer, one in layers.items()
+            )
+            result += found_here
         elif (step, "loss") not in found:
             first, *more = most["parts"]
             others = f", and that of {len(more)} more has jumped, too" if more else ""

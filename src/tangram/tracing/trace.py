@@ -5,7 +5,7 @@ Whoever trains is handed one of the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -43,6 +43,10 @@ class Trace(Protocol):
         """What the step has come to, before its update; all of it finite."""
         ...
 
+    def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
+        """By layer how often each expert was chosen of late, over all ranks."""
+        ...
+
     def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:
         """The weights whose bits are summed now and then, and of each trained parameter the layer."""
         ...
@@ -71,6 +75,9 @@ class Untraced:
         """Nothing."""
 
     def numbers(self, numbers: StepNumbers) -> None:
+        """Nothing."""
+
+    def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
         """Nothing."""
 
     def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:

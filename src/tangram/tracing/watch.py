@@ -152,7 +152,7 @@ class Watch:
             (self._settings.folder / VERDICT).write_text(json.dumps(words, indent=1), encoding="utf-8")
 
 
-NO_HANG = frozenset({"slow", "loss spike", "gradient spike"})
+NO_HANG = frozenset({"slow", "loss spike", "gradient spike", "expert load"})
 """Findings that no rank stands still for."""
 WATCHERS = 2
 """Ranks of each machine that watch where nobody else does: one may be the rank that stands still."""

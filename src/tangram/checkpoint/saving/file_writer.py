@@ -54,14 +54,17 @@ def write_image(folder: Path, image: Image, values: Sequence[Tensor], ring: "Rin
     return write_from(folder, image, take, ring or Ring())
 
 
-def write_mapped(folder: Path, image: Image, memory: Bytes, summed: bool = True) -> WrittenFile:
-    """Write a file that lies in memory as it will lie on the disk; `memory` begins on a page and ends on one."""
+def write_mapped(folder: Path, image: Image, memory: Bytes, summed: bool = True, over: bool = False) -> WrittenFile:
+    """Write a file that lies in memory as it will lie on the disk; `memory` begins on a page and ends on one.
+
+    `over`: the file is there, and nobody reads it.
+    """
 
     def take(start: int, out: Bytes) -> Bytes:
         return memory[start : start + len(out)]
 
     ring = Ring()  # whose memory nobody touches: it counts the blocks on their way
-    return write_from(folder, image, take, ring, summed=summed)
+    return write_from(folder, image, take, ring, summed=summed, over=over)
 
 
 class Ring:
@@ -82,6 +85,7 @@ def write_from(
     ring: Ring,
     checked: bool = True,
     summed: bool = True,
+    over: bool = False,
 ) -> WrittenFile:
     """Write a file whose bytes come block by block, in their order, from `take(start, room)`.
 
@@ -91,7 +95,7 @@ def write_from(
     found: list[int] = []
     sums: dict[str, Sums] = {}
     threads = WRITERS if image.size > BLOCK else 0
-    with one_thread(), _Sink(folder / image.name, ring, threads) as sink:
+    with one_thread(), _Sink(folder / image.name, ring, threads, over) as sink:
         for start in range(0, image.size, BLOCK):
             length = min(BLOCK, image.size - start)
             room = sink.room()
@@ -150,15 +154,16 @@ class FileStream:
 class _Sink:
     """A new file that threads write blocks into; without threads, for a single block, whoever puts it writes it."""
 
-    def __init__(self, path: Path, ring: Ring, threads: int = WRITERS) -> None:
+    def __init__(self, path: Path, ring: Ring, threads: int = WRITERS, over: bool = False) -> None:
         self._ring = ring
         self._direct = True
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_NOFOLLOW | (0 if over else os.O_CREAT | os.O_EXCL)
         try:
             self._descriptor = os.open(path, flags | DIRECT, 0o644)
         except OSError:  # a file system without it, as tmpfs; another reason is found again
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            if not over:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
             self._descriptor, self._direct = os.open(path, flags, 0o644), False
         self._work: queue.SimpleQueue[tuple[int, Bytes, Bytes] | None] = queue.SimpleQueue()
         self._error: OSError | None = None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tangram.checkpoint.saving import rank_parts
-from tangram.checkpoint.saving.rank_files import RankFiles
+from tangram.checkpoint.saving.rank_files import RankFiles, discard
 from tangram.checkpoint.saving.rank_parts import About, finish, sentence
 from tangram.checkpoint.saving.snapshot import FilePlaces
 from tangram.checkpoint.store import commits, retention
@@ -96,6 +96,8 @@ class SaveWriter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._gone = False
+        self._kept = Path()
+        """Where checkpoints are kept."""
         self._files = RankFiles({"index": 0, "writers": 1, "pieces": [], "empty": {}})
 
     def hear(self, message: dict[str, Any], files: list[int]) -> None:
@@ -132,7 +134,7 @@ class SaveWriter:
 
     def _save(self, order: Order) -> tuple[str, str, list[str]]:
         """Where the checkpoint is, or the reason why there is none; and what else the caller should know."""
-        target = Path(order.path)
+        target, self._kept = Path(order.path), Path(order.path).parent
         folders = [commits.partial_path(target, attempt_id(order.id, i)) for i in range(order.retries + 1)]
         if order.problem and (path := _committed(target.parent, order)):  # by the process that this one replaces
             return str(path), "", []
@@ -223,9 +225,7 @@ class SaveWriter:
                 part = self._files.write(partial, save_id, order.objects or {}, order.digests)
             rank_parts.leave_part(partial, self._files.index, part)
         except OSError as error:
-            for file in found.files:
-                with contextlib.suppress(OSError):  # on a full disk the reason needs room
-                    (partial / file.name).unlink(missing_ok=True)
+            discard(partial, found)  # on a full disk the reason needs room
             raise _FailedError(f"rank {self._files.index} cannot write: {sentence(error)}") from None
 
     @contextlib.contextmanager
@@ -271,11 +271,16 @@ class SaveWriter:
         return any((partial / f"{kind}-{writer:05d}.json").exists() for kind in ("part", "failed"))
 
     def _until(self, folder: Path, limit: float, look: Callable[[], T | None]) -> T:
-        """What `look` finds at last. Raises _FailedError when nothing in the folder moves for `limit` seconds."""
-        seen = _movement(folder)
+        """What `look` finds at last. Raises _FailedError when nothing in the folder moves for `limit` seconds.
+
+        Or at once where the caller is gone, and then the folder that all checkpoints were in: nobody wants this one.
+        """
+        seen, wanted = _movement(folder), self._kept.exists()
         since = reported = time.monotonic()
         while (found := look()) is None:
             self._listen(LOOK)
+            if self._gone and wanted and not self._kept.exists():
+                raise _FailedError("the checkpoints were removed")
             now = time.monotonic()
             if now - reported > TELL:
                 reported = now

@@ -94,12 +94,16 @@ class Peers:
         if self.group is None:
             return word
         data = _data(word) if self.index == 0 else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([data.numel()])
-        dist.broadcast(length, group=self.group, group_src=0)
-        if self.index:
-            data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, group=self.group, group_src=0)
-        return _word(data)
+        first = torch.zeros(_HEAD + _SHORT, dtype=torch.uint8)
+        first[:_HEAD] = torch.tensor([data.numel()]).view(torch.uint8)
+        first[_HEAD : _HEAD + data.numel()] = data[:_SHORT]
+        dist.broadcast(first, group=self.group, group_src=0)
+        length = int(first[:_HEAD].view(torch.int64))
+        if length <= _SHORT:
+            return _word(first[_HEAD : _HEAD + length])
+        rest = data[_SHORT:] if self.index == 0 else torch.empty(length - _SHORT, dtype=torch.uint8)
+        dist.broadcast(rest, group=self.group, group_src=0)
+        return _word(torch.cat([first[_HEAD:], rest]))
 
     @naming_lost_peers()
     def all_words(self, word: Any) -> list[Any]:

@@ -12,10 +12,13 @@ from tangram.tracing.files.format import End
 from tangram.tracing.reading import RankTrace, read, trace_folder
 from tangram.tracing.show.report import doing, place_of
 from tangram.tracing.slow import own_times
+from tangram.tracing.spikes import spike_findings
 
 RECENT = 8
 """Steps whose median is shown."""
 SHOWN = 40
+SPIKES = 3
+"""The newest that are told."""
 HEADERS = ("rank", "place", "state", "for s", "step", "own ms", "wait ms", "step ms", "memory MB")
 
 
@@ -27,11 +30,13 @@ class Top:
     rows: tuple[tuple[str, ...], ...]
     over: bool
     """Whether no rank runs any more."""
+    spikes: tuple[str, ...] = ()
+    """What has jumped, the newest last."""
 
     def as_json(self) -> dict[str, object]:
         """One document."""
         rows = [dict(zip(HEADERS, row, strict=True)) for row in self.rows]
-        return {"title": self.title, "over": self.over, "ranks": rows}
+        return {"title": self.title, "over": self.over, "ranks": rows, "spikes": [*self.spikes]}
 
 
 def top(folder: Path, shown: int = SHOWN) -> Top:
@@ -45,7 +50,8 @@ def top(folder: Path, shown: int = SHOWN) -> Top:
     more = f", {len(traces) - shown} more not shown" if len(traces) > shown else ""
     where = f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"
     title = f"{folder}: {len(running)} of {traces[0].world} ranks run, {where}{more}"
-    return Top(title, rows, not running)
+    spikes = tuple(one.text for one in spike_findings(traces)[-SPIKES:])
+    return Top(title, rows, not running, spikes)
 
 
 def _own(trace: RankTrace) -> float:

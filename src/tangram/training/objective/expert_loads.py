@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -53,15 +53,12 @@ class Loads:
                     self._counted[name.removesuffix(BASE)] = own
                     self._handles.append(module.register_forward_pre_hook(_hook(own, *place), with_kwargs=True))
 
-    def after(self, step: int, micro: Sequence[Batch], world: World, emit: Callable[[object], None]) -> None:
-        """A step on these batches is done. Collective where it is time to say what was counted; rank 0 does."""
+    def after(self, step: int, micro: Sequence[Batch], world: World) -> ExpertLoads | None:
+        """A step on these batches is done. Collective where it is time to say what was counted."""
         if not self._every:
-            return
+            return None
         self._tokens += sum(batch.inputs_BS.numel() for batch in micro)
-        if step % self._every == 0:
-            event = self.counted(step, world)
-            if world.index == 0:
-                emit(event)
+        return None if step % self._every else self.counted(step, world)
 
     def counted(self, step: int, world: World) -> ExpertLoads:
         """What was counted since the last time, over the global batches. Collective over all ranks."""

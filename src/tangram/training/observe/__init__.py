@@ -1,1 +1,1 @@
-"""What a run tells: events, progress, tables, TensorBoard, profiles."""
+"""What a run tells: events, progress, tables, boards, profiles."""

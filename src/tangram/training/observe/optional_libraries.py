@@ -4,17 +4,17 @@ from importlib.util import find_spec
 
 from tangram.errors import UserError
 
-REPORT = ("plotly", "tensorboard")
 
-
-def need_report(libraries: tuple[str, ...] = REPORT) -> None:
-    """Raise UserError, with what to install, unless the libraries of the report and the boards are there.
-
-    Both are looked for as soon as one is needed: a job opens its boards before it trains, and a report that cannot be
-    written is found then and not after hours.
-    """
-    missing = [library for library in libraries if find_spec(library) is None]
+def need(libraries: tuple[str, ...], extra: str) -> None:
+    """Raise UserError, with the extra to install, unless the libraries are there."""
+    missing = [library for library in libraries if not _there(library)]
     if missing:
-        raise UserError(
-            f'a run\'s report and boards need {" and ".join(missing)}: install with pip install "tangram-train[report]"'
-        )
+        what = f"a run's report and boards need {' and '.join(missing)}"
+        raise UserError(f'{what}: install with pip install "tangram-train[{extra}]"')
+
+
+def _there(library: str) -> bool:
+    try:
+        return find_spec(library) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False

@@ -35,10 +35,10 @@ from tangram.training.data import (
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
 from tangram.training.objective import expert_loads
+from tangram.training.observe.boards import BOARD_FOLDER, Boards
 from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, TableEvent
 from tangram.training.observe.steps_file import StepsFile
 from tangram.training.observe.summary import Summary, summarise
-from tangram.training.observe.tensorboard import TensorBoard
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.end_proofs import ProofError, prove
@@ -53,7 +53,6 @@ from tangram.training.step import loop
 
 REPORT_FILE = "report.html"
 FAILURE_FILE = "failure.txt"  # the stack trace of the rank that ended a job
-BOARD_FOLDER = "tensorboard"
 
 JOB_FAILURES = (RankError, ProofError)
 OnEvent = Callable[[object], None]
@@ -110,14 +109,14 @@ def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
-    record, board = Record(), TensorBoard(job.folder / BOARD_FOLDER, chosen.plan)
+    record, boards = Record(), Boards(job.folder, chosen.plan)
     steps = StepsFile(job.folder)
     with sending(job.plan, job.folder / CHECKPOINTS, on_event) as send:
 
         def everybody(event: object) -> None:
             on_event(event)
             record(event)
-            board(event)
+            boards(event)
             steps(event)
             send(event)
             if isinstance(event, ExpertLoads):
@@ -130,7 +129,7 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
             (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
             raise
         finally:
-            board.close()
+            boards.close()
         return finish(job, chosen, ready, record, report, on_event)
 
 
@@ -264,7 +263,7 @@ def finish(
         checkpoint=str(checkpoint),
         predicted=_predicted(chosen.predicted),
         resumed_from=report.first or None,
-        **{what: str(path) for what, path in _paths(out).items() if what != "summary"},
+        **{what: str(path) for what, path in _paths(out, plan).items() if what != "summary"},
     )
     sample = f"{proved.prompt}{proved.written}"
     machine = describe().in_words()
@@ -278,9 +277,8 @@ def finish(
         trace=_traced(job),
     )
     summary.write(out / SUMMARY_FILE)
-    on_event(
-        TableEvent("Results", ("what", "where"), tuple((what, str(near(path))) for what, path in _paths(out).items()))
-    )
+    rows = tuple((what, str(near(path))) for what, path in _paths(out, plan).items())
+    on_event(TableEvent("Results", ("what", "where"), rows))
     return summary
 
 
@@ -306,10 +304,6 @@ def _predicted(estimate: Estimate | None) -> dict[str, object] | None:
     }
 
 
-def _paths(out: Path) -> dict[str, Path]:
-    return {
-        "export": out / "export",
-        "report": out / REPORT_FILE,
-        "tensorboard": out / BOARD_FOLDER,
-        "summary": out / SUMMARY_FILE,
-    }
+def _paths(out: Path, plan: Plan) -> dict[str, Path]:
+    board = {"tensorboard": out / BOARD_FOLDER} if "tensorboard" in plan.run.boards else {}
+    return {"export": out / "export", "report": out / REPORT_FILE, **board, "summary": out / SUMMARY_FILE}

@@ -21,7 +21,7 @@ from tangram.schema.plan import Plan
 from tangram.tracing.show.page import findings_as_html, ranks_as_html
 from tangram.tracing.show.report import TraceReport
 from tangram.training.observe.events import Record
-from tangram.training.observe.optional_libraries import need_report
+from tangram.training.observe.optional_libraries import need
 from tangram.training.observe.summary import Summary
 from tangram.training.run.charts import Chart, charts, predicted
 from tangram.training.run.end_proofs import SAME_LOGITS, SAME_LOSS
@@ -43,7 +43,7 @@ def write_report(
     trace: TraceReport | None = None,
 ) -> None:
     """Write the report. `machine`: what and how much there is, in words; `sample`: what the model writes."""
-    need_report()
+    need(("plotly",), "report")
     drawn = charts(record, summary)
     body = [
         _head(plan, record, summary),

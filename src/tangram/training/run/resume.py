@@ -30,8 +30,7 @@ from tangram.schema.tuning import PreferencePlan
 from tangram.training.data import Corpus
 from tangram.training.observe.events import Note, TableEvent
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE
-from tangram.training.state.checkpointer import describe
-from tangram.training.state.restore import Description
+from tangram.training.state.restore import Description, describe
 from tangram.training.step.optimiser_step import lr_at
 
 Kind = Literal["free", "reported", "refused"]
@@ -132,6 +131,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "run.on_nonfinite": _REPORTED,
         "run.trace": _FREE,
         "run.hang_seconds": _FREE,
+        "run.boards": _FREE,
         "run.skips_in_a_row": _REPORTED,
         "run.diverged.above": _REPORTED,
         "run.diverged.steps": _REPORTED,

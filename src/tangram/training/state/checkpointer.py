@@ -9,7 +9,7 @@ is, when it is saved, and what is told of it. What fails on any rank fails the c
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ class Checkpointer:
         self._held: InMemory = ()
         """The tensors that they are of."""
         self._kept: dict[str, Tensor] = {}
+        self._config: tuple[Any, Mapping[str, str]] = None, {}
+        """Of the model, and the file that says it."""
         self._fenced: AdamW | None = None
         self._ring: Ring | None = None
         self._last: int | None = None
@@ -184,8 +186,10 @@ class Checkpointer:
 
     def _about(self, state: JobState) -> About:
         config: Any = getattr(state.model, "config", None)
-        beside = {"config.json": str(config.to_json_string())} if hasattr(config, "to_json_string") else {}
-        return About(state.progress.step, self._mesh, beside)
+        if self._peers.index == 0 and config is not self._config[0]:  # only the first writes it, and once is enough
+            text = {"config.json": str(config.to_json_string())} if hasattr(config, "to_json_string") else {}
+            self._config = config, text
+        return About(state.progress.step, self._mesh, self._config[1])
 
     def _fence_at(self, state: JobState) -> None:
         """Have the optimiser wait, before it writes, for the copy of what it writes."""

@@ -34,7 +34,7 @@ from tangram.training.mesh.drawing import drawn_apart
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
-from tangram.training.observe.events import Evaluated, Note, StepDone, StepSkipped
+from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone, StepSkipped
 from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
@@ -131,7 +131,7 @@ def train_steps(
                 hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
             else:
                 hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches, seconds, guard))
-        loads.after(step + 1, batches.micro, world, hooks.emit)
+        _tell_loads(model, hooks, loads.after(step + 1, batches.micro, world))
         stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
         _tell_draws(model, hooks, all_ranks=world.stages > 1 and (step == first or last))
@@ -158,6 +158,13 @@ def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hook
     if model.world.index == 0:
         hooks.emit(Evaluated(state.progress.step, found.loss, seconds, found.figures))
     model.module.train()
+
+
+def _tell_loads(model: ParallelModel, hooks: Hooks, counted: ExpertLoads | None) -> None:
+    if counted is not None:
+        model.trace.experts(counted.layers)
+        if model.world.index == 0:
+            hooks.emit(counted)
 
 
 def _tell_failure(model: ParallelModel, hooks: Hooks) -> None:

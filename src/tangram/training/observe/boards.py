@@ -1,0 +1,168 @@
+"""The scalars of a run as a team's own boards show them, written while it runs: `run.boards`.
+
+    events -> scalars, worked out once -> each board that the job names, by its own library
+
+A board is a class with `write` and `close`, and a row of `BOARDS`.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tangram.errors import UserError
+from tangram.schema.plan import Plan
+from tangram.training.observe.events import CheckpointSaved, Evaluated, StepDone, StepSkipped
+from tangram.training.observe.optional_libraries import need
+from tangram.training.observe.tensorboard import TensorBoard
+from tangram.training.observe.throughput import duration
+
+BOARD_FOLDER = "tensorboard"
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+
+
+class Board(Protocol):
+    """Shows scalars."""
+
+    def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
+        """Of a step. `first`: the first step of this process group."""
+        ...
+
+    def close(self) -> None:
+        """Write what is pending. A second close does nothing."""
+        ...
+
+
+class Boards:
+    """Takes in the events of a run; those that are no figures are passed over."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        """`folder`: of the run. Raises UserError where a library is missing, or a board cannot be reached.
+
+        Here, before the run trains, that of the report at its end is looked for, too.
+        """
+        need(("plotly", *(name for name in plan.run.boards if name == "tensorboard")), "report")
+        self._boards: list[Board] = []
+        try:
+            for name in plan.run.boards:
+                self._boards.append(BOARDS[name](folder, plan))
+        except BaseException:
+            self.close()
+            raise
+        self._before: StepDone | None = None
+        self._evaluated: Evaluated | None = None
+
+    def __call__(self, event: object) -> None:
+        """Take in one event."""
+        match event:
+            case StepDone():
+                self._write(event.step, self._of_step(event), event.first)
+                self._before, self._evaluated = event, None
+            case Evaluated():
+                self._evaluated = event
+                self._write(event.step, {"eval/loss": event.loss, **_under("eval", event.figures)})
+            case StepSkipped():
+                self._write(event.step, {"train/skipped": event.skipped})
+            case CheckpointSaved():
+                self._write(event.step, {"checkpoint/blocked_s": event.blocked_seconds})
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Write what is pending. A second close does nothing."""
+        for board in self._boards:
+            board.close()
+
+    def _of_step(self, event: StepDone) -> dict[str, float]:
+        scalars = {"train/loss": event.loss, "train/gradient_norm": event.gradient_norm, "train/lr": event.lr}
+        took = duration(event, self._before, self._evaluated)
+        if took is not None:
+            scalars["train/tokens_per_s"] = event.tokens / took
+        if event.rss_mb:
+            scalars["memory/rss_mb"] = event.rss_mb
+        if event.scale != 1:
+            scalars["train/loss_scale"] = event.scale
+        if event.router_loss:
+            scalars["train/router_loss"] = event.router_loss
+        if event.dropped:
+            scalars["train/dropped"] = event.dropped
+        return scalars | _under("train", event.figures)
+
+    def _write(self, step: int, scalars: Mapping[str, float], first: int = 1) -> None:
+        for board in self._boards:
+            board.write(step, scalars, first)
+
+
+class WeightsAndBiases:
+    """A run of W&B, which a job that is resumed goes on with; where to and how is said by wandb's own variables, as
+    WANDB_PROJECT and WANDB_MODE=offline."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        """Raises UserError where wandb begins no run, as without a login."""
+        need(("wandb",), "boards")
+        import wandb  # loads slowly
+
+        own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+        known: dict[str, Any] = {"dir": str(folder), "config": plan.model_dump(mode="json"), "id": own}
+        known |= {"name": folder.name, "resume": "allow", "settings": wandb.Settings(silent=True, console="off")}
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(**known)
+        except wandb.Error as error:
+            why = str(error).strip().partition("\n")[0]
+            raise UserError(f"wandb begins no run ({why}): wandb login, or WANDB_MODE=offline") from None
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
+        """Its own count of steps only rises, and that of a resumed job may not: so the step is a number beside."""
+        self._run.log({**scalars, "step": step})
+
+    def close(self) -> None:
+        """Send what is pending."""
+        self._run.finish()
+
+
+class OpenTelemetry:
+    """Gauges `tangram.train.loss` and so on, sent to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names, as often as
+    OTEL_METRIC_EXPORT_INTERVAL says and at the end."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        """Raises UserError where nobody says where the collector is."""
+        need(("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "boards")
+        if not any(os.environ.get(name) for name in ENDPOINTS):
+            raise UserError(f'run.boards has "opentelemetry": set {ENDPOINTS[0]} to the address of a collector')
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+
+        of_run = {"tangram.run": str(folder), "tangram.mesh": plan.mesh}
+        of_run |= {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "tangram"}
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+        self._provider = MeterProvider([reader], Resource.create(of_run), shutdown_on_exit=False)
+        self._meter, self._gauges, self._open = self._provider.get_meter("tangram"), dict[str, Any](), True
+
+    def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
+        """The newest of each, with the step as a gauge of its own."""
+        for name, value in {**scalars, "step": step}.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(f"tangram.{name.replace('/', '.')}")
+            self._gauges[name].set(value)
+
+    def close(self) -> None:
+        """Send what is pending."""
+        if self._open:
+            self._open = False
+            self._provider.shutdown()
+
+
+def _tensorboard(folder: Path, plan: Plan) -> Board:
+    return TensorBoard(folder / BOARD_FOLDER, plan)
+
+
+BOARDS = {"tensorboard": _tensorboard, "wandb": WeightsAndBiases, "opentelemetry": OpenTelemetry}
+
+
+def _under(name: str, figures: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}/{key}": x for key, x in figures.items()}
