@@ -126,8 +126,8 @@ def test_every_schedule_has_each_number_of_chunks_that_it_takes() -> None:
 
 REFUSED = {
     "layers of the first and the last virtual stage": (
-        {"pipeline": 4, "ahead": 4},
-        "4 and 0 layers fewer of the first and the last of 4 virtual stages leave one of them without any of the "
+        {"pipeline": 4, "ahead": 6},
+        "6 and 0 layers fewer of the first and the last of 4 virtual stages leave less than none to one of them, of "
         "12 layers",
     ),
     "heads": (

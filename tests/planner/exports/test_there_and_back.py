@@ -149,6 +149,12 @@ FEWER: list[tuple[dict[str, int], tuple[str, ...]]] = [
     ({"pipeline": 7, "ahead": 1, "behind": 1}, ("account-for-embedding-in", "account-for-loss-in")),
     ({"pipeline": 2, "behind": 1}, ("pipeline-model-parallel-layout 'Et*7|t*5L'",)),
     ({"pipeline": 4, "ahead": 1, "behind": 2}, ("pipeline-model-parallel-layout 'Et*3|t*4|t*4|tL'",)),
+    ({"pipeline": 4, "behind": 3}, ("pipeline-model-parallel-layout 'Et*4|t*4|t*4|L'",)),
+    (
+        {"pipeline": 4, "virtual": 2, "schedule": "Interleaved1F1B", "ahead": 2, "behind": 1},
+        ("pipeline-model-parallel-layout 'E|t*2|t*2|t*2|t*2|t*2|t*2|L'",),
+    ),
+    ({"pipeline": 14, "ahead": 1, "behind": 1}, ("account-for-embedding-in", "account-for-loss-in")),
 ]
 
 
