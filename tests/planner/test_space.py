@@ -229,6 +229,15 @@ def test_no_configuration_of_a_branch_is_below_its_bound(
         assert steps.min() >= least * (1 - 1e-12)
 
 
+def test_launches_that_a_longer_exchange_hides_are_in_the_bound() -> None:
+    """With launches multiplied by more than exchanges of experts, ranks that lie worse for these may be quicker."""
+    scales = dict.fromkeys(PARTS, 1.0) | {"launch": 2.2, "expert": 0.5}
+    request = Request(16, 16, 512, schedules=tuple(one.name for one in SCHEDULES), node=4)
+    bound = of_mesh(MIXED, request, (2, 2, 1, 4, 1), bound=True)
+    steps = scaled(seconds(MIXED, of_mesh(MIXED, request, (2, 2, 1, 4, 1)), SETTING), scales)
+    assert steps.min() >= searching.bounds_of(MIXED, bound, [len(bound)], SETTING, scales)[0] * (1 - 1e-12)
+
+
 @given(DRAWN, WIDER)
 @settings(deadline=None, max_examples=6)
 def test_a_bounds_rows_make_all_of_a_mesh(drawn: tuple[Outline, int, int, int], wider: dict[str, Any]) -> None:
