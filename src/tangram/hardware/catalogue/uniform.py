@@ -54,14 +54,14 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
 def _read(name: str) -> tuple[str, int, int] | None:
     """Device, devices of a node, and nodes: of "h100-8x256", "h100x8" or "8xh100". What is before the last x is a
     device where the catalogue has one, as "a100-40x4"."""
-    for pattern, device, count in ((r"(.+?)[- ]?x(\d{1,9})", 1, 2), (r"(\d{1,9})[- ]?x[- ]?(.+)", 2, 1)):
+    for pattern, at, count in ((r"(.+?)[- ]?x(\d{1,9})", 1, 2), (r"(\d{1,9})[- ]?x[- ]?(.+)", 2, 1)):
         found = re.fullmatch(pattern, name, re.ASCII)
-        if found is not None and _named(found[device]):
+        if found is not None and _named(found[at]):
             ranks = int(found[count])
             if ranks > NODE and ranks % NODE:
-                nodes = f"{found[device]}-4x{-(-ranks // 4)}"
+                nodes = f"{found[at]}-4x{-(-ranks // 4)}"
                 raise UserError(f"{name}: {ranks} devices are no whole nodes of {NODE}: write {nodes}, say")
-            return (found[device], NODE, ranks // NODE) if ranks > NODE else (found[device], ranks, 1)
+            return (found[at], NODE, ranks // NODE) if ranks > NODE else (found[at], ranks, 1)
     found = re.fullmatch(r"(.+)-(\d{1,9})x(\d{1,9})", name, re.ASCII)
     return found and (found[1], int(found[2]), int(found[3]))
 
