@@ -178,8 +178,8 @@ def test_a_base_in_fewer_bits_costs_unpacking() -> None:
 
 
 def test_adapters_stay_in_16_bits_beside_products_of_8() -> None:
-    """Of 8 bits the thin products took three times as long, so that LoRA was hardly quicker than training all of Llama 2
-    7B: NeMo's page of figures of 24.12 has 24,824 tokens a second and device beside 16,891 (FP8, 8 H100)."""
+    """Of 8 bits the thin products took three times as long, so that LoRA was hardly quicker than training the whole of
+    Llama 2 7B: NeMo's page of figures of 24.12 has 24,824 tokens a second and device beside 16,891 (FP8, 8 H100)."""
     whole = decoder(Dims(32, 4096, 32, 32000, ffn=11008), "llama-2-7b")
     one, fp8 = grid(batch=32, sequence=4096, data=8, zero=1), Setting(device("h100"), framework("nemo"), "fp8")
     lean = adapted(whole, 16)
