@@ -57,15 +57,14 @@ MISSES = """
   row: context and communicators of a V100 take less than the 3 GB taken for every device. One stage alone is predicted
   too low, by more with larger micro-batches: from one stage to two 6 GB less were measured, of which divided parameters
   and gradients explain 2.6; the rest is not understood.
-- `paddlenlp`: two runs, whose micro-batch and recomputation are not said by the source but taken from files of a nearby
-  version.
+- `paddlenlp`: two runs, of which a nearby version says micro-batch and recomputation.
 - Intervals are as wide as errors on held-out runs of other places and models were, most of those alike in device,
   type, kind of model and framework. Of a single source whose machine or software is off as a whole (mixtures in FP8,
   which one source alone has) fewer lie within, of one that is predicted well more: that cannot be known before a run
   of it. The errors themselves bound the widths: see the 90th percentiles above.
 - Collectives: the medians above are from 64 KiB; from 1 MB those of A100, H100 and B200 are 14% to 18% but for
   all-to-all (5% to 13%). Networks between nodes have one curve for all devices.
-- `internevo`: its figure does not say what it is of; it is taken as the device's, and is far above what is predicted.
+- `internevo`: its figure does not say what it is of; taken as the device's it is far above what is predicted.
 - Groups of tuned runs on one machine (`dgxc`, `nemo_docs` in FP8) lie so close together that the MFU of one
   predicts the other's best; the planner is not below it there.
 - Runs that fitted and are called unsafe are many where a source does not say what it offloads or keeps in 8 bits

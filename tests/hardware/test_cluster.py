@@ -196,7 +196,14 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
     assert [link.ranks for link in c.load("l4-1x1").links] == [1]
     bridged, between = c.load("a6000-2x1").links[0].rate, c.load("a6000-4x1").links[0]
     assert (bridged, between.ranks, between.rate) == (56e9, 4, 16e9)  # half of PCIe, as of cards without a bridge
+    for name, known, ranks in (
+        ("a100-80x4", "a100", [4]), ("A100-40x8", "a100-40", [8]), ("8xh100", "h100", [8]), ("4 x B200", "b200", [4]),
+        ("rtx4090x1", "rtx-4090", [1]), ("h100-96x16", "h100-96", [8, 16]), ("h100x64", "h100", [8, 64]),
+    ):  # fmt: skip
+        assert (c.load(name).device.name, [link.ranks for link in c.load(name).links]) == (known, ranks)
     for name, said in {
+        "h100x12": "12 devices are no whole nodes of 8: write h100-4x3, say",
+        "v100-16x2": "linked to",
         "m3-ultra-1x1": "thead-ppu; of another device write a file of the cluster",
         "h100-16x2": "linked to 7 others at most: give nodes of 8",
         "a10-2x1": "knows no link within a node of NVIDIA A10",

@@ -114,6 +114,17 @@ def test_what_is_kept_whole_by_hand(llama: ModelCosts) -> None:
     assert found(llama, plan(layout="...", run=once, precision=low)).memory.gathered == 4 * numbers + 2 * block
 
 
+def test_the_forwards_of_a_reference_take_time(llama: ModelCosts) -> None:
+    alone = plan("dp=1", "...", data={"micro_batch": 1, "packing": "single"}).model_dump()
+    forwards: dict[str, float] = {}
+    for task, preference in (("dpo", {"loss_type": "simpo"}), ("dpo", {}), ("kto", {"loss_type": "kto"})):
+        one = Plan.model_validate({**alone, "task": task, "preference": preference})
+        forwards[preference.get("loss_type", task)] = found(llama, one).seconds.products
+    one_forward = (forwards["dpo"] - forwards["simpo"]) * 1e9 / 8
+    assert one_forward == pytest.approx(llama.forward.flops)
+    assert forwards["kto"] - forwards["simpo"] == pytest.approx(3 * (forwards["dpo"] - forwards["simpo"]))
+
+
 def test_of_whole_copies_nothing_is_gathered(llama: ModelCosts) -> None:
     once = found(llama, plan(layout="...", run={"reduce_every": "step"}))
     each = found(llama, plan(layout="..."))

@@ -19,7 +19,7 @@ from tangram.planner.cost.timeline import play
 from tangram.planner.legality.enumerate import Request, meshes, of_mesh
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid, joined
-from tangram.planner.space.layers_per_stage import dealt, fewer, sizes
+from tangram.planner.space.layers_per_stage import dealt, fewer, filled, sizes
 from tangram.planner.space.optimisers_and_offload import offloads_of
 from tangram.planner.space.schedule_formulas import SCHEDULES
 from tangram.planner.space.setting import Setting
@@ -60,8 +60,9 @@ def test_the_peak_is_that_of_the_closed_form(
     outline, g = (ALIKE, MIXED, HEAVY)[at], every(at)
     g = g.take(g.pipeline > 1)
     one = g.take(slice(place := int(share * len(g)), place + 1))
-    if min(sizes(outline.layers, int(one.pipeline[0] * one.virtual[0]), ahead, behind)) > 0:
-        one = replace(one, ahead=np.full(1, float(ahead)), behind=np.full(1, float(behind)))
+    cut = replace(one, ahead=np.full(1, float(ahead)), behind=np.full(1, float(behind)))
+    if filled(outline.layers, cut)[0]:
+        one = cut
     one = replace(one, offload=np.array([bits]))
     peak = max(part.peak for part in of(outline, one, name))
     need = float(memory(outline, one, setting(name)).device[0])
@@ -71,7 +72,7 @@ def test_the_peak_is_that_of_the_closed_form(
         assert peak <= need * 1.15  # a pipeline that is not filled; the closed form takes it as full
     elif one.virtual[0] > 1 and (one.ahead[0] or one.behind[0] or outline.layers % chunks or len(outline.runs) > 1):
         assert (
-            need * 0.85 <= peak <= need * (1.18 if bits & 3 else 1.15)
+            need * 0.85 <= peak <= need * (1.18 if bits & 3 else 1.17)
         )  # chunks unlike each other: the closed form takes their mean
     else:
         assert peak == pytest.approx(need, rel=1e-9)

@@ -18,6 +18,7 @@ from tangram.errors import UserError
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry, History, add, family_of, key_of, read
 from tangram.planner.cost.history_correction import Here, PredictedPlan, hopeless, likely
+from tangram.schema.tuning import LoraPlan
 from tests.training.small import small_plan
 
 HERE = Here("a processor", "a machine, 2 processes", 8e9, 2)
@@ -117,6 +118,18 @@ def test_the_key_is_of_what_decides_time_and_memory(tmp_path: Path) -> None:
     assert key_of(again) != key_of(plan)
     assert family_of(again) == family_of(plan)
     assert family_of(small_plan(tmp_path, layouts={"parameters": {"*": "..."}})) != family_of(plan)
+
+
+def test_what_is_trained_of_a_model_and_the_text_of_single_documents_are_in_the_key(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path)
+    tuned = plan.model_copy(update={"lora": LoraPlan(rank=4)})
+    for other in (tuned, small_plan(tmp_path, optimiser={"moments": "8-bit"})):
+        assert key_of(other) != key_of(plan), "adapters of a model were taken for the whole of it"
+        assert family_of(other) != family_of(plan)
+    sources = [{"path": str(tmp_path / "elsewhere")}]
+    for packing, same in (("packed", True), ("single", False)):  # whose rows are as long as documents
+        here, there = (small_plan(tmp_path, data={"packing": packing, **more}) for more in ({}, {"sources": sources}))
+        assert (key_of(here) == key_of(there)) == same
 
 
 # ---------------------------------------------------------------- what it teaches

@@ -89,13 +89,13 @@ def test_a_wrong_step_loses_the_best(module: ModuleType, name: str, monkeypatch:
     """Planted mistakes: a rank between is always said to be too full; cuts without blocks are taken."""
     g, wrong = pipelines(2), name == "_never"
     limit = float(np.quantile(memory(MIXED, g, SETTING).device, 0.3))
-    right = both(2, limit, 3, None, g)[1]
+    right = both(2, limit, 6, None, g)[1]
 
     def always(_: Any, g: Grid) -> Any:
         return np.ones(len(g), dtype=bool)
 
     monkeypatch.setattr(module, name, always)
-    changed = both(2, limit, 3, None, g)[1]
+    changed = both(2, limit, 6, None, g)[1]
     assert (changed.step > right.step).any() if wrong else (changed.step < right.step).any()
 
 

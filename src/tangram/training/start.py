@@ -20,6 +20,7 @@ from tangram.hardware.measuring.rates import rates
 from tangram.models.building.build import build_on_meta
 from tangram.models.building.source import read_source
 from tangram.planner.local.estimate import megabytes
+from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import MOST_PROCESSES, predict
 from tangram.planner.local.ranking_table import Ranking
 from tangram.schema.files import dumps, load
@@ -52,7 +53,7 @@ from tangram.training.run.uploads import bring_here
 from tangram.training.state.build_model import source_of
 from tangram.training.trials.auto import try_plans
 from tangram.training.trials.history_rows import remembering
-from tangram.training.trials.local_plans import planned, plans_of
+from tangram.training.trials.local_plans import planned, plans_of, rows_of_steps
 
 FAILURES = JOB_FAILURES
 
@@ -165,14 +166,16 @@ def choose(request: TrainRequest, meeting: Meeting | None, on_event: OnEvent) ->
     _refuse_trials(job, request, meeting)
     on_event(Doing("reading the model, measuring the machine, planning"))
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
-    config = source_of(job, tokens_of(job)).config
+    tokens = tokens_of(job)
+    config = source_of(job, tokens).config
     model = build_on_meta(config)
     freeze(model, job)
     router_loss.refuse(model, job)
     expert_capacity.refuse(model, job)
     if isinstance(job, Plan):
         found = rates(pick_device(job.run.device, 0, 1).type, processes)
-        return ChosenPlan(job, predict(job, found, config), processes * found.peak_flops(job.precision.compute))
+        predicted = predict(job, found, config, Counted(job, config, rows_of_steps(job, tokens)[0]))
+        return ChosenPlan(job, predicted, processes * found.peak_flops(job.precision.compute))
     ranking = _ranked(job, processes, request, on_event) if request.trials else plans_of(job, processes)
     on_event(_shown(ranking))
     for note in ranking.notes:

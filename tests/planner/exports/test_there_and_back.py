@@ -145,16 +145,22 @@ def test_uneven_stages_are_written_and_told(blocks: tuple[int, ...], written: st
         assert found.notes == ("the 8 layers are uneven over 3 virtual stages: the first ones have one more",)
 
 
-FEWER: list[tuple[dict[str, int], tuple[str, ...]]] = [
+FEWER: list[tuple[dict[str, int | str], tuple[str, ...]]] = [
     ({"pipeline": 7, "ahead": 1, "behind": 1}, ("account-for-embedding-in", "account-for-loss-in")),
     ({"pipeline": 2, "behind": 1}, ("pipeline-model-parallel-layout 'Et*7|t*5L'",)),
     ({"pipeline": 4, "ahead": 1, "behind": 2}, ("pipeline-model-parallel-layout 'Et*3|t*4|t*4|tL'",)),
+    ({"pipeline": 4, "behind": 3}, ("pipeline-model-parallel-layout 'Et*4|t*4|t*4|L'",)),
+    (
+        {"pipeline": 4, "virtual": 2, "schedule": "Interleaved1F1B", "ahead": 2, "behind": 1},
+        ("pipeline-model-parallel-layout 'E|t*2|t*2|t*2|t*2|t*2|t*2|L'",),
+    ),
+    ({"pipeline": 14, "ahead": 1, "behind": 1}, ("account-for-embedding-in", "account-for-loss-in")),
 ]
 
 
 @pytest.mark.parametrize(("changed", "written"), FEWER)
 def test_fewer_blocks_at_the_ends_are_written_and_come_back(
-    changed: dict[str, int], written: tuple[str, ...], tmp_path: Path
+    changed: dict[str, int | str], written: tuple[str, ...], tmp_path: Path
 ) -> None:
     one = replace(USUAL, zero=1, **changed)  # type: ignore[arg-type]
     text = EXPORTS["megatron-lm"].write(one, DENSE, CLUSTER).text

@@ -13,13 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from tangram.errors import UserError
-from tangram.hardware.catalogue.devices import Figures, devices
+from tangram.hardware.catalogue.devices import Figures, device, devices
 
 __all__ = ["FORM", "LIKE", "tables_of"]
 
 BRIDGED = 2
 """Cards at a bridge; a node of more of them has its host between, over which a card reaches half of PCIe."""
-FORM = "DEVICE-8x32 (32 nodes of 8) of a device of the catalogue"
+NODE = 8
+"""Devices of a node where only their number is said, and there are more."""
+NEAR = 0.1
+"""By how much of it a memory that a name says may differ: an "80 GB" device has 85e9 bytes."""
+FORM = "DEVICE-8x32 (32 nodes of 8) or DEVICEx4 of a device of the catalogue"
 LIKE = "h100-8x8"
 
 
@@ -29,13 +33,13 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
     `like`: those of `LIKE`, with a link within a node and one between nodes. Raises UserError for a device or a node
     that is not known.
     """
-    found = re.fullmatch(r"(.+)-(\d{1,9})x(\d{1,9})", name.strip().lower(), re.ASCII)
+    found = _read(name.strip().lower())
     if found is None:
         return None
-    near, nodes = int(found[2]), int(found[3])
+    given, near, nodes = found
     if near < 1 or nodes < 1:
         raise UserError(f"{name}: there is no cluster of {nodes} nodes of {near} devices: give one of each at least")
-    one = _device(name, found[1])
+    one = _named(given) or _device(name, given)
     within, between = like["links"]
     links: list[dict[str, Any]] = []
     if near > 1:
@@ -45,6 +49,34 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
     if not links:  # of one device, which sends nothing
         links.append({**within, "ranks": 1})
     return {**like, "ranks": near * nodes, "device": {**like["device"], "name": one.name}, "links": links}
+
+
+def _read(name: str) -> tuple[str, int, int] | None:
+    """Device, devices of a node, and nodes: of "h100-8x256", "h100x8" or "8xh100". What is before the last x is a
+    device where the catalogue has one, as "a100-40x4"."""
+    for pattern, at, count in ((r"(.+?)[- ]?x(\d{1,9})", 1, 2), (r"(\d{1,9})[- ]?x[- ]?(.+)", 2, 1)):
+        found = re.fullmatch(pattern, name, re.ASCII)
+        if found is not None and _named(found[at]):
+            ranks = int(found[count])
+            if ranks > NODE and ranks % NODE:
+                nodes = f"{found[at]}-4x{-(-ranks // 4)}"
+                raise UserError(f"{name}: {ranks} devices are no whole nodes of {NODE}: write {nodes}, say")
+            return (found[at], NODE, ranks // NODE) if ranks > NODE else (found[at], ranks, 1)
+    found = re.fullmatch(r"(.+)-(\d{1,9})x(\d{1,9})", name, re.ASCII)
+    return found and (found[1], int(found[2]), int(found[3]))
+
+
+def _named(given: str) -> Figures | None:
+    """The device that is called so, spaces and dashes apart: "RTX 4090", "rtx4090"."""
+    plain = re.sub(r"[-_ ]", "", given)
+    if found := next((one for key, one in devices().items() if key.replace("-", "") == plain), None):
+        return found
+    try:
+        found = device(given)
+    except UserError:
+        return None
+    size = re.search(r"-(\d+)$", given)  # of those that are called by their memory, "v100-16" is not the other's
+    return None if size and abs(int(size[1]) * 2**30 / (found.memory_bytes or 1) - 1) > NEAR else found
 
 
 def _device(name: str, given: str) -> Figures:

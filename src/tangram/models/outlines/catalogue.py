@@ -1,11 +1,13 @@
 """Public models by their names: sizes as data (`catalogue.toml`), so that a plan of one needs neither torch nor a file.
 
-A name is that of a repository on the Hugging Face hub, or its part after the slash; case does not matter.
+A name is that of a repository on the Hugging Face hub, or its part after the slash; case does not matter, nor do words
+that say how it was tuned (`TUNED`): those have the sizes of what they began from.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -21,6 +23,7 @@ __all__ = ["active_numbers", "catalogue", "in_catalogue", "no_model", "presets_n
 
 TOLD = ("billions", "active", "tower")
 """Keys that are no sizes of the decoder."""
+TUNED = {"instruct", "chat", "it", "base", "pt", "hf", "thinking", "2507", "meta"}
 
 
 @cache
@@ -46,6 +49,26 @@ def _short() -> Mapping[str, str]:
     return {one.lower(): name for name in catalogue() for one in (name, _last(name))}
 
 
+@cache
+def _plain() -> Mapping[str, str]:
+    """Whole names by what is left of them; "" where models of unlike sizes are called so."""
+    found: dict[str, str] = {}
+    for name, row in catalogue().items():
+        before = found.setdefault(_untuned(name), name)
+        found[_untuned(name)] = before if before and catalogue()[before] == row else ""
+    return found
+
+
+@cache
+def _owners() -> frozenset[str]:
+    return frozenset(name.rpartition("/")[0].lower() for name in catalogue())
+
+
+def _untuned(name: str) -> str:
+    """Without the words of `TUNED`, and what stands between words."""
+    return "".join(word for word in re.split(r"[-_ ]", _last(name).lower()) if word not in TUNED)
+
+
 def _last(name: str) -> str:
     """After the slash, if there is one."""
     return name.rpartition("/")[2]
@@ -53,8 +76,9 @@ def _last(name: str) -> str:
 
 def in_catalogue(name: str) -> Outline | None:
     """The outline of a public model; None for a name that is not in the catalogue."""
-    found = _short().get(name.strip().lower())
-    if found is None:
+    said = name.strip().lower()
+    found = _short().get(said) or (_plain().get(_untuned(said)) if said.rpartition("/")[0] in _owners() else None)
+    if not found:
         return None
     row = catalogue()[found]
     text = decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))

@@ -274,7 +274,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, blocks: list[str], scale: int) -> None:
         super().__init__()
-        self.flops = flop_counter.FlopCounterMode(display=False, custom_mapping=_PRODUCTS)
+        self.flops = flop_counter.FlopCounterMode(display=False, custom_mapping=PRODUCTS)
         self.root = type(model).__name__
         self.blocks = blocks
         self.kept: Counter[str] = Counter()
@@ -387,8 +387,7 @@ def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
     return flops
 
 
-# Products that torch's counter does not know.
-_PRODUCTS: dict[Any, Any] = {
+PRODUCTS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     ATTEND: _attend,
@@ -398,3 +397,4 @@ _PRODUCTS: dict[Any, Any] = {
     _aten._grouped_mm: _grouped,
     **FLOPS,
 }
+"""Products that torch's counter does not know."""

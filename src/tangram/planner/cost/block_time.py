@@ -215,9 +215,10 @@ class Ways:
         return (inputs + curves.product_seconds(device, kind, k, n, m, count)) / SUSTAINED
 
     def kind(self, one: Product) -> str:
-        """What a product is computed in: routers stay in 16 bits."""
-        low = self.setting.precision in ("fp8", "fp4")
-        return "bf16" if low and not one.cut and not one.experts else self.setting.precision
+        """What a product is computed in: routers stay in 16 bits, and so do adapters, which are too thin to gain."""
+        low, router = self.setting.precision in ("fp8", "fp4"), not one.cut and not one.experts
+        adapter = self.block.adapted and not one.frozen
+        return "bf16" if low and (router or adapter) else self.setting.precision
 
     def casts(self, one: Product, way: str) -> Array:
         """To bring what enters a product to 8 bits, and frozen weights that are kept in fewer to 16."""

@@ -33,7 +33,7 @@ PATIENCE = 10.0
 """Seconds that are waited for another process's row."""
 OUTCOMES = ("measured", "out of memory", "not done", "failed")
 
-OF_THE_PLAN = ("model", "precision", "mesh", "axes", "layouts", "pipeline", "context")
+OF_THE_PLAN = ("task", "lora", "preference", "model", "precision", "mesh", "axes", "layouts", "pipeline", "context")
 OF_DATA = ("sequence", "global_batch", "micro_batch", "packing")
 NOT_OF_RUN = {
     "steps", "max_seconds", "evaluate_every", "on_nonfinite", "skips_in_a_row", "diverged", "trace", "hang_seconds",
@@ -113,10 +113,11 @@ def path() -> Path | None:
 
 
 def key_of(plan: Plan) -> str:
-    """The same for two plans whose steps take the same time and memory: whatever else they train on, and how long."""
+    """The same for two plans whose steps take the same time and memory: what else they train on, and how long."""
     whole = plan.model_dump(mode="json")
-    said: dict[str, Any] = {name: whole[name] for name in OF_THE_PLAN}
-    said["data"] = {name: whole["data"][name] for name in OF_DATA}
+    said = _of_the_plan(whole)
+    lengths = ("sources", "tokenizer") if plan.data.packing == "single" else ()  # of rows follow from what is read
+    said["data"] = {name: whole["data"][name] for name in (*OF_DATA, *lengths)}
     said["run"] = {name: value for name, value in whole["run"].items() if name not in NOT_OF_RUN}
     return _digest(said)
 
@@ -124,7 +125,12 @@ def key_of(plan: Plan) -> str:
 def family_of(plan: Plan) -> str:
     """The same for two plans of one model in one layout, whatever their batches and what they recompute."""
     whole = plan.model_dump(mode="json")
-    return _digest({name: whole[name] for name in OF_THE_PLAN})
+    return _digest(_of_the_plan(whole))
+
+
+def _of_the_plan(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a plan's tables what says which model is trained, how it lies, and which states it has."""
+    return {"moments": whole["optimiser"]["moments"], **{name: whole[name] for name in OF_THE_PLAN}}
 
 
 def _digest(said: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ matmuls write beside the kept ones.
 Of a pipeline the first rank is looked at, the last, and those where layers of other sizes begin: a mixture's second
 rank may need more than its first, which has the dense layers; and the second where the first has fewer layers. Which
 layers a rank's virtual stages have is exact (`planner.space.layers_per_stage`); where virtual stages are not alike,
-those in flight are taken as the mean of the rank's, which is up to 14 % off what playing the schedule gives
+those in flight are taken as the mean of the rank's, which is up to 16 % off what playing the schedule gives
 (`planner.cost.memory_timeline`; 17 % of what is left where states are offloaded to the host), else nothing.
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows

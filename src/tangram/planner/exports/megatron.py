@@ -77,7 +77,7 @@ def megatron(one: Numbers, outline: Outline, cluster: Cluster) -> Written:
 def layout_text(chunks: list[int], predictors: int = 0) -> str:
     """Blocks of each virtual stage as Megatron's layout of a pipeline: E the embedding, t a block, m one that predicts
     a further token, which is the last virtual stage's, L the loss."""
-    parts = [f"t*{count}" if count > 1 else "t" for count in chunks]
+    parts = [f"t*{count}" if count > 1 else "t" * count for count in chunks]
     return "E" + "|".join(parts) + "m" * predictors + "L"
 
 
@@ -98,7 +98,7 @@ def _stages(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
     found: Arguments = {"pipeline-model-parallel-size": one.pipeline}
     if one.pipeline == 1:
         return found
-    chunks = chunk_blocks(one, outline)
+    chunks = chunk_blocks(one, outline, alone=True)
     if len(set(chunks)) > 1:
         if (
             not outline.predictors
@@ -175,7 +175,7 @@ def _again(one: Numbers, outline: Outline, told: list[str]) -> Arguments:
 
 
 def _blocks(one: Numbers, outline: Outline, share: float, told: list[str]) -> Arguments:
-    chunks = chunk_blocks(one, outline)
+    chunks = chunk_blocks(one, outline, alone=True)
     full: Arguments = {"recompute-granularity": "full"}
     if share == 1:
         return full | {"recompute-method": "uniform", "recompute-num-layers": 1}

@@ -145,16 +145,17 @@ def experts_of(outline: Outline) -> int:
     return max((block.experts for block, _ in outline.runs), default=0)
 
 
-def chunk_blocks(one: Numbers, outline: Outline) -> list[int]:
+def chunk_blocks(one: Numbers, outline: Outline, *, alone: bool = False) -> list[int]:
     """Blocks of each virtual stage in the order in which they run: as `planner.space.layers_per_stage` cuts them.
 
-    Raises UserError where a virtual stage would have none.
+    Raises UserError where a virtual stage would have none; with `alone` the first and the last may, which have the
+    embedding and the head.
     """
-    chunks = one.pipeline * one.virtual
-    if chunks > outline.layers:
+    chunks, ends = one.pipeline * one.virtual, (one.ahead > 0) + (one.behind > 0) if alone else 0
+    if chunks > outline.layers + ends:
         raise UserError(f"{chunks} virtual stages are more than the {outline.layers} layers of {outline.name}")
     found = sizes(outline.layers, chunks, one.ahead, one.behind)
-    if min(found) < 1:
+    if min(found) < (0 if ends else 1) or 0 in found[1:-1]:
         raise UserError(
             f"{one.ahead} and {one.behind} layers fewer of the first and the last of {chunks} virtual stages leave one "
             f"of them without any of the {outline.layers} layers"

@@ -22,6 +22,7 @@ from tangram.planner.legality.engine import Facts, Mask, Rule, divides, even
 from tangram.planner.legality.enumerate import ALL, Able
 from tangram.planner.search.strategy import Ask, Choice
 from tangram.planner.space.grid import Grid
+from tangram.planner.space.layers_per_stage import ends
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, WHOLE
 
 __all__ = ["EXPORTS", "Target", "able_of", "export", "picked", "written"]
@@ -92,7 +93,13 @@ PADDLES = (
     ),
 )
 """What PaddleFormers does not run beyond what an `Able` says by numbers."""
+LAYERS_AT_BOTH_ENDS = Rule(
+    "layers of the first and the last virtual stage",
+    lambda f, g: (np.minimum(*ends(f.layers, g)) >= 1) | (g.pipeline == 1),
+    lambda f, at: "the first and the last virtual stage have a layer beside embedding and head",
+)
 TITANS = (
+    LAYERS_AT_BOTH_ENDS,
     Rule(
         "virtual stages of its schedules",
         lambda f, g: (g.schedule == 0) | (g.virtual > 1),

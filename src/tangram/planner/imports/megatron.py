@@ -179,10 +179,15 @@ def _fewer(words: Words, outline: Outline, pipeline: int, virtual: int, told: li
             found = fewer([said[0] or inner, *[inner] * (chunks - 2), said[1] or inner])
     else:
         found, named = (accounted[0], accounted[1]), next(name for name in ACCOUNTED if words.has(name))
-    if found is None or min(sizes(outline.layers, chunks, *found)) < 1:
+    if found is None or not _filled(sizes(outline.layers, chunks, *found)):
         told.append(f"{named}: stages are taken as even")
         return 0, 0
     return found
+
+
+def _filled(blocks: list[int]) -> bool:
+    """Whether all virtual stages have layers, but the first and the last, which have the embedding and the loss."""
+    return min(blocks) >= 0 and 0 not in blocks[1:-1]
 
 
 def _virtual(words: Words, outline: Outline, pipeline: int) -> int:

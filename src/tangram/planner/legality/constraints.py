@@ -26,7 +26,7 @@ from tangram.planner.legality.engine import (
     refusals,
 )
 from tangram.planner.space.grid import Grid
-from tangram.planner.space.layers_per_stage import ends
+from tangram.planner.space.layers_per_stage import filled
 from tangram.planner.space.schedule_formulas import SCHEDULES, fewest, folded, least, many
 
 __all__ = ["EXCHANGED", "HEADS", "LAID", "RULES", "STAGES", "legal", "reasons"]
@@ -40,10 +40,9 @@ def _virtual_stages_fit(facts: Facts, g: Grid) -> Mask:
 
 
 def _some(facts: Facts, g: Grid) -> Mask:
-    """Where the first and the last virtual stage have a block at least, as far as they have fewer than an even cut
-    gives."""
-    first, last = ends(facts.layers, g)
-    return np.asarray((g.ahead + g.behind == 0) | ((first >= 1) & (last >= 1)), dtype=bool)
+    """Where the first and the last virtual stage have no less than none, as far as they have fewer layers than an even
+    cut gives."""
+    return np.asarray((g.ahead + g.behind == 0) | filled(facts.layers, g), dtype=bool)
 
 
 def _shared(*columns: str) -> Callable[[Facts, Grid], Mask]:
@@ -127,7 +126,7 @@ RULES = (
 
 STAGES = Rule(
     "stages",
-    lambda f, g: g.pipeline * g.virtual <= f.layers,
+    lambda f, g: g.pipeline * g.virtual <= f.layers + (g.ahead > 0) + (g.behind > 0),
     lambda f, at: f"{at['pipeline']} stages of {at['virtual']} virtual stages are more than the {f.layers} layers",
 )
 """Of stages that are cut between layers."""
@@ -145,7 +144,7 @@ LAID = (
         lambda f, g: ((g.ahead + g.behind == 0) | (g.pipeline > 1)) & _some(f, g),
         lambda f, at: (
             f"{at['ahead']} and {at['behind']} layers fewer of the first and the last of "
-            f"{at['pipeline'] * at['virtual']} virtual stages leave one of them without any of the {f.layers} layers"
+            f"{at['pipeline'] * at['virtual']} virtual stages leave less than none to one of them, of {f.layers} layers"
             if at["pipeline"] > 1
             else "without stages no virtual stage has fewer layers than others"
         ),

@@ -38,7 +38,7 @@ from tangram.planner.local.peak_memory import (
 from tangram.planner.local.stage_shares import Share, recomputed, shares
 from tangram.schema.plan import Plan
 
-VERSION = 3
+VERSION = 4
 """Of what is predicted: runs that another version predicted are not learned from. Raise it with every change here."""
 SPLIT_BACKWARD = 0.2
 """What a backward in two parts takes beyond one in one, as its graph is gone through twice. Chosen, with plans that ran
@@ -105,20 +105,27 @@ def megabytes(size: float) -> str:
 
 
 def estimate(
-    plan: Plan, whole: ModelCosts, local: ModelCosts, rates: Rates, moves: Sequence[CollectiveTraffic] = ()
+    plan: Plan,
+    whole: ModelCosts,
+    local: ModelCosts,
+    rates: Rates,
+    moves: Sequence[CollectiveTraffic] = (),
+    timed: ModelCosts | None = None,
 ) -> Estimate:
     """What the plan needs on this machine.
 
     `whole`: the costs of the whole model, of which only the parameters are used. `local`: those of the model that one
     TP rank computes, for a micro-batch of the plan (the same where no axis is tensor's). `moves`: what moves over
-    model axes for one sample, as derived.
+    model axes for one sample, as derived. `timed`: the local costs of rows as long as a step's are in the mean, where
+    `local` is of the longest.
     """
     held = largest_parts(plan, whole.parameters)
-    stages = shares(plan, whole.parameters, local)
+    stages, timed = shares(plan, whole.parameters, local), timed or local
+    timed_stages = stages if timed is local else shares(plan, whole.parameters, timed)
     return Estimate(
         max((memory_of(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total),
-        max((_seconds(plan, stage, held, rates, moves) for stage in stages), key=lambda seconds: seconds.total),
-        plan.data.global_batch * plan.rows_per_sample * plan.data.sequence,
+        max((_seconds(plan, stage, held, rates, moves) for stage in timed_stages), key=lambda seconds: seconds.total),
+        plan.data.global_batch * plan.rows_per_sample * timed.sequence,
     )
 
 
@@ -126,14 +133,17 @@ def _seconds(
     plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[CollectiveTraffic]
 ) -> Seconds:
     parameters, local = stage.parameters, stage.local
-    over_tensor = stage.work * _communication_seconds(plan, derived, rates)
+    over_tensor = stage.work * _communication_seconds(plan, derived, rates, local.sequence / plan.data.sequence)
     products, moves = 0.0, 0.0
     parts = [part for part in local.blocks if recomputed(plan, part.name)]
     again = sum(part.forward_flops for part in parts)
     kept = sum(part.made[kind].flops for part in parts for kind in plan.run.recompute_keep)
     all_flops = stage.work * local.forward.flops
     extra, extra_products = (again / all_flops, (again - kept) / all_flops) if all_flops else (0.0, 0.0)
-    for work, times, times_products in ((local.forward, 1 + extra, 1 + extra_products), (local.backward, 1.0, 1.0)):
+    first = 1 + plan.other_forwards
+    for work, times, times_products in (
+        (local.forward, first + extra, first + extra_products), (local.backward, 1.0, 1.0),
+    ):  # fmt: skip
         product, move = _work_seconds(work, plan, rates)
         products += stage.work * times_products * product
         moves += stage.work * times * move
@@ -216,9 +226,9 @@ def _sums_seconds(gradients: float, copies: int, rates: Rates) -> float:
     return rates.moves.seconds(2 * gradients) + _exchange(2 * gradients, copies, rates) + more
 
 
-def _communication_seconds(plan: Plan, moves: Sequence[CollectiveTraffic], rates: Rates) -> float:
-    """Of what moves over the tensor axis, as derived, for a micro-batch."""
-    ranks, samples = plan.model_ranks, plan.data.micro_batch * plan.rows_per_sample
+def _communication_seconds(plan: Plan, moves: Sequence[CollectiveTraffic], rates: Rates, length: float) -> float:
+    """Of what moves over the tensor axis, as derived, for a micro-batch of rows of this share of their length."""
+    ranks, samples = plan.model_ranks, plan.data.micro_batch * plan.rows_per_sample * length
     each = rates.latency * (ranks - 1) + overheads.TENSOR_MODULE_CALLS * rates.call_seconds
     return sum(one.times * (each + rates.links.seconds(samples * one.nbytes)) for one in moves)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -43,17 +44,33 @@ def frozen(model: nn.Module, job: Job) -> nn.Module:
     return model
 
 
+class Rows(NamedTuple):
+    """How many tokens the rows of a job's steps have, where not all have `data.sequence`."""
+
+    mean: int
+    """Of which a step's time is."""
+    longest: int
+    """Of which memory is."""
+
+
 class Counted:
     """A job's model on meta and what it costs, counted once for each number of TP ranks."""
 
-    def __init__(self, job: Job, config: PreTrainedConfig) -> None:
+    def __init__(self, job: Job, config: PreTrainedConfig, rows: Rows | None = None) -> None:
         self.job, self.config = job, config
+        self.rows = rows or Rows(job.data.sequence, job.data.sequence)
         self.model = frozen(build_on_meta(config), job)
         self.plain = self.model if job.lora is None else build_on_meta(config)  # of whose names layouts speak
         self._pair = cache(lambda: self._count(self.model))
         self._narrow = cache(self._narrowed)
         dtype = getattr(torch, job.precision.compute)
         self._graph = cache(lambda: sample_graph(self.plain, job.data.sequence, dtype, rules=rules_of(job)))
+
+    @cached_property
+    def timed(self) -> Counted:
+        """The same for rows of their mean length, of which the time of a step is."""
+        mean = self.rows.mean
+        return self if mean == self.rows.longest else Counted(self.job, self.config, Rows(mean, mean))
 
     def communication(self, plan: Plan) -> tuple[CollectiveTraffic, ...]:
         """What moves over a plan's model axes for one sample. Raises UserError where nothing can be derived."""
@@ -103,7 +120,7 @@ class Counted:
 
     def _count(self, model: nn.Module) -> tuple[ModelCosts, ModelCosts]:
         dtype = getattr(torch, self.job.precision.compute)
-        one, two = (costs(model, self.job.data.sequence, batch, dtype) for batch in (1, 2))
+        one, two = (costs(model, self.rows.longest, batch, dtype) for batch in (1, 2))
         lora = self.job.lora
         if lora is None or lora.base == "parameters" or model is not self.model:
             return one, two

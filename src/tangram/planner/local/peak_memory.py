@@ -134,7 +134,8 @@ class _Moment(NamedTuple):
 def _moments(
     plan: Plan, stage: Share, held: Mapping[str, int], logits: float, made: float, making: float
 ) -> Iterator[_Moment]:
-    """The loss; each layer's backward, which begins with all that it keeps and ends with its gradients; the update.
+    """The loss; each layer's backward, which begins with all that it keeps and ends with its gradients; the update; the
+    loss of held-out samples.
 
     Of a pipeline all at once, as its micro-batches are not in step.
     """
@@ -160,6 +161,8 @@ def _moments(
         there = before or there + of_block[part.name]
         yield _Moment(there, left + part.input_bytes, 0.0, made + making)
     yield _Moment(every, 0.0)
+    if plan.data.held_out:  # whose rows are as long as the plan says, where those of steps are not
+        yield _Moment(0.0, 0.0, logits * plan.data.sequence / local.sequence)
 
 
 def _flowing(plan: Plan, local: ModelCosts, part: Part) -> float:

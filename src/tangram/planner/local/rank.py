@@ -138,9 +138,10 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig, counted: Counted
     found = counted.tensor((plan.axes.tensor[0], tensor), None) if plan.axes.tensor else None
     lies = None if isinstance(found, str) else found
     samples = plan.data.micro_batch / (plan.model_ranks // tensor)  # ranks of other axes have a part of each
-    local = counted.local_costs(lies, (plan.axes.tensor[0] if plan.axes.tensor else "", tensor), samples)
+    axis = (plan.axes.tensor[0] if plan.axes.tensor else "", tensor)
+    local, timed = (one.local_costs(lies, axis, samples) for one in (counted, counted.timed))
     moves = counted.communication(plan) if plan.model_ranks > 1 else ()
-    return estimate(plan, counted.costs(plan.data.micro_batch), local, rates, moves)
+    return estimate(plan, counted.costs(plan.data.micro_batch), local, rates, moves, timed)
 
 
 def _strategies(processes: int) -> Iterator[Strategy]:
@@ -198,8 +199,9 @@ def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator
         judge(plan, counted)
         for micro_batch in _micro_batches(plan):
             plan = make_plan(one, job, lies, micro_batch, stages)
-            whole, local = counted.costs(micro_batch), counted.local_costs(lies, (TENSOR.name, size), micro_batch)
-            needs = estimate(plan, whole, local, rates, moves)
+            whole, axis = counted.costs(micro_batch), (TENSOR.name, size)
+            local, timed = (at.local_costs(lies, axis, micro_batch) for at in (counted, counted.timed))
+            needs = estimate(plan, whole, local, rates, moves, timed)
             most = FILLED * rates.memory
             short = (
                 f"needs {megabytes(needs.memory.total)} a rank, and there are {megabytes(most)}"

@@ -17,7 +17,7 @@ virtual stages that fits is taken (`planner.search.uneven_stages`), with as few 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -117,7 +117,15 @@ def least_of(outline: Outline, rows: Grid, setting: Setting, scales: Scales, *, 
     for start in range(0, len(rows), CACHED):  # so many stay in a processor's caches
         of = seconds(outline, rows.take(slice(start, start + CACHED)), setting, least=True, fewer=fewer)
         found.append(sum(multiplied(of, scales, COVERED).values(), np.zeros(())))
-    return np.concatenate(found)
+    least, other = np.concatenate(found), (rows.pipeline > 1) & (rows.inner == 0)
+    experts = any(block.experts for block, _ in outline.runs)
+    if not (fewer and experts and scales and scales["launch"] > scales["expert"] and other.any()):
+        return least
+    # Launches hide behind exchanges, which take longer where PP ranks lie within DP ranks, and launches then less.
+    within = rows.take(other)
+    within = replace(within, inner=np.ones(len(within)))
+    least[other] = np.minimum(least[other], least_of(outline, within, setting, scales, fewer=True))
+    return least
 
 
 def bounds_of(outline: Outline, every: Grid, sizes: Sequence[int], setting: Setting, scales: Scales) -> list[float]:

@@ -20,7 +20,7 @@ from tangram.planner.cost.step_time import Scales, scaled, seconds
 from tangram.planner.legality.engine import facts_of, holding
 from tangram.planner.legality.enumerate import Able
 from tangram.planner.space.grid import Grid
-from tangram.planner.space.layers_per_stage import ends
+from tangram.planner.space.layers_per_stage import filled
 from tangram.planner.space.recompute import Ladder, fitted, is_free
 from tangram.planner.space.setting import Setting
 
@@ -104,6 +104,5 @@ class CutRequest:
 
 
 def some_blocks(outline: Outline, g: Grid) -> Array:
-    """Where each virtual stage has a block."""
-    first, last = ends(outline.layers, g)
-    return (first >= 1) & (last >= 1)
+    """Where each virtual stage has a block, or the embedding or the head alone."""
+    return filled(outline.layers, g)

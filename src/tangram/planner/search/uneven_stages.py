@@ -215,13 +215,14 @@ def _further(wanted: CutRequest, at: Array, found: Grid, fits: Array, slow: Arra
 
 
 def _children(wanted: CutRequest, at: Array, found: Grid, first: Array, last: Array) -> tuple[Array, Grid]:
-    """Cuts with one block fewer, each once, as far as any with as many fewer can have layers in all virtual stages."""
+    """Cuts with one block fewer, each once, as far as any with as many fewer can have layers in all virtual stages
+    between."""
     places = np.concatenate([at[first], at[last]])
     g = joined((found.take(first), found.take(last)))
     ahead = g.ahead + (np.arange(len(g)) < first.sum())
     behind = g.behind + (np.arange(len(g)) >= first.sum())
     most = np.floor((wanted.outline.layers + 2 * wanted.most) / (g.pipeline * g.virtual))
-    keep = (np.maximum(ahead, behind) <= wanted.most) & (ahead <= most) & (behind < most)
+    keep = (np.maximum(ahead, behind) <= wanted.most) & (ahead <= most + 1) & (behind <= most)
     keep &= (g.pipeline * g.virtual > 2) | (ahead * behind == 0)  # of two chunks one of each more is the same cut
     names = (places * (wanted.most + 1) + ahead) * (wanted.most + 1) + behind
     _, once = np.unique(np.where(keep, names, -1), return_index=True)

@@ -19,13 +19,13 @@ from tangram.models.outlines.outline import Outline
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.schedule_formulas import folded
 
-__all__ = ["chunk_of", "cut", "dealt", "ends", "fewer", "sizes"]
+__all__ = ["chunk_of", "cut", "dealt", "ends", "fewer", "filled", "sizes"]
 
 Array = NDArray[Any]
 
 
 def sizes(blocks: int, chunks: int, ahead: int, behind: int) -> list[int]:
-    """Blocks of each virtual stage, in the model's order; below 1 where the cut is none."""
+    """Blocks of each virtual stage, in the model's order; below 0 where the cut is none."""
     each, more = divmod(blocks + ahead + behind, chunks)
     found = [each + (place < more) for place in range(chunks)]
     found[0] -= ahead
@@ -53,11 +53,19 @@ def cut(layers: int, g: Grid) -> tuple[Array, Array]:
 
 
 def ends(layers: int, g: Grid) -> tuple[Array, Array]:
-    """Blocks of the first virtual stage, and of the last one; below 1 where the cut is none."""
+    """Blocks of the first virtual stage, and of the last one; below 0 where the cut is none."""
     each, more = cut(layers, g)
     alone = g.pipeline * g.virtual == 1
     first = each + (more > 0) - g.ahead - np.where(alone, g.behind, 0.0)
     return first, np.where(alone, first, each - g.behind)
+
+
+def filled(layers: int, g: Grid) -> Array:
+    """Where each virtual stage has a block; but the first may have the embedding alone, and the last the head, of those
+    that have fewer layers."""
+    first, last = ends(layers, g)
+    alone = g.pipeline > 1
+    return (first >= 1 - alone * (g.ahead > 0)) & (last >= 1 - alone * (g.behind > 0))
 
 
 def chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:

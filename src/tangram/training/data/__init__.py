@@ -20,6 +20,7 @@ from tangram.training.data.stream import (
     shown_samples,
     step_batches,
     step_length,
+    step_lengths,
     unigram_entropy,
 )
 from tangram.training.data.tasks import tokens_of
@@ -48,6 +49,7 @@ __all__ = [
     "shown_samples",
     "step_batches",
     "step_length",
+    "step_lengths",
     "times_seen",
     "tokens_of",
     "unigram_entropy",

@@ -91,6 +91,12 @@ class Split:
         start, stop = self._single_spans(self._packed(sequence).of(window), sequence)
         return list(zip(start.tolist(), stop.tolist(), strict=True))
 
+    def longest(self, sequence: int) -> int:
+        """The inputs of the longest single window; one pass over the documents."""
+        some = (np.arange(at, min(at + _CHUNK, len(self.end_D))) for at in range(0, len(self.end_D), _CHUNK))
+        spans = (self._documents(number, sequence)[:2] for number in some)
+        return min(sequence, max(int((end - begin).max()) for begin, end in spans) - 1)
+
     def rows_of(self, samples: npt.ArrayLike) -> Ints:
         """The windows of these samples, those of each one after the other."""
         return (np.asarray(samples, np.int64).ravel()[:, None] * self.rows + np.arange(self.rows)).ravel()

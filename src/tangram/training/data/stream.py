@@ -34,6 +34,8 @@ LENGTHS = 8
 for each, and an eighth is filled up at most."""
 ORDERED = 1024
 """Samples whose place in the text is found at once."""
+LOOKED = 32
+"""Steps of a job, as far from each other as may be, that say how long rows are in the mean."""
 _HELD_OUT_SEED = 0  # the held-out samples are the same for every seed of a job
 
 
@@ -100,9 +102,23 @@ def step_length(corpus: Corpus, data: DataPlan, seed: int, first_sample: int, wa
         rows_M = split.rows_of(pairs_B2[pairs_B2[:, 0] == source, 1])
         start_M, stop_M = split.spans(rows_M, data.sequence, single=True)
         longest = max(longest, int((stop_M - start_M).max()))
+    return _rounded(longest, data.sequence, ways)
+
+
+def step_lengths(corpus: Corpus, data: DataPlan, seed: int, steps: int) -> tuple[int, int]:
+    """`step_length` in the mean of `steps` steps, as `LOOKED` of them say it, and that of no step is above."""
+    if not is_single(data) or corpus.labelled:
+        return data.sequence, data.sequence
+    longest = max(split.longest(data.sequence) for split in corpus.training)
+    some = np.unique(np.linspace(0, steps - 1, LOOKED, dtype=np.int64)).tolist()
+    mean = np.mean([step_length(corpus, data, seed, step * data.global_batch) for step in some])
+    return round(float(mean)), _rounded(longest, data.sequence)
+
+
+def _rounded(longest: int, sequence: int, ways: int = 1) -> int:
     octave = 1 << (longest - 1).bit_length() >> 1
     unit = math.lcm(max(octave // LENGTHS, LENGTHS), 2 * ways)
-    return min(data.sequence, -(-longest // unit) * unit)
+    return min(sequence, -(-longest // unit) * unit)
 
 
 def step_batches(

@@ -150,8 +150,7 @@ def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
     cuts_of(model, plan)
     corpus = open_corpus(plan.data, tokens)
     counted = model_costs(model, plan.data.sequence, plan.data.micro_batch * plan.rows_per_sample)
-    forwards = 3 if plan.task == "kto" else 1 if plan.has_reference else 0  # of others' answers by both models, too
-    again = counted.forward_flops_per_sample * forwards
+    again = counted.forward_flops_per_sample * plan.other_forwards
     flops = (counted.flops_per_sample + again) * plan.rows_per_sample
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

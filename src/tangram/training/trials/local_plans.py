@@ -14,13 +14,13 @@ from tangram.planner.cost import history
 from tangram.planner.cost.history import History
 from tangram.planner.cost.history_correction import Here
 from tangram.planner.local import estimate
-from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.model_costs import Counted, Rows
 from tangram.planner.local.rank import MOST_PROCESSES, rank
 from tangram.planner.local.ranking_table import Ranking
 from tangram.planner.local.rerank import by_history
 from tangram.planner.local.strategies import PIPELINE
 from tangram.schema.job import Job
-from tangram.training.data import tokens_of
+from tangram.training.data import Tokens, open_corpus, prepare, step_lengths, tokens_of
 from tangram.training.state.build_model import source_of
 
 
@@ -61,15 +61,36 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     if not 1 <= processes <= MOST_PROCESSES:
         raise UserError(f"--processes {processes}: plans are made for 1 to {MOST_PROCESSES}")
     history, lost = _known()
-    config = source_of(job, tokens_of(job)).config
+    tokens = tokens_of(job)
+    config, (rows, unread) = source_of(job, tokens).config, rows_of_steps(job, tokens)
     device = pick_device(job.run.device, 0, 1).type
     found, one = rates(device, processes, anew=anew), rates(device, 1, anew=anew)
-    counted = Counted(job, config)
+    counted = Counted(job, config, rows)
     ranked = rank(job, processes, found, config, counted, stages, schedule)
     alone = rank(job, 1, one, config, counted)[0] if processes > 1 else None
     here = here_of(found)
     ranking = by_history(Ranking(processes, ranked, alone, found), history, here, here_of(one))
-    return Planned(replace(ranking, notes=(*ranking.notes, *lost)), here, history)
+    return Planned(replace(ranking, notes=(*ranking.notes, *lost, *unread)), here, history)
+
+
+def rows_of_steps(job: Job, tokens: Tokens) -> tuple[Rows | None, tuple[str, ...]]:
+    """How long rows are, as the text says that is read for it (and kept for the training); else that it cannot be.
+
+    None: all are of `data.sequence`.
+    """
+    if job.data.packing != "single" or job.run.compile:
+        return None, ()
+    try:
+        prepare(job.data, tokens, _nowhere)
+        rows = Rows(*step_lengths(open_corpus(job.data, tokens), job.data, job.seed, job.run.steps))
+    except UserError as error:
+        return None, (f"planned as if each row had {job.data.sequence} tokens: {error}",)
+    most = "" if rows.longest == job.data.sequence else f" and at most {rows.longest}"
+    return rows, (f"rows have {rows.mean} of {job.data.sequence} tokens in the mean{most}: time is of the mean",)
+
+
+def _nowhere(event: object) -> None:
+    """What reading the text tells of."""
 
 
 def _known() -> tuple[History, tuple[str, ...]]:
