@@ -9,6 +9,8 @@ import gc
 import importlib.util
 import os
 import pkgutil
+import signal
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 os.environ["TANGRAM_HISTORY"] = ""  # what tests train is not remembered, nor does what was measured here change them
 torch.set_num_threads(1)  # tests run side by side; more threads than cores make all of them slower
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would ranks
 
 
 def _load_kernels() -> None:

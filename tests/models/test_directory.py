@@ -78,8 +78,8 @@ def test_every_command_says_what_to_do(case: str, job: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("command", [["shard", "{}", "--mesh", "tp=2"], ["plan", "{}", "--cluster", "h100-8x8"]])
 def test_planning_needs_a_configuration_only(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([one.format("Qwen/Qwen3-0.6B-Base") for one in command]) == 2
-    assert "`hf download Qwen/Qwen3-0.6B-Base" in capsys.readouterr().err
+    assert main([one.format("Qwen/Qwen9-0.6B") for one in command]) == 2
+    assert "`hf download Qwen/Qwen9-0.6B" in capsys.readouterr().err
 
 
 def test_a_configuration_is_read_beside_weights_that_are_not(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_rules_of_others_are_of_the_same_kind() -> None:
     some = [NO_DATA, NO_RING, *(rule for one in EXPORTS.values() for rule in one.able(outline).rules)]
     usual = {"batch": 16, "sequence": 32, "pipeline": 2, "schedule": 2, "recompute": 1, "recomputed": 0.5}
     axes = {"data": (1, 2), "context": (1, 2), "tensor": (1, 3), "expert": (1, 4), "expert_tensor": (1, 3)}
-    ways = {"zero": (0, 1, 3), "virtual": (1, 2, 3), "shard": (1, 2)}
+    ways = {"zero": (0, 1, 3), "virtual": (1, 2, 3), "shard": (1, 2), "ahead": (0, 1)}
     grids = [
         grid(**usual, **dict(zip((*axes, *ways), one, strict=True)))
         for one in itertools.product(*axes.values(), *ways.values())

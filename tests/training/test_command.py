@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,24 @@ def test_a_job_is_planned_trained_proved_and_reported(shared: Path, capsys: pyte
     }
     with safe_open(out / "export" / "model.safetensors", "pt") as tensors:
         assert "model.layers.1.mlp.up_proj.weight" in tensors.keys()  # noqa: SIM118  not a mapping
+
+
+def test_a_run_stops_early_where_the_held_out_loss_falls_no_further(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two ranks, which stop at the same step; the state is saved, and the page says why."""
+    patient = ("--set", "run.evaluate_every=1", "--set", "run.patience=2", "--set", "optimiser.warmup_steps=0")
+    plan, out = shared / "plan.toml", shared / "patient"
+    still, _ = train(capsys, plan, "--out", out, *patient, "--set", "optimiser.lr=1e-30")
+    assert (still["stopped_early"], still["steps"]) == ("patience", 3)  # the first is the best, two more are no better
+    assert "as the held-out loss fell no further (run.patience), after step 3" in (out / "report.html").read_text()
+    assert max((out / "checkpoint").glob("step-*")).name.endswith("3")
+    falls, _ = train(capsys, plan, "--out", shared / "falls", *patient)
+    assert (falls["stopped_early"], falls["steps"]) == (None, 6)
+    assert (
+        main(["train", str(plan), "--out", str(out), "--set", "run.patience=2", "--set", "run.evaluate_every=0"]) == 2
+    )
+    assert "run.patience: the held-out loss is measured at the end only" in capsys.readouterr().err
 
 
 def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
@@ -205,10 +222,7 @@ def test_nothing_held_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_signal_saves_and_says_how_to_go_on(name: str, shared: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tangram", "train", shared / "plan.toml", "--out", out, "--steps", "100000"]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heard
-    ) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert running.stdout is not None
         shown = ""
         while "step 2: checkpoint committed" not in shown:

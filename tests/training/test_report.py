@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Generator
+from dataclasses import replace
 from html.parser import HTMLParser
 from math import inf, nan
 from pathlib import Path
@@ -239,7 +240,8 @@ def lines_of(record: Record, **changes: Any) -> dict[str, Any]:
 def test_each_chart_shows_what_the_record_has() -> None:
     record = record_of(300, evaluate_every=100, save_every=150, flops=4e12, peak_flops=8e13)
     found = lines_of(record)
-    assert list(found) == ["loss", "throughput", "mfu", "memory", "gradients"]
+    assert list(found) == ["loss", "throughput", "mfu", "memory", "gradients", "lr"]
+    assert found["lr"].lines[0].y == pytest.approx([step.lr for step in record.steps])
     loss = found["loss"]
     assert [line.name for line in loss.lines] == ["training, each step", "training, mean of 11 steps", "held out"]
     assert loss.lines[0].x == list(range(1, 301))
@@ -255,7 +257,9 @@ def test_each_chart_shows_what_the_record_has() -> None:
 
 def test_what_is_not_known_has_no_chart() -> None:
     found = lines_of(record_of(300, rss_mb=0.0), unigram_entropy=None, eval_loss=None, predicted=None)
-    assert list(found) == ["loss", "throughput", "gradients"]
+    assert list(found) == ["loss", "throughput", "gradients", "lr"]
+    constant = Record([replace(step, lr=1e-3) for step in record_of(300).steps])
+    assert "lr" not in lines_of(constant)  # it is among the keys of the plan
     assert found["loss"].levels == []
     assert found["throughput"].levels == []
     assert charts(Record(), summary_of(plan_of(300), Record())) == []

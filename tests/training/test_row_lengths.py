@@ -7,16 +7,25 @@ import numpy as np
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from tangram.models.outlines.costs import PRODUCTS
+from tangram.models.outlines.costs import MORE_FLOPS
 from tangram.planner.local.model_costs import Counted, Rows
 from tangram.planner.local.rank import predict
 from tangram.planner.local.strategies import Strategy, plan_of
 from tangram.schema.files import load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.data import open_corpus, prepare, step_batches, step_length, step_lengths, tokens_of
+from tangram.training.data import (
+    open_corpus,
+    padding,
+    prepare,
+    sample_ids,
+    step_batches,
+    step_length,
+    step_lengths,
+    tokens_of,
+)
 from tangram.training.run.launch import Rank, run_ranks
-from tangram.training.run.rank import RankJob, begin
+from tangram.training.run.rank import RankJob, begin, empty_places
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
 from tangram.training.trials.local_plans import rows_of_steps
@@ -56,7 +65,7 @@ def counted_steps(rank: Rank, plan: Plan) -> list[int]:
             corpus, begun.model.plan.data, seed=plan.seed, first_sample=first, index=0, size=1,
             micro_steps=plan.micro_steps, device=rank.device,
         ).cut(step_length(corpus, begun.model.plan.data, plan.seed, first))  # fmt: skip
-        with FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
+        with FlopCounterMode(display=False, custom_mapping=MORE_FLOPS) as counter:
             assert begun.state.optimiser is not None
             loop.train_step(begun.model, begun.state.optimiser, batches, lr=1e-3)
         found.append(counter.get_total_flops())
@@ -119,3 +128,19 @@ def test_held_out_rows_are_as_long_as_the_plan_says(folder: Path) -> None:
     measured = predict(plan, alone, config, Counted(job, config, short)).memory
     never = plan.model_copy(update={"data": plan.data.model_copy(update={"held_out": 0.0})})
     assert measured.total > predict(never, alone, config, Counted(job, config, short)).memory.total
+
+
+def test_places_that_hold_none_are_those_of_rows_that_are_trained_on(folder: Path) -> None:
+    """They were told of rows of `data.sequence` tokens, of which nothing computes."""
+    asked = job_of(folder)
+    prepare(asked.data, tokens_of(asked), lambda _: None)
+    corpus, filled, places = open_corpus(asked.data, tokens_of(asked)), 0, 0
+    for first in range(0, STEPS * 2, 2):
+        length = step_length(corpus, asked.data, asked.seed, first)
+        windows = [window for _, window in sample_ids(corpus, asked.data, asked.seed, first, 2)]
+        start, stop = corpus.training[0].spans(windows, asked.data.sequence, single=True)
+        filled, places = filled + int((stop - start).sum()), places + 2 * length
+    assert empty_places(asked, corpus) == pytest.approx(1 - filled / places, abs=0.15)
+    assert empty_places(asked, corpus) < padding(corpus, asked.data) - 0.3
+    compiled = job_of(folder, **{"run.compile": "true"})
+    assert empty_places(compiled, corpus) == pytest.approx(padding(corpus, asked.data))

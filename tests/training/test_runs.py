@@ -12,7 +12,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.schema.files import dumps
 from tangram.training.observe.compared_runs import compare_runs
-from tangram.training.observe.events import Evaluated, StepDone
+from tangram.training.observe.events import Evaluated, Note, StepDone
 from tangram.training.observe.steps_file import FILE, StepsFile, read_steps
 from tests.training.small import small_plan, write_text
 
@@ -20,7 +20,7 @@ from tests.training.small import small_plan, write_text
 def written(folder: Path, losses: Sequence[float], first: int = 1, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "plan.toml").write_text(dumps(small_plan(write_text(folder.parent / "text"), **changes)))
-    write = StepsFile(folder)
+    write = StepsFile(folder, print)
     for step, loss in enumerate(losses, first):
         write(StepDone(step, 9, loss, 1.0, 1e-3, 100, 0.5 * step))
     write(Evaluated(first + len(losses) - 1, losses[-1] + 0.5, 3.0))
@@ -83,6 +83,10 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_disk_that_is_full_stops_no_run(tmp_path: Path) -> None:
-    write = StepsFile(tmp_path / "gone")
-    write(StepDone(1, 9, 1.0, 1.0, 1e-3, 100, 0.5))
-    assert not (tmp_path / "gone").exists()
+    told: list[object] = []
+    write = StepsFile(tmp_path / "gone", told.append)
+    for step in (1, 2):
+        write(StepDone(step, 9, 1.0, 1.0, 1e-3, 100, 0.5))
+    (note,) = told  # once
+    assert isinstance(note, Note)
+    assert "steps.jsonl cannot be written (No such file or directory)" in note.text

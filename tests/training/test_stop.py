@@ -92,6 +92,7 @@ def test_a_terminal_that_closes_stops_all_ranks_after_their_step(tmp_path: Path)
 
     def take_terminal() -> None:
         os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
 
     with subprocess.Popen(

@@ -265,14 +265,14 @@ class RunPlan(TomlTable):
     """Training stops after the step in which this time has passed, if that is before `steps`."""
     evaluate_every: Count = 0
     """Steps between two measurements of the held-out loss; 0 measures at the end only."""
+    patience: Count = 0
+    """After so many of these in a row without a lower loss training stops (early stopping); 0: never."""
     count_experts: Count = 0
     """Steps between two counts of how many tokens went to each expert (`experts.jsonl`); 0 counts none."""
     router_loss: Share = 0.0
-    """What the load-balancing loss of a mixture's routers is multiplied by, before it is added
-    (`training.objective.router_loss`)."""
+    """What the load-balancing loss of a mixture's routers is multiplied by, before it is added."""
     expert_capacity: Share = 0.0
-    """Each expert takes at most this many times its even share of a global micro-batch's choices, the others are
-    dropped (`training.objective.expert_capacity`); 0 drops none."""
+    """How many times its even share of a global micro-batch's choices an expert takes at most; 0 drops none."""
     drop_by: Literal["probs", "position"] = "probs"
     """Which choices an expert keeps: those of the largest weights, or of the first tokens."""
     device: Literal["auto", "cpu"] = "auto"
@@ -291,8 +291,7 @@ class RunPlan(TomlTable):
     recompute_keep: tuple[Kind, ...] = ()
     """Kinds of operators whose results are kept within these modules, so that they do not run again."""
     reshard: Literal["after forward", "after backward", "after step"] = "after forward"
-    """Until when a rank keeps the parameters that it has gathered from the ranks of FSDP: the longer, the fewer
-    gathers, and the more memory."""
+    """Until when a rank keeps gathered parameters of FSDP: the longer, the fewer gathers, and the more memory."""
     reduce_every: Literal["micro-batch", "step"] = "micro-batch"
     """When ranks add up their gradients; until then a rank keeps those of all parameters whole."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -303,8 +302,7 @@ class RunPlan(TomlTable):
     trace: bool = True
     """Whether each rank records its collectives and steps in the folder of the run (`tangram.tracing`)."""
     hang_seconds: Annotated[float, Field(ge=0)] = 60.0
-    """Of a traced run: after so many seconds in which no rank moves, though some wait, the run
-    ends and says for whom; 0: never."""
+    """Of a traced run: after so many in which no rank moves, though some wait, it ends and says for whom; 0: never."""
     skips_in_a_row: Positive = 10
     """Of steps that have gone astray; one more stops the run. Overflows that lower the loss scale are none of them."""
     diverged: DivergencePlan = DivergencePlan()
@@ -397,4 +395,6 @@ class Job(TomlTable):
             raise Mistake("lora", "adapters stand beside weights that were trained: give their directory as model.path")
         if self.run.evaluate_every and not self.data.held_out:
             raise Mistake("run.evaluate_every", "data.held_out = 0 leaves nothing to measure the held-out loss on")
+        if self.run.patience and not self.run.evaluate_every:
+            raise Mistake("run.patience", "the held-out loss is measured at the end only: give run.evaluate_every, too")
         return self

@@ -107,6 +107,11 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copied(model, memo)
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Which storage a tensor has; in a run without memory none has an address."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
 def stacked_experts(model: nn.Module) -> bool:
     """Whether experts are stacked for one grouped product, which torch can only fake in bfloat16."""
     return any(parameter.ndim == 3 for parameter in model.parameters())

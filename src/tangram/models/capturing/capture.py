@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_of_symbols, with_values
+from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_of_symbols, storage_of, with_values
 from tangram.models.capturing.answers import ASKING, Known
 from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, named_results
 from tangram.models.capturing.custom import Customs
@@ -317,13 +317,13 @@ class _Recorder(Opening):
     def _same(self, tensor: Tensor, number: int) -> None:
         self._numbers[id(tensor)] = number
         self._bearers.setdefault(number, []).append(tensor)
-        self._storages.setdefault(_storage(tensor), {})[number] = None
+        self._storages.setdefault(storage_of(tensor), {})[number] = None
 
     def _made(self, tensor: Tensor, overwritten: Collection[int], node: int, cuts_up: bool) -> int:
         if id(tensor) not in overwritten:
             if id(tensor) in self._numbers:  # what it took, as it was
                 return self._numbers[id(tensor)]
-            shared = self._storages.get(_storage(tensor))
+            shared = self._storages.get(storage_of(tensor))
             number = self._seen(tensor, "made", "")
             base = self._base(shared or {})
             if base is not None:
@@ -342,7 +342,7 @@ class _Recorder(Opening):
         bearers = self._bearers.pop(before)
         for one in bearers:
             del self._numbers[id(one)]
-        self._storages[_storage(tensor)].pop(before, None)
+        self._storages[storage_of(tensor)].pop(before, None)
         number = self._seen(tensor, "made", "")
         self._pieces[number] = self._pieces.get(before, {})
         for one in bearers:
@@ -352,7 +352,7 @@ class _Recorder(Opening):
 
     def _through(self, tensor: Tensor, before: int, source: str) -> None:
         """What a view's base is after a write; whoever else lies in its storage is stale."""
-        current, storage = self._numbers[id(tensor)], self._storages[_storage(tensor)]
+        current, storage = self._numbers[id(tensor)], self._storages[storage_of(tensor)]
         fresh = {current}
         while before in self._views:
             base, node = self._views.pop(before)
@@ -393,7 +393,3 @@ def _with_gradient(x: Any) -> bool:
 
 def _like(x: Any) -> Any:
     return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

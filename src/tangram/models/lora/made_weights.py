@@ -16,6 +16,8 @@ from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from tangram.models.building.twin import storage_of
+
 __all__ = ["made_again"]
 
 
@@ -36,12 +38,12 @@ def made_again(made: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> Abs
     """
     if not torch.is_grad_enabled():
         return nullcontext()
-    names = {_storage(weight): name for name, weight in made.items()}
+    names = {storage_of(weight): name for name, weight in made.items()}
     outer: Any = _autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportPrivateUsage]
     pack, unpack = outer or (_same, _same)
 
     def keep(kept: Tensor) -> Any:
-        name = None if isinstance(kept, DTensor) else names.get(_storage(kept))
+        name = None if isinstance(kept, DTensor) else names.get(storage_of(kept))
         if name is None:
             return pack(kept)
         return _View(name, tuple(kept.shape), kept.stride(), int(kept.storage_offset()))
@@ -57,8 +59,3 @@ def made_again(made: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> Abs
 
 def _same(kept: Any) -> Any:
     return kept
-
-
-def _storage(one: Tensor) -> int:
-    """Which storage a tensor has; in a run without memory none has an address."""
-    return one.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -28,7 +28,7 @@ from tangram.kernels.attention import ATTEND, ATTEND_BACKWARD
 from tangram.kernels.cross_entropy import cross_entropy
 from tangram.kernels.flash.operator import FLASH, FLASH_BACKWARD
 from tangram.kernels.fused.projected_loss import FLOPS
-from tangram.models.building.twin import fake_twin, stacked_experts
+from tangram.models.building.twin import fake_twin, stacked_experts, storage_of
 
 OUTSIDE = ""
 """The name under which what lies outside the blocks is kept."""
@@ -274,7 +274,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, blocks: list[str], scale: int) -> None:
         super().__init__()
-        self.flops = flop_counter.FlopCounterMode(display=False, custom_mapping=PRODUCTS)
+        self.flops = flop_counter.FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         self.root = type(model).__name__
         self.blocks = blocks
         self.kept: Counter[str] = Counter()
@@ -285,7 +285,7 @@ class _Meter(TorchDispatchMode):
         self._scale = scale
         self._block = OUTSIDE
         # Storages that have been seen; they are held, so that no other one gets their number.
-        self._seen = {_storage(x): x for x in (*model.parameters(), *model.buffers())}
+        self._seen = {storage_of(x): x for x in (*model.parameters(), *model.buffers())}
         for name in blocks:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
@@ -301,7 +301,7 @@ class _Meter(TorchDispatchMode):
 
     def keep(self, x: Tensor) -> Tensor:
         """A tensor that the backward needs; each storage counts once."""
-        key = _storage(x)
+        key = storage_of(x)
         if key not in self._seen:
             self._seen[key] = x
             self.kept[self._block] += x.untyped_storage().nbytes() * (self._scale if x.dtype == torch.bfloat16 else 1)
@@ -339,8 +339,8 @@ class _Meter(TorchDispatchMode):
     def _moved(self, func: Any, given: Any, result: Any) -> int:
         inputs = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        storages = {_storage(x) for x in inputs}
-        if not outputs or (not func._schema.is_mutable and all(_storage(x) in storages for x in outputs)):
+        storages = {storage_of(x) for x in inputs}
+        if not outputs or (not func._schema.is_mutable and all(storage_of(x) in storages for x in outputs)):
             return 0  # a view
         written = sum(map(self.size, outputs))
         return 2 * written if func.overloadpacket in _GATHERS else written + sum(map(self.size, inputs))
@@ -354,10 +354,6 @@ class _Meter(TorchDispatchMode):
 def tensors_in(result: Any) -> list[Tensor]:
     """The tensors that an operator has given."""
     return [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -387,7 +383,7 @@ def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
     return flops
 
 
-PRODUCTS: dict[Any, Any] = {
+MORE_FLOPS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     ATTEND: _attend,
@@ -397,4 +393,4 @@ PRODUCTS: dict[Any, Any] = {
     _aten._grouped_mm: _grouped,
     **FLOPS,
 }
-"""Products that torch's counter does not know."""
+"""Of operators that torch's counter does not know."""

@@ -36,8 +36,8 @@ OUTCOMES = ("measured", "out of memory", "not done", "failed")
 OF_THE_PLAN = ("task", "lora", "preference", "model", "precision", "mesh", "axes", "layouts", "pipeline", "context")
 OF_DATA = ("sequence", "global_batch", "micro_batch", "packing")
 NOT_OF_RUN = {
-    "steps", "max_seconds", "evaluate_every", "on_nonfinite", "skips_in_a_row", "diverged", "trace", "hang_seconds",
-    "boards",
+    "steps", "max_seconds", "evaluate_every", "patience", "on_nonfinite", "skips_in_a_row", "diverged", "trace",
+    "hang_seconds", "boards",
 }  # fmt: skip
 """Of [run], what says nothing about how long a step takes or what it needs."""
 

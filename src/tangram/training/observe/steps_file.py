@@ -6,12 +6,12 @@ A run that goes on appends; of a step that was done twice the last line holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from tangram.errors import UserError
-from tangram.training.observe.events import Evaluated, StepDone
+from tangram.training.observe.events import Evaluated, Note, StepDone
 
 __all__ = ["FILE", "StepsFile", "read_steps"]
 
@@ -19,10 +19,11 @@ FILE = "steps.jsonl"
 
 
 class StepsFile:
-    """Writes the steps and evaluations that it is called with. What cannot be written (a full disk) stops no run."""
+    """Writes the steps and evaluations that it is called with. What cannot be written (a full disk) stops no run: it is
+    told once, by an event."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / FILE
+    def __init__(self, folder: Path, on_event: Callable[[object], None]) -> None:
+        self._file, self._on_event, self._told = folder / FILE, on_event, False
 
     def __call__(self, event: object) -> None:
         match event:
@@ -48,8 +49,10 @@ class StepsFile:
         try:
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(figures) + "\n")
-        except OSError:
-            pass
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                self._on_event(Note(f"{FILE} cannot be written ({error.strerror}): `tangram runs compare` lacks steps"))
 
 
 def read_steps(folder: Path) -> dict[int, dict[str, float]]:

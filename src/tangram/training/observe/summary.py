@@ -33,7 +33,7 @@ class Summary:
     resumed_from: int | None = None
     """The step of the checkpoint that training went on from."""
     stopped_early: str | None = None
-    """Why it ended before the last step: "time" or "signal"."""
+    """Why it ended before the last step: "time", "signal" or "patience"."""
     packing: str | None = None
     """Which documents a sample held: "packed" as many as fit, "single" one."""
     padding: float | None = None

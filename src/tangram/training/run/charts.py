@@ -80,6 +80,7 @@ def charts(record: Record, summary: Summary) -> list[Chart]:
         _utilisation(record),
         _memory(record, summary),
         _gradients(record),
+        _learning_rate(record),
     ]
     return [chart for chart in made if chart is not None]
 
@@ -203,6 +204,15 @@ def _gradients(record: Record) -> Chart | None:
     if not line.x:
         return None
     return Chart("gradients", "Gradient norm", "L2", "Of the whole gradient, before clipping.", [line])
+
+
+def _learning_rate(record: Record) -> Chart | None:
+    rates = {step.step: step.lr for step in record.steps}
+    line = _line("of each step", "plain", rates, "%{y:.3e}")
+    if len({*rates.values()}) < 2:  # a constant one is among the keys of the plan
+        return None
+    said = f"From {line.y[0]:.2g} to {line.y[-1]:.2g}, {max(line.y):.2g} at most."
+    return Chart("lr", "Learning rate", "", said, [line], ticks=".1e")
 
 
 def _predicted(summary: Summary, key: str) -> list[ChartLevel]:

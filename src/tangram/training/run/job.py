@@ -26,7 +26,6 @@ from tangram.training.data import (
     Corpus,
     Tokens,
     open_corpus,
-    padding,
     prepare,
     repeats,
     times_seen,
@@ -43,7 +42,7 @@ from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.end_proofs import ProofError, prove
 from tangram.training.run.launch import RankError, computing_as_a_rank, refuse_too_many, run_ranks
-from tangram.training.run.rank import RankJob, RankReport, train_rank, with_packing
+from tangram.training.run.rank import RankJob, RankReport, empty_places, train_rank, with_packing
 from tangram.training.run.report import write_report
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near
 from tangram.training.run.uploads import sending
@@ -110,7 +109,7 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
     record, boards = Record(), Boards(job.folder, chosen.plan)
-    steps = StepsFile(job.folder)
+    steps = StepsFile(job.folder, on_event)
     with sending(job.plan, job.folder / CHECKPOINTS, on_event) as send:
 
         def everybody(event: object) -> None:
@@ -252,7 +251,7 @@ def finish(
         eval_loss=loss,
         unigram_entropy=entropy,
         packing=report.packing,
-        padding=padding(ready.corpus, plan.data),
+        padding=empty_places(plan, ready.corpus),
         text=reading(plan, ready.corpus),
         eval_loss_relayout=proved.loss,
         relayout_relative_difference=proved.relative,

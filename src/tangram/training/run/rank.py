@@ -21,11 +21,11 @@ from tangram.planner.local.own_rules import code_digest
 from tangram.planner.local.peak_memory import Memory
 from tangram.planner.report import figures
 from tangram.schema.files import dumps
-from tangram.schema.job import Packing
+from tangram.schema.job import Job, Packing
 from tangram.schema.plan import Plan
 from tangram.tracing.files.format import Phase
 from tangram.tracing.settings import TraceSettings
-from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, tokens_of
+from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, step_lengths, tokens_of
 from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.packing import SettledPacking, settle
@@ -262,12 +262,20 @@ def with_packing(plan: Plan, packing: Packing) -> Plan:
     return plan.model_copy(update={"data": plan.data.model_copy(update={"packing": packing})})
 
 
+def empty_places(plan: Job, corpus: Corpus) -> float:
+    """The share of the places of rows, as long as steps have them in the mean, that hold no token of a document."""
+    data, length = plan.data, plan.data.sequence
+    if not plan.run.compile:  # where each length would be compiled rows keep the plan's
+        length, _ = step_lengths(corpus, data, plan.seed, plan.run.steps)
+    return max(0.0, 1 - (1 - padding(corpus, data)) * data.sequence / length)
+
+
 def _packing_words(settled: SettledPacking, corpus: Corpus, plan: Plan) -> str:
     what = "documents share samples"
     if settled.packing == "best-fit":
-        what = f"whole documents share samples, {figures.percent(padding(corpus, plan.data))} of the places hold none"
+        what = f"whole documents share samples, {figures.percent(empty_places(plan, corpus))} of the places hold none"
     if settled.packing == "single":
-        what = f"one document to a sample, {figures.percent(padding(corpus, plan.data))} of the places hold none"
+        what = f"one document to a sample, {figures.percent(empty_places(plan, corpus))} of the places hold none"
     return f"packing    {settled.packing}: {what}; {settled.why}"
 
 

@@ -29,6 +29,7 @@ from tangram.training.run.end_proofs import SAME_LOGITS, SAME_LOSS
 STOPPED = {
     "time": "Training stopped when its time limit (run.max_seconds) had passed",
     "signal": "Training stopped when it was asked to",
+    "patience": "Training stopped as the held-out loss fell no further (run.patience)",
 }
 
 

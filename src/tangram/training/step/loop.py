@@ -44,6 +44,9 @@ from tangram.training.step.evaluate import held_out, sum_over
 from tangram.training.step.objectives import LossSum, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, set_lr, square_sum
 
+BEST, SINCE = "best_held_out_loss", "measured_since_best"
+"""Metrics of a run that stops early."""
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -76,7 +79,7 @@ class Trained:
     tokens: int
     seconds: float
     stopped: str | None
-    """Why it ended before the last step: "time" or "signal"."""
+    """Why it ended before the last step: "time", "signal" or "patience"."""
 
 
 def _tell_draws(model: ParallelModel, hooks: Hooks, *, all_ranks: bool) -> None:
@@ -138,8 +141,8 @@ def train_steps(
         if done.skipped is None:
             state.metrics.update({"loss": done.loss, **done.figures})
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
-            _evaluate(model, state, corpus, hooks, time.monotonic() - started)
-        if not last and (_due(step + 1, save_every) or done.stop_requests[2]):
+            stopped = _evaluate(model, state, corpus, hooks, time.monotonic() - started)
+        if not (last or stopped) and (_due(step + 1, save_every) or done.stop_requests[2]):
             trace.phase(Phase.CHECKPOINT)
             checkpointer.save(state)
         for event in checkpointer.poll():
@@ -150,14 +153,19 @@ def train_steps(
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
 
 
-def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks, seconds: float) -> None:
-    """Measure the held-out loss, so many seconds after training began."""
+def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks, seconds: float) -> str | None:
+    """Measure the held-out loss, so many seconds after training began. "patience" where it falls no more: counted anew
+    by a run that goes on, and alike on all ranks, which have the same sums."""
     model.trace.phase(Phase.EVALUATION)
-    found = held_out(model, corpus)
-    state.metrics.update({"held_out_loss": found.loss, **{f"held_out_{key}": x for key, x in found.figures.items()}})
+    found, metrics, patience = held_out(model, corpus), state.metrics, model.plan.run.patience
+    metrics.update({"held_out_loss": found.loss, **{f"held_out_{key}": x for key, x in found.figures.items()}})
+    if patience:
+        fell = found.loss < metrics.get(BEST, math.inf)
+        metrics.update({BEST: found.loss, SINCE: 0.0} if fell else {SINCE: metrics.get(SINCE, 0.0) + 1})
     if model.world.index == 0:
         hooks.emit(Evaluated(state.progress.step, found.loss, seconds, found.figures))
     model.module.train()
+    return "patience" if patience and metrics[SINCE] >= patience else None
 
 
 def _tell_loads(model: ParallelModel, hooks: Hooks, counted: ExpertLoads | None) -> None:

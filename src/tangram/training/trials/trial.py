@@ -59,7 +59,13 @@ def measured(plan: Plan, *, steps: int = STEPS, limit: float = LIMIT) -> Trial:
 def shortened(plan: Plan, steps: int) -> Plan:
     """The same plan for a few steps, with nothing between them but training."""
     tables = plan.model_dump()
-    tables["run"] |= {"steps": steps, "max_seconds": float("inf"), "evaluate_every": 0, "count_experts": 0}
+    tables["run"] |= {
+        "steps": steps,
+        "max_seconds": float("inf"),
+        "evaluate_every": 0,
+        "patience": 0,
+        "count_experts": 0,
+    }
     tables["optimiser"] |= {"schedule": "constant", "warmup_steps": 0, "decay_steps": 0}
     tables["checkpoint"] = {"asynchronous": False}
     return Plan.model_validate(tables)
