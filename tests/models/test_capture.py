@@ -250,3 +250,28 @@ def test_a_forward_that_would_run_the_model_instead_of_its_copy_is_refused() -> 
     model[0].forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, model[0])  # type: ignore[method-assign]
     twin = without_memory(model)
     assert twin(torch.empty(3, 2, device="meta")).is_meta
+
+
+@pytest.mark.parametrize(("layers", "refused"), [(250, True), (100, False)])
+def test_a_loop_that_would_take_minutes_is_refused_before_it_does(layers: int, refused: bool) -> None:
+    """RWKV on the CPU: a loop over 4,096 tokens in each of 32 layers, of which a capture takes every turn."""
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(700):
+                x = x + 1
+            return x
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    if refused:
+        with pytest.raises(UserError, match=r"test_capture.py:\d+ is in a loop.*give a shorter sequence"):
+            capture(Stack(), {"x": torch.zeros(2)})
+    else:
+        assert len(capture(Stack(), {"x": torch.zeros(2)}).nodes) == 700

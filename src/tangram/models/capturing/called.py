@@ -17,10 +17,11 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_structure  # pyright: ignore[reportUnknownVariableType]
 
+from tangram.errors import UserError
 from tangram.models.capturing.graph import Answer, Called, Leaves, Read, Run
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -116,6 +117,9 @@ class ChecksHold(TorchFunctionMode):
 
 _ALL_TRUE = torch.Tensor._is_all_true  # pyright: ignore  # of which nothing but these checks makes use
 
+_LONGEST = 100_000
+"""Operators of a forward. A loop over the tokens of a long sequence, in each layer, has a million."""
+
 
 class Log(TorchFunctionMode):
     """Writes down runs and calls while a capture records nodes.
@@ -137,6 +141,17 @@ class Log(TorchFunctionMode):
     def module(self) -> str:
         """The innermost module that runs."""
         return self.runs[self._open[-1]].module if self._open else ""
+
+    def bounded(self, model: nn.Module, source: str) -> None:
+        """Raises UserError where a loop of the innermost module would make the capture take minutes."""
+        run = self.runs[self._open[-1]] if self._open else None
+        kind = None if run is None else type(model.get_submodule(run.module))
+        alike = 1 if run is None else sum(type(one) is kind for one in model.modules())
+        if (self._now() - (0 if run is None else run.first)) * alike > _LONGEST:
+            raise UserError(
+                f"{source} is in a loop, of which a capture takes each turn by itself, and over {_LONGEST:,} operators "
+                "of a forward take minutes: give a shorter sequence (`tangram shard --sequence 32`)"
+            )
 
     def enter(self, module: str, args: Any, kwargs: Any) -> None:
         """A module begins to run."""

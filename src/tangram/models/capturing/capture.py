@@ -269,6 +269,8 @@ class _Recorder(Opening):
                 module, source = self._nodes[of].module, self._nodes[of].source
         else:
             self._of_sequence.setdefault(cast(Any, torch.autograd)._get_sequence_nr() - 1, at)
+            if at % 512 == 511:
+                self._log.bounded(self._model, source)
         written = [arguments[a.name] for a in cast(Any, func)._schema.arguments if a.is_write]
         writes = [(t, self._number(t)) for t in tree_leaves(written) if isinstance(t, Tensor)]
         overwritten = {id(t) for t, _ in writes}
@@ -377,9 +379,10 @@ class _Recorder(Opening):
             )
             before, current = base, made
             fresh.add(current)
-        for other in storage:
-            if other not in fresh and not self._apart(other, current):
-                self._stale.setdefault(other, source)
+        overlapping = [x for x in storage if x not in fresh and not self._apart(x, current)]
+        for other in overlapping:  # not looked at again: a loop that fills a tensor row by row has one more each time
+            self._stale.setdefault(other, source)
+            del storage[other]
 
     def _apart(self, one: int, other: int) -> bool:
         """Whether they are in two pieces of something that was cut up."""

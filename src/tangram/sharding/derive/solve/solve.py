@@ -10,6 +10,7 @@ Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Arti
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -105,10 +106,16 @@ def eliminated(
     solved: list[_Solved] = []
     bound = 0.0
     parted: dict[Name, None] = {}
-    while size:
+    # The smallest table first. A room that changed leaves its old entry behind, which is passed over: to look at all
+    # variables for each would be quadratic in the length of a model.
+    queue = [(room, order[name], name) for name, room in size.items()]
+    heapq.heapify(queue)
+    while queue:
+        room, _, name = heapq.heappop(queue)
+        if size.get(name) != room:
+            continue
         if time.monotonic() > stop:
             limit = min(limit, late)
-        name = min(size, key=lambda one: (size[one], order[one]))
         if exact and size[name] > limit:
             raise TooWideError(
                 f"an exact choice would need a table of {size[name]:.0e} entries: mark more of the tensors"
@@ -134,7 +141,10 @@ def eliminated(
                 tables[other].append(left)
         for other in others:
             near[other] = {o for names, _ in tables[other] for o in names if o != other}
-            size[other] = _room(other, near, costs.sizes)
+            room = _room(other, near, costs.sizes)
+            if room != size[other]:
+                size[other] = room
+                heapq.heappush(queue, (room, order[other], other))
     return Solution(_read_back(solved), bound, tuple(parted))
 
 
