@@ -83,6 +83,10 @@ def test_a_model_of_images_and_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     for tower in ("language_model", "vision_tower.encoder"):
         assert found["parameters"][f"model.{tower}.layers.0.self_attn.q_proj.weight"] == "_=32/tp _=32"
         assert found["modules"][f"model.{tower}.layers.0"].startswith("_=4/dp")
+    tiled = {"model_type": "llava_next", "image_grid_pinpoints": [[96, 96], [32, 64], [64, 32]]}  # 1 + 2 tiles
+    (tmp_path / "config.json").write_text(json.dumps(fields | tiled))
+    found = json.loads(said(capsys, str(tmp_path), "--mesh", "tp=2", "--batch", "4", "--sequence", "24", "--json"))
+    assert found["modules"]["model.vision_tower.encoder.layers.0"].startswith("_=12")
     assert "a smolvlm model reads pixel_attention_mask" in said(capsys, "smolvlm", "--mesh", "tp=2", code=2)
 
 

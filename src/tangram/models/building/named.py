@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -155,11 +155,17 @@ def _tokens_and_pixels(config: PreTrainedConfig, batch: int, sequence: int) -> I
             f"a {kind} model {why}: give FILE.py:FUNCTION, which makes the model and what it is called with"
         )
     pixels = _pixels(tower, batch, sequence)
-    sizes = {"image_sizes": torch.tensor([pixels["pixel_values"].shape[2:]] * batch)}
+    size = pixels["pixel_values"].shape[2:]
+    grids: Sequence[Sequence[int]] | None = getattr(config, "image_grid_pinpoints", None)
+    if grids:  # the whole image once, and its tiles on the smallest of the grids that loses nothing of it
+        height, width = min((g for g in grids if g[0] >= size[0] and g[1] >= size[1]), key=math.prod, default=size)
+        tiles = 1 + (height // size[0]) * (width // size[1])
+        pixels = {"pixel_values": pixels["pixel_values"][:, None].repeat(1, tiles, 1, 1, 1)}
+    sized = bool(grids) or getattr(tower, "model_type", "") == "pixtral"
     return {
         **token_inputs(batch, sequence),
         **pixels,
-        **(sizes if getattr(tower, "model_type", "") == "pixtral" else {}),
+        **({"image_sizes": torch.tensor([size] * batch)} if sized else {}),
     }
 
 
