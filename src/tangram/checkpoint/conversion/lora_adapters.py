@@ -39,8 +39,6 @@ from tangram.layout.region import Box, box_size
 from tangram.models.families import megatrons_embedding
 from tangram.relayout import Piece, TensorSpec
 
-__all__ = ["BLOCK", "KEPT", "with_adapter"]
-
 BLOCK = 4 << 20
 """Bytes of a block at most, in the type that it is computed in; a row is never cut."""
 KEPT = 8

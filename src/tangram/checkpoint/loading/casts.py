@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tangram.errors import UserError
 
-__all__ = ["cast_into", "holds", "is_float"]
-
 
 def cast_into(name: str, values: Tensor, out: Tensor) -> None:
     """Copy values of a tensor into memory of its shape and any type.

@@ -20,8 +20,6 @@ from tangram.planner.space.optimisers_and_offload import (
     optimisers_of,
 )
 
-__all__ = ["TrainingOptions"]
-
 
 @dataclass(frozen=True)
 class TrainingOptions:

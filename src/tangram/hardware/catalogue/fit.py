@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 
-__all__ = ["Call", "Fit", "fit", "fitted"]
-
 Floats = NDArray[np.float64]
 Values = Mapping[str, float]
 Call = Callable[[Values, Any], Floats]

@@ -16,8 +16,6 @@ from tangram.errors import UserError
 from tangram.hardware.catalogue.curves import ATTENTION, COLLECTIVE, MOVED, PRODUCT, SHARES
 from tangram.hardware.catalogue.fit import Fit
 
-__all__ = ["curves_in", "text_of"]
-
 Curves = Mapping[str, Mapping[str, Mapping[str, float]]]
 KNOWN: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "product": (("bf16", "fp16", "fp32", "fp8", "fp4"), (*PRODUCT, "spread"), ()),

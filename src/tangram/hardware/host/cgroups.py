@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Limits", "limits"]
-
 _UNLIMITED = 1 << 60  # v1 writes "no limit" as the largest multiple of the page size
 
 

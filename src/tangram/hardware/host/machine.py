@@ -20,18 +20,6 @@ import tangram
 from tangram.errors import UserError
 from tangram.hardware.host.cgroups import Limits, limits
 
-__all__ = [
-    "LIBRARIES",
-    "Accelerator",
-    "Machine",
-    "describe",
-    "peak_resident_mb",
-    "repeatable",
-    "resident_mb",
-    "usable_cores",
-    "versions",
-]
-
 # The libraries whose versions give a figure or a bug report its meaning: ours, and the peers that benches compare with.
 LIBRARIES = ("torch", "numpy", "lark", "safetensors", "pydantic", "typer", "rich", "transformers", "einops")
 

@@ -33,8 +33,6 @@ from tangram.hardware.measuring import sweep
 from tangram.hardware.measuring.rates import rates
 from tangram.hardware.measuring.sweep import Point
 
-__all__ = ["Measured", "measured"]
-
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]
 BYTES = 4.0

@@ -22,8 +22,6 @@ from torch.func import functional_call
 
 from tangram.models.lora.made_weights import made_again
 
-__all__ = ["AdaptedExperts", "Factor", "adapt", "factors_of", "merge", "stacked_weights"]
-
 
 class AdaptedExperts(nn.Module):
     """A module whose weights of these names, all (experts, a, b), have adapters. Factors are made on meta."""

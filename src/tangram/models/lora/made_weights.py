@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from tangram.models.building.twin import storage_of
 
-__all__ = ["made_again"]
-
 
 @dataclass(frozen=True)
 class _View:

@@ -20,8 +20,6 @@ from typing import Literal
 from tangram.models.outlines.blocks import Cut
 from tangram.models.outlines.flow import CHOICES, Flow, name_of
 
-__all__ = ["Cuts", "cuts_of"]
-
 Way = Literal["out", "in", ""]
 
 

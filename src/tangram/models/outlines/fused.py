@@ -15,8 +15,6 @@ from tangram.models.outlines.blocks import Cut, Group, Kept, Stream
 from tangram.models.outlines.cuts import Cuts
 from tangram.models.outlines.flow import Flow, name_of
 
-__all__ = ["Fused", "Kernel", "fused_of"]
-
 GATHERS = frozenset({"index", "gather", "index_select", "embedding"})
 """Read no more than they write."""
 SMALL = 1 / 8

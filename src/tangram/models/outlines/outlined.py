@@ -41,8 +41,6 @@ from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.models.outlines.outlined_graph import Masks, outline_of_graph
 from tangram.models.outlines.towers import reads_text, tower_in
 
-__all__ = ["captured", "dims_of", "outline_of", "outlined"]
-
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),

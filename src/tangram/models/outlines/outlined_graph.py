@@ -37,8 +37,6 @@ from tangram.models.outlines.fused import fused_of
 from tangram.models.outlines.outline import Outline, runs_of
 from tangram.models.outlines.recognised import flow_of
 
-__all__ = ["Masks", "block_of", "outline_of_graph"]
-
 
 @dataclass(frozen=True)
 class Masks:

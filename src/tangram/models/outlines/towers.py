@@ -19,8 +19,6 @@ from tangram.errors import UserError
 from tangram.models.outlines.costs import block_names
 from tangram.models.outlines.images import USUAL_IMAGE, Tower, tower_numbers
 
-__all__ = ["reads_text", "tower_in"]
-
 TEXT = re.compile(r"(^|\.)(language_model|text_model|lm_head)(\.|$)")
 FEEDS = re.compile(r"mlp|fc1|fc2|feed_forward|ffn")
 JOINS = re.compile(r"merg|project|connector|adapter|downsample")

@@ -36,8 +36,6 @@ from tangram.planner.cost.intervals import FACTS, Misses
 from tangram.planner.cost.step_time import PARTS
 from tangram.planner.space.setting import Setting
 
-__all__ = ["SURE", "Learned", "Run", "learn", "left_out", "load", "published", "save"]
-
 Array = NDArray[Any]
 
 WIDTHS = {

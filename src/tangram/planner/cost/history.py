@@ -26,8 +26,6 @@ from typing import Any, cast
 from tangram.errors import UserError
 from tangram.schema.plan import Plan
 
-__all__ = ["OUTCOMES", "Entry", "History", "add", "family_of", "key_of", "path", "read"]
-
 VERSION = 1
 PATIENCE = 10.0
 """Seconds that are waited for another process's row."""

@@ -19,8 +19,6 @@ from statistics import median
 from tangram.planner.cost.calibration import SURE, Learned, Run, learn
 from tangram.planner.cost.history import Entry
 
-__all__ = ["Here", "Likely", "PredictedPlan", "hopeless", "learned_of", "likely"]
-
 NOISE = 0.08
 """Standard deviation of the logarithm of one run's median step, run again on the same machine."""
 MOST = 500

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FACTS", "Misses"]
-
 Array = NDArray[Any]
 FACTS = ("device", "precision", "kind of model", "framework")
 INSIDE = 0.9

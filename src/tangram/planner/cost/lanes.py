@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-__all__ = ["Item", "Lanes", "Layer"]
-
 DONE = 1e-12
 """Seconds of work that is none: what is left of adding and taking away."""
 

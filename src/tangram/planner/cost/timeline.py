@@ -30,8 +30,6 @@ from tangram.planner.space.setting import Setting
 from tangram.schema.schedule_table import Action, Schedule, ran
 from tangram.schema.schedules import MAKERS
 
-__all__ = ["MOST", "Event", "Play", "as_trace", "events_of", "play", "timeline"]
-
 MOST = 64
 """Micro-batches that are shown."""
 HEADS = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}

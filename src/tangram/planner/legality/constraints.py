@@ -29,8 +29,6 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import filled
 from tangram.planner.space.schedule_formulas import SCHEDULES, fewest, folded, least, many
 
-__all__ = ["EXCHANGED", "HEADS", "LAID", "RULES", "STAGES", "legal", "reasons"]
-
 
 def _virtual_stages_fit(facts: Facts, g: Grid) -> Mask:
     """Where the schedule takes as many virtual stages as there are."""

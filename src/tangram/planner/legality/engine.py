@@ -25,11 +25,6 @@ from numpy.typing import NDArray
 from tangram.models.outlines.outline import Outline
 from tangram.planner.space.grid import Grid
 
-__all__ = [
-    "At", "Facts", "Mask", "Refusal", "Rule",
-    "divides", "even", "every", "facts_of", "holding", "nearest", "refusals", "uneven",
-]  # fmt: skip
-
 Mask = NDArray[np.bool_]
 
 RANKS = {

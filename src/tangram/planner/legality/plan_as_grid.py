@@ -31,9 +31,6 @@ from tangram.schema.plan import Plan
 from tangram.sharding.derive.marking.marks import alternatives, matching
 from tangram.sharding.derive.problem.states import scaled
 
-__all__ = ["heads_of", "laid", "marks_on", "refused", "refused_heads"]
-
-
 WHOLE = "cut whole heads, and those of queries beside the keys that they attend to, as `tangram plan` does"
 
 

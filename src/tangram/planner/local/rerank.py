@@ -12,8 +12,6 @@ from tangram.planner.local.rank import Ranked, in_order
 from tangram.planner.local.ranking_table import Ranking
 from tangram.schema.plan import Plan
 
-__all__ = ["by_history", "notes_of", "predicted_plan"]
-
 
 def predicted_plan(plan: Plan, estimate: Estimate) -> PredictedPlan:
     """What the history is asked for."""

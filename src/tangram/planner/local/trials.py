@@ -18,8 +18,6 @@ from tangram.planner.local.ranking_table import Ranking
 from tangram.planner.local.rerank import by_history
 from tangram.schema.plan import Plan
 
-__all__ = ["Measure", "Trial", "Tried", "tried"]
-
 
 @dataclass(frozen=True)
 class Trial:

@@ -12,8 +12,6 @@ from typing import Any
 from tangram.errors import UserError
 from tangram.planner.platforms.jobs import Job, resource, words, written
 
-__all__ = ["pytorchjob", "trainjob", "volcano"]
-
 RUNTIME = "torch-distributed"
 """The runtime that comes with Kubeflow's trainer."""
 

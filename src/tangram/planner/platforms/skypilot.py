@@ -7,8 +7,6 @@ from typing import Any
 from tangram.errors import UserError
 from tangram.planner.platforms.jobs import PORT, Job, written
 
-__all__ = ["skypilot"]
-
 ACCELERATORS = {
     "a100": "A100-80GB", "a100-40": "A100", "gb200": "GB200", "gb300": "GB300", "b200": "B200", "b300": "B300",
     "h100": "H100", "h200": "H200", "h20": "H20", "v100": "V100", "l4": "L4", "l40s": "L40S", "a10": "A10",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tangram.planner.platforms.jobs import PORT, Job
 
-__all__ = ["slurm"]
-
 
 def slurm(job: Job) -> str:
     """The script for `sbatch`."""

@@ -12,8 +12,6 @@ from tangram.planner.platforms.kubernetes import pytorchjob, trainjob, volcano
 from tangram.planner.platforms.skypilot import skypilot
 from tangram.planner.platforms.slurm import slurm
 
-__all__ = ["PLATFORMS", "Platform", "platform"]
-
 
 @dataclass(frozen=True)
 class Platform:

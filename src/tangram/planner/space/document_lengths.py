@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Block, Outline
 
-__all__ = ["Documents", "documents_of", "packed"]
-
 TAIL = NormalDist().inv_cdf(0.99)
 MOST = math.exp(TAIL**2 / 2)
 """By which a 99th percentile of a log-normal length is at most above the mean."""

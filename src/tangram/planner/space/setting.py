@@ -11,8 +11,6 @@ from tangram.planner.space.framework_profiles import Framework
 from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
 
-__all__ = ["Host", "Precision", "Setting"]
-
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
 
 

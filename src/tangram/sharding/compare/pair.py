@@ -25,8 +25,6 @@ from tangram.sharding.compare.script import script
 from tangram.sharding.compare.table import CASES
 from tangram.sharding.dtensor.rules import register
 
-__all__ = ["PairOutcome", "run", "work"]
-
 _START = 180.0
 """Seconds in which the processes must have started, on however busy a machine."""
 

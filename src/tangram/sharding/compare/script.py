@@ -15,8 +15,6 @@ from importlib import resources
 
 from tangram.sharding.compare.case import FOUND_WITH, CompareCase
 
-__all__ = ["script"]
-
 _IMPORTS = {
     "sys": "import sys",
     "tempfile": "import tempfile",

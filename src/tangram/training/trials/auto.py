@@ -15,8 +15,6 @@ from tangram.training.trials.history_rows import entry_of, remember
 from tangram.training.trials.local_plans import Planned
 from tangram.training.trials.trial import LIMIT, measured
 
-__all__ = ["try_plans", "words_of"]
-
 OnEvent = Callable[[object], None]
 
 

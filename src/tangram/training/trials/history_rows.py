@@ -23,8 +23,6 @@ from tangram.training.run.launch import RankError
 from tangram.training.run.out_of_memory import NoMemoryError
 from tangram.training.trials.local_plans import here_of, known
 
-__all__ = ["entry_of", "remember", "remembering"]
-
 LEAST = 8
 """Steps of a training that says how long one takes."""
 

@@ -32,8 +32,6 @@ from tangram.training.run.rank import RankJob, begin, highest
 from tangram.training.state.checkpointer import Checkpointer
 from tangram.training.step import loop
 
-__all__ = ["LIMIT", "STEPS", "measured", "shortened"]
-
 STEPS = 12
 LIMIT = 120.0
 """Seconds for one trial, its start included."""
