@@ -5,7 +5,7 @@ the largest score so far, and it is these that are cast. Backward: P = exp(S - s
 (dP - delta), dQ = dS K, dK = dS' Q. A query that sees nothing gives zeros and takes no part.
 
 A kernel is these formulas and some steps that it can get wrong: `Steps` holds each of them as a function, and
-`mutants` puts wrong ones in their place.
+`bench._numerics.mutants` puts wrong ones in their place.
 """
 
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
