@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from bench._numerics.mutant import mutated
 from bench._numerics.mutants import MUTANTS
 from bench._numerics.rivals import RIVALS
-from tangram.kernels.lab.accumulate import Accumulator
 from tangram.kernels.lab.attention import emulated
 from tangram.kernels.lab.cases import Case, Mask
 from tangram.kernels.lab.criterion import Limits, judged, limits
 from tangram.kernels.lab.inputs import Shape, drawn
 from tangram.kernels.lab.metrics import Measured, measured
-from tangram.kernels.lab.recipes import RECIPES, Freedom, Recipe
+from tangram.kernels.lab.recipes import RECIPES, Accumulator, Freedom, Recipe
 
 OURS = "ours"
 CRITERIA = (OURS, *RIVALS)

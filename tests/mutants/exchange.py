@@ -61,7 +61,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a rank that only receives packs everything at once", (_EVERY_WAY,),
     ),
     Mutant(
-        "gathered-unevenly", "relayout/exchange/transports.py",
+        "gathered-unevenly", "relayout/exchange/rounds.py",
         "len({r.alike for r in ranks}) == 1", "all(r.alike > 0 for r in ranks)",
         "an all-gather of different lengths", (_PARTS + "::test_the_way_follows_from_the_pattern",),
     ),

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.planner.legality.plan_as_grid import refused_heads
+from tangram.planner.legality.check_plan import refused_heads
 from tangram.sharding.derive.layouts import local_shape, used
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_model, graph_of

@@ -51,8 +51,7 @@ from tangram.training.run.run_folder import CHECKPOINTS, PLAN_FILE, alone, refus
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
 from tangram.training.run.uploads import bring_here
 from tangram.training.state.build_model import source_of
-from tangram.training.trials.auto import try_plans
-from tangram.training.trials.history_rows import remembering
+from tangram.training.trials.auto import remembering, try_plans
 from tangram.training.trials.local_plans import planned, plans_of, rows_of_steps
 
 FAILURES = JOB_FAILURES

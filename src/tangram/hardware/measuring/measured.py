@@ -26,8 +26,7 @@ from tangram.hardware.catalogue.curves import (
     product,
 )
 from tangram.hardware.catalogue.devices import Figures
-from tangram.hardware.catalogue.fit import Call, Fit, fit
-from tangram.hardware.catalogue.owncurves import text_of
+from tangram.hardware.catalogue.owncurves import Call, Fit, fit, text_of
 from tangram.hardware.host.machine import accelerators
 from tangram.hardware.measuring import sweep
 from tangram.hardware.measuring.rates import rates

@@ -24,10 +24,10 @@ from tangram.relayout.copies.buffers import Buffers, Side, refuse_shared
 from tangram.relayout.copies.execute import Step, compare, steps
 from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding
 from tangram.relayout.copies.plan import Copy, TieCheck, first_member, plan
-from tangram.relayout.exchange.agreement import agreed, noticed, tried
 from tangram.relayout.exchange.messages import DIGEST, BoxRequest, Message, Segment, Wire, decoded, digest, encoded
 from tangram.relayout.exchange.peers import Peers
 from tangram.relayout.exchange.rounds import ExchangeReport, ExchangeRoute
+from tangram.relayout.exchange.shared_lanes import agreed, noticed, tried
 from tangram.relayout.mapping.bind import BoundMapping
 from tangram.relayout.mapping.cells import CellPart
 from tangram.relayout.mapping.errors import RelayoutError

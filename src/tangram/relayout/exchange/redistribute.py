@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from tangram.layout import region
 from tangram.relayout.copies.dtensor import layout_of, mesh_of
 from tangram.relayout.copies.pieces import Piece
-from tangram.relayout.exchange.agreement import agreed, tried
 from tangram.relayout.exchange.between_ranks import MEMORY, move
 from tangram.relayout.exchange.peers import Peers
 from tangram.relayout.exchange.rounds import ExchangeReport
+from tangram.relayout.exchange.shared_lanes import agreed, tried
 from tangram.relayout.mapping.bind import bind
 from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.mapping.names import TensorSpec
