@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
-from tangram.models.building.source import read_source
+from tangram.models.building.build import read_source
 from tangram.models.outlines.outline import Outline
 from tangram.models.outlines.outlined import outline_of
 from tangram.planner.exports.targets import EXPORTS

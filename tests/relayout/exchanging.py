@@ -27,9 +27,9 @@ from tangram.relayout import (
     execute,
     plan,
 )
-from tangram.relayout.exchange import between_ranks, rounds
-from tangram.relayout.exchange.between_ranks import move
+from tangram.relayout.exchange import redistribute, rounds
 from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.redistribute import move
 from tangram.relayout.exchange.rounds import ExchangeReport
 from tests.relayout.exchange_jobs import JOBS, rows
 from tests.relayout.generate import Case
@@ -212,7 +212,7 @@ def every_row(world: World) -> Any:
             what = f"{name} by {way} on {nodes} nodes with {memory} bytes"
             given: list[tuple[int, int]] = []
             here = f"node {me * nodes // 4}"
-            with patched((between_ranks, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
+            with patched((redistribute, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
                 found, report = moved(bound, source, own, have, peers, way=way, memory=memory)
             bad += [f"{what}: {x}" for x in found]
             near = {i for i in range(4) if i != me and i * nodes // 4 == me * nodes // 4}

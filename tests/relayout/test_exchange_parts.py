@@ -23,9 +23,9 @@ from tangram.hardware.host import shared
 from tangram.layout import intervals
 from tangram.relayout import TensorSpec, bind
 from tangram.relayout.exchange import rounds, shared_lanes
-from tangram.relayout.exchange.between_ranks import move
 from tangram.relayout.exchange.messages import BoxRequest, cut, decoded, encoded
 from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.redistribute import move
 from tangram.relayout.exchange.rounds import (
     ENOUGH,
     ROOM,

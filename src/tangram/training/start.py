@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from tangram.errors import UserError
 from tangram.hardware.host.machine import accelerators, pick_device
 from tangram.hardware.measuring.rates import rates
-from tangram.models.building.build import build_on_meta
-from tangram.models.building.source import read_source
+from tangram.models.building.build import build_on_meta, read_source
 from tangram.planner.local.estimate import megabytes
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import MOST_PROCESSES, predict

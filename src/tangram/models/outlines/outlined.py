@@ -32,9 +32,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta, presets
+from tangram.models.building.build import CAUSAL, PAIRED, build_on_meta, presets, read_source
 from tangram.models.building.quantised import kept_of
-from tangram.models.building.source import CAUSAL, PAIRED, read_source
 from tangram.models.building.strict import refuse_strange
 from tangram.models.capturing.capture import CaptureError, capture, quiet
 from tangram.models.capturing.fold import folded

@@ -31,9 +31,8 @@ from tangram.errors import UserError
 from tangram.models.capturing.graph import Block as Place
 from tangram.models.capturing.graph import Graph, Value
 from tangram.models.outlines.blocks import Batched, Block, Cut, Group, Product, Scores
-from tangram.models.outlines.cuts import Cuts, cuts_of
 from tangram.models.outlines.flow import Flow, name_of
-from tangram.models.outlines.fused import fused_of
+from tangram.models.outlines.fused import Cuts, cuts_of, fused_of
 from tangram.models.outlines.outline import Outline, runs_of
 from tangram.models.outlines.recognised import flow_of
 

@@ -26,7 +26,7 @@ from tangram.layout.syntax import Dim
 from tangram.models.building.named import token_inputs
 from tangram.models.capturing.graph import Graph
 from tangram.planner.legality.check_plan import bound_layout, heads_of
-from tangram.planner.local.tensor_share import TensorShare, tensor_share
+from tangram.planner.local.stage_shares import TensorShare, tensor_share
 from tangram.relayout.collectives.one_collective import ALL_REDUCE
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import Derived, Over

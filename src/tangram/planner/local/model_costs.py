@@ -28,8 +28,7 @@ from tangram.planner.local.derived_layouts import (
     tensor_layouts,
 )
 from tangram.planner.local.own_rules import rules_of
-from tangram.planner.local.stage_shares import Stages, cut_into_stages
-from tangram.planner.local.tensor_share import local_shapes, scaled
+from tangram.planner.local.stage_shares import Stages, cut_into_stages, local_shapes, scaled
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 
-from tangram.planner.cost.history import History, family_of, key_of
-from tangram.planner.cost.history_correction import Here, PredictedPlan, hopeless, likely
+from tangram.planner.cost.history import Here, History, PredictedPlan, family_of, hopeless, key_of, likely
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.local.rank import Ranked, in_order
 from tangram.planner.local.ranking_table import Ranking

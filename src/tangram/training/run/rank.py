@@ -20,7 +20,7 @@ import tangram
 from tangram.errors import UserError
 from tangram.hardware.host.machine import peak_resident_mb, repeatable
 from tangram.layout import Layout
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source
 from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
 from tangram.models.outlines.costs import block_names
 from tangram.planner.local.own_rules import code_digest

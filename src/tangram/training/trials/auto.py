@@ -25,8 +25,7 @@ from tangram.hardware.host.workers import Job as Helper
 from tangram.hardware.host.workers import run
 from tangram.hardware.measuring.rates import rates
 from tangram.planner.cost import history
-from tangram.planner.cost.history import Entry, History
-from tangram.planner.cost.history_correction import Here, likely
+from tangram.planner.cost.history import Entry, Here, History, likely
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.local.rank import Ranked
 from tangram.planner.local.rerank import predicted_plan

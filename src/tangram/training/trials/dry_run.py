@@ -40,8 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.models.building.build import build_on_meta
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source, build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.peak_memory import fullest
 from tangram.relayout.exchange.peers import Peers
