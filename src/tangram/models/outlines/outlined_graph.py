@@ -3,7 +3,7 @@
     graph = folded(capture(model, {"input_ids": ids}, loss=lambda output: output.logits.float().sum()), paths)
     outline_of_graph(graph, "mine")
 
-Rows are made of the graph's operators (`models.outlines.flow`), cut as `models.outlines.cuts` says:
+Rows are made of the graph's operators (`models.outlines.flow`), cut as `models.outlines.fused` says:
 
     products   with weights; those that meet the same rows and are cut alike are one, as queries, keys and values
     scores     fused attention, and attention that is written out; shared heads of keys are seen in what is repeated

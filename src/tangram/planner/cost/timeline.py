@@ -1,7 +1,7 @@
 """A step as it would run, action by action on every stage, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Actions are played in the order of the schedule's own table (`schema.schedules`), and within each layer by layer: on
-the lanes of its rank (`planner.cost.lanes`) run the layer, what it waits for, and what links carry beside it, which is
+the lanes of its rank run the layer, what it waits for, and what links carry beside it, which is
 parameters gathered in the order of their use, one layer ahead (ZeRO-3) or from the step's start on, and gradients
 reduced behind each layer. So it is the reference of the closed form with which `planner.cost.step_time` searches: tests
 draw configurations and compare. Of many micro-batches the first `MOST` are shown.

@@ -2,11 +2,11 @@
 
 The search and the trainer's own plans, a plan's file before its ranks start, a dry run, the sharding choice that is
 written as a plan, a plan for other ranks: all are asked here. First the tables of legality, of the plan's own numbers
-(`planner.legality.plan_as_grid`); then what no number says: the ranks have to have all of each parameter, once, and
+(`laid`); then what no number says: the ranks have to have all of each parameter, once, and
 model axes to divide samples, tokens and experts. Time is that of the different layouts and of the ranks along the axes
 that each names, not of the mesh: thousands of ranks are checked in a second.
 
-A plan's own numbers are made a configuration (`plan_as_grid`), so that the tables of legality are asked of it as of any
+A plan's own numbers are made a configuration (`laid`), so that the tables of legality are asked of it as of any
 other. TP ranks are those of axes that cut what queries are made with, ranks that exchange heads those of context axes
 that do, EP ranks those that cut the experts. A pipeline whose schedule the search does not know (one's own table, say)
 is left out: `schema.plan` has checked its stages and micro-batches already.

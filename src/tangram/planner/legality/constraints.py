@@ -72,7 +72,7 @@ HEADS = (
     even("heads", "attention heads (num_attention_heads)", "heads", "tensor", "ulysses"),
     Rule("key-value heads", _shared("tensor"), _unshared("tensor")),
 )
-"""Of attention whose ranks have as many heads each. A plan may give some of them more (`plan_as_grid`)."""
+"""Of attention whose ranks have as many heads each. A plan may give some of them more (`check_plan.laid`)."""
 
 EXCHANGED = Rule(
     "key-value heads where heads are exchanged",

@@ -7,7 +7,7 @@
     exports, without   what another project does not run; what is to be left out
 
 A rule is asked of a grid (`planner.space.grid`): of millions of configurations by the search, of one by `tangram plan
-explain`, and of a plan's own numbers (`planner.legality.plan_as_grid`) by whoever makes, chooses, starts or changes a
+explain`, and of a plan's own numbers (`planner.legality.check_plan`) by whoever makes, chooses, starts or changes a
 plan (`planner.legality.check_plan`). Each refusal is a sentence; ranks in it are called as the one who asks calls them
 ("4 TP ranks", "tp=4").
 """
