@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tangram.hardware.measuring.measure import interleaved
 from tangram.relayout import TensorSpec, bind, shard
-from tangram.relayout.exchange.between_ranks import move
 from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.redistribute import move
 from tangram.training.run.launch import Rank
 
 RANKS = 4

@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 
 from bench._accuracy import page
+from bench._accuracy.compare import compared
+from bench._accuracy.judge import CLASSES
 from bench._accuracy.settings import measured
+from bench._accuracy.sheet import Sheet, read
 from bench._accuracy.sweep import GROUPS, sheet
 from bench._accuracy.tables import Found, rows_of
 from bench._accuracy.usage import used
 from tangram.errors import UserError
 from tangram.hardware.measuring.measure import Row
-from tangram.kernels.accuracy.compare import compared
-from tangram.kernels.accuracy.judge import CLASSES
-from tangram.kernels.accuracy.sheet import Sheet, read
 
 STORED = Path(__file__).parents[1] / "docs" / page.DATA
 

@@ -21,7 +21,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data.samples import Batch
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, materialise
-from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import ModelPart
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.step.objectives import next_token_loss
 from tangram.training.step.optimiser_step import make_adamw

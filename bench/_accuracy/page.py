@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench._accuracy import shown
+from bench._accuracy.compare import VERDICTS, compared
+from bench._accuracy.copies import KEPT, MOVES, ORDER
+from bench._accuracy.judge import CLASSES, Outcome
+from bench._accuracy.operator import DTYPES
+from bench._accuracy.sheet import Sheet
 from bench._accuracy.sweep import OPERATORS, kind_of
 from bench._accuracy.tables import Found, reasons, rows_of
 from bench._accuracy.usage import PLAIN, Use
 from bench._numerics import plots
 from bench._tables import between, table
-from tangram.kernels.accuracy.compare import VERDICTS, compared
-from tangram.kernels.accuracy.copies import KEPT, MOVES, ORDER
-from tangram.kernels.accuracy.judge import CLASSES, Outcome
-from tangram.kernels.accuracy.operator import DTYPES
-from tangram.kernels.accuracy.sheet import Sheet
 
 NAME = "op-accuracy.md"
 DATA = "data/op-accuracy"

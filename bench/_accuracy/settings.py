@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench._accuracy.sheet import Sheet, read, write
 from bench._accuracy.sweep import SETTINGS, sheet
 from tangram.errors import UserError
 from tangram.hardware.host import workers
-from tangram.kernels.accuracy.sheet import Sheet, read, write
 
 LIMIT = 600.0
 

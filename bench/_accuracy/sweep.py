@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.kernels.accuracy.attention import ATTENTION
-from tangram.kernels.accuracy.copies import CASTS, MOVES, ORDER, moved, ordered
-from tangram.kernels.accuracy.judge import Outcome, judge
-from tangram.kernels.accuracy.operator import Case, Inputs, Operator, inputs
-from tangram.kernels.accuracy.pointwise import POINTWISE
-from tangram.kernels.accuracy.products import PRODUCTS
-from tangram.kernels.accuracy.reductions import REDUCTIONS
-from tangram.kernels.accuracy.sheet import Key, Sheet, write
+from bench._accuracy.attention import ATTENTION
+from bench._accuracy.copies import CASTS, MOVES, ORDER, moved, ordered
+from bench._accuracy.judge import Outcome, judge
+from bench._accuracy.operator import Case, Inputs, Operator, inputs
+from bench._accuracy.pointwise import POINTWISE
+from bench._accuracy.products import PRODUCTS
+from bench._accuracy.reductions import REDUCTIONS
+from bench._accuracy.sheet import Key, Sheet, write
 
 OPERATORS: tuple[Operator, ...] = (*POINTWISE, *REDUCTIONS, *PRODUCTS, *ATTENTION, *CASTS)
 GROUPS = (*dict.fromkeys(one.group for one in OPERATORS), "moves")

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tangram.kernels.accuracy.judge import CLASSES, Outcome
-from tangram.kernels.accuracy.sheet import Sheet
+from bench._accuracy.judge import CLASSES, Outcome
+from bench._accuracy.sheet import Sheet
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tangram.kernels.lab.accumulate import Accumulator
+from bench._numerics.mutant import mutated
+from bench._numerics.mutants import MUTANTS
+from bench._numerics.rivals import RIVALS
 from tangram.kernels.lab.attention import emulated
 from tangram.kernels.lab.cases import Case, Mask
 from tangram.kernels.lab.criterion import Limits, judged, limits
 from tangram.kernels.lab.inputs import Shape, drawn
 from tangram.kernels.lab.metrics import Measured, measured
-from tangram.kernels.lab.mutant import mutated
-from tangram.kernels.lab.mutants import MUTANTS
-from tangram.kernels.lab.recipes import RECIPES, Freedom, Recipe
-from tangram.kernels.lab.rivals import RIVALS
+from tangram.kernels.lab.recipes import RECIPES, Accumulator, Freedom, Recipe
 
 OURS = "ours"
 CRITERIA = (OURS, *RIVALS)

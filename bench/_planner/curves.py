@@ -25,7 +25,7 @@ from tangram.hardware.catalogue.curves import (
     product,
 )
 from tangram.hardware.catalogue.devices import Figures, device
-from tangram.hardware.catalogue.fit import Fit, fit
+from tangram.hardware.catalogue.owncurves import Fit, fit
 
 Floats = NDArray[np.float64]
 ROOT = Path(__file__).parents[2]

@@ -27,10 +27,8 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.observe.events import Record
-from tangram.training.trials.auto import words_of
-from tangram.training.trials.history_rows import entry_of
+from tangram.training.trials.auto import entry_of, measured, words_of
 from tangram.training.trials.local_plans import Planned, planned
-from tangram.training.trials.trial import measured
 
 __all__ = ["rows"]
 

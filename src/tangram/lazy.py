@@ -13,8 +13,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["lazily"]
-
 
 def lazily(
     package: str, places: Mapping[str, Iterable[str]]

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["plain"]
-
 
 def plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table in aligned columns, its title first."""

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tangram.checkpoint.store.one_thread import one_thread
+from tangram.checkpoint.store.digest import one_thread
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
-from tangram.checkpoint.loading.casts import holds
 from tangram.checkpoint.loading.load import load
+from tangram.checkpoint.loading.scatter import holds
 from tangram.checkpoint.saving.save import save as save_own
 from tangram.cli import main
 from tangram.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tangram.checkpoint.inspect import verify
-from tangram.checkpoint.inspect.scan import Finding
+from tangram.checkpoint.inspect.verify import Finding
 from tangram.checkpoint.saving.rank_parts import About
 from tangram.checkpoint.saving.save import save
 from tangram.checkpoint.store import commits, digest, manifest

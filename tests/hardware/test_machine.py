@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tangram.hardware.host import machine
-from tangram.hardware.host.cgroups import Limits, limits
+from tangram.hardware.host.machine import Limits, limits
 from tangram.hardware.measuring import checks
 
 

@@ -16,8 +16,7 @@ from tangram.errors import UserError
 from tangram.hardware.catalogue import cluster, curves
 from tangram.hardware.catalogue.curves import PRODUCT, product
 from tangram.hardware.catalogue.devices import device
-from tangram.hardware.catalogue.fit import fit
-from tangram.hardware.catalogue.owncurves import curves_in, text_of
+from tangram.hardware.catalogue.owncurves import curves_in, fit, text_of
 from tangram.hardware.measuring import measured, sweep
 from tangram.planner.search.strategy import figures
 

@@ -17,7 +17,7 @@ ROW = "one row is put together from several tables, which have no owner in commo
 REASONS = {
     "tangram.checkpoint.conversion.find_mapping.choose": OPTIONS,
     "tangram.planner.search.strategy._choice": ROW,
-    "tangram.relayout.exchange.between_ranks.move": OPTIONS,
+    "tangram.relayout.exchange.redistribute.move": OPTIONS,
     "tangram.sharding.choose.choose.choose": OPTIONS,
     "tangram.cli.bench.bench": COMMAND,
     "tangram.cli.checkpoint.convert": COMMAND,

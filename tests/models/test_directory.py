@@ -8,8 +8,8 @@ import pytest
 
 from tangram.cli import main
 from tangram.errors import UserError
+from tangram.models.building.build import read_source
 from tangram.models.building.directory import hub_hint, is_pointer, other_weights, refuse_pointers
-from tangram.models.building.source import read_source
 
 CONFIG = json.dumps({"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1})
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

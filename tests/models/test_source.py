@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from tangram.errors import UserError
-from tangram.models.building.source import read_source
+from tangram.models.building.build import read_source
 
 SMALL = {"vocab_size": 11, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 8}
 

@@ -11,27 +11,27 @@ _WRONG = _EXCHANGE + "::test_what_is_wrong_on_one_rank_is_said_on_all_and_nothin
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
-        "digests-not-compared", "relayout/exchange/between_ranks.py",
+        "digests-not-compared", "relayout/exchange/redistribute.py",
         "if check.cell.source is None or torch.equal(", "if True or torch.equal(",
         "tied weights on two ranks that differ are moved without a word", (_WRONG,),
     ),
     Mutant(
-        "served-buffers-shared", "relayout/exchange/between_ranks.py",
+        "served-buffers-shared", "relayout/exchange/redistribute.py",
         "        refuse_shared(self._bound, self._sources, self._targets)\n", "",
         "what others want is overwritten while it is sent", (_WRONG,),
     ),
     Mutant(
-        "served-in-part", "relayout/exchange/between_ranks.py",
+        "served-in-part", "relayout/exchange/redistribute.py",
         "or sum(box_size(b) for _, b in lies) != box_size(r.box):", "and False:",
         "what is not here is sent as whatever lies in memory", (_WRONG,),
     ),
     Mutant(
-        "tied-part-confused", "relayout/exchange/between_ranks.py",
+        "tied-part-confused", "relayout/exchange/redistribute.py",
         "cell.source if r.part == 0 else cell.tied[r.part - 1]", "cell.source",
         "a tied copy is compared with itself", (_WRONG,),
     ),
     Mutant(
-        "messages-unsorted", "relayout/exchange/between_ranks.py",
+        "messages-unsorted", "relayout/exchange/redistribute.py",
         "some.sort(key=lambda pair: -pair[1].wire.dtype.itemsize)", "some.sort(key=lambda pair: 0)",
         "an element lies across two rounds", (_JOBS,),
     ),
@@ -61,7 +61,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a rank that only receives packs everything at once", (_EVERY_WAY,),
     ),
     Mutant(
-        "gathered-unevenly", "relayout/exchange/transports.py",
+        "gathered-unevenly", "relayout/exchange/rounds.py",
         "len({r.alike for r in ranks}) == 1", "all(r.alike > 0 for r in ranks)",
         "an all-gather of different lengths", (_PARTS + "::test_the_way_follows_from_the_pattern",),
     ),

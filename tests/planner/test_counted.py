@@ -12,7 +12,7 @@ from tangram.models.outlines.costs import ModelCosts
 from tangram.planner.local.derived_layouts import TensorLayouts
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import rank
-from tangram.planner.local.tensor_share import scaled
+from tangram.planner.local.stage_shares import scaled
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
 from tests.planner.test_rank import job

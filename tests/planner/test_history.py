@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.planner.cost import history
-from tangram.planner.cost.history import Entry, History, add, family_of, key_of, read
-from tangram.planner.cost.history_correction import Here, PredictedPlan, hopeless, likely
+from tangram.planner.cost.history import (
+    Entry,
+    Here,
+    History,
+    PredictedPlan,
+    add,
+    family_of,
+    hopeless,
+    key_of,
+    likely,
+    read,
+)
 from tangram.schema.tuning import LoraPlan
 from tests.training.small import small_plan
 

@@ -18,7 +18,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import builtin
 from tangram.layout import Mesh
-from tangram.models.building.source import read_source
+from tangram.models.building.build import read_source
 from tangram.models.outlines.outline import Outline
 from tangram.models.outlines.outlined import outline_of
 from tangram.planner.cost.calibration import published

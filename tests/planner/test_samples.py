@@ -25,10 +25,9 @@ from tangram.planner.cost.step_time import seconds
 from tangram.planner.legality.constraints import reasons
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search.branch_and_bound import exhaustive, search
-from tangram.planner.space.document_lengths import Documents, documents_of, packed
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import grid, joined
-from tangram.planner.space.setting import Setting
+from tangram.planner.space.setting import Documents, Setting, documents_of, packed
 
 SETTING = Setting(device("h100"), framework("fsdp"))
 DENSE = decoder(Dims(6, 1024, 8, 32000, ffn=4096), "dense")

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
-from tangram.planner.cost.history import Entry, History, key_of
-from tangram.planner.cost.history_correction import Here
+from tangram.planner.cost.history import Entry, Here, History, key_of
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import Ranked, rank
 from tangram.planner.local.ranking_table import Ranking

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tangram.training.data import Batch, RankBatches
 from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import ModelPart
 from tangram.training.step.loop import backward
 from tests.training.small import small_plan
 

@@ -10,11 +10,11 @@ from transformers import AutoConfig
 
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
-from tangram.planner.legality.plan_as_grid import refused_heads
+from tangram.planner.legality.check_plan import refused_heads
 from tangram.sharding.derive.layouts import local_shape, used
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_model, graph_of
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.derived import check as proved
@@ -158,7 +158,7 @@ def test_a_mean_of_uneven_parts() -> None:
     """pytorch/pytorch#162692: the mean of 3 rows cut over 2 ranks counted both parts alike; of 1 row it was NaN."""
     for rows in (3, 1):
         call = OpCall.of(torch.ops.aten.mean.dim, (torch.arange(4.0 * rows).view(rows, 4).requires_grad_(), [0]), {})
-        bound = find_rule.bound(builtin(), call)
+        bound = rule_table.bound(builtin(), call)
         dims = bound.inputs[0]
         assert dims is not None
         factor = dims[0][0]

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tangram.checkpoint.conversion.convert import IDENTITY, bound_of, restructure
 from tangram.checkpoint.formats.detect import open_any
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta
-from tangram.models.building.source import read_source
+from tangram.models.building.build import build_on_meta, read_source
 from tangram.schema.job import OptimiserPlan
 from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens

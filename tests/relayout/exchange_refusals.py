@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec, bind, shard
-from tangram.relayout.exchange.between_ranks import move
-from tangram.relayout.exchange.redistribute import redistribute
+from tangram.relayout.exchange.redistribute import move, redistribute
 from tangram.relayout.mapping.codecs import Codec
 from tests.relayout.exchange_jobs import JOBS, rows, spec
 from tests.relayout.exchanging import HOW, RANKS, World, blank, moved, names, raised, raw

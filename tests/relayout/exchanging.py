@@ -27,9 +27,9 @@ from tangram.relayout import (
     execute,
     plan,
 )
-from tangram.relayout.exchange import between_ranks, rounds, transports
-from tangram.relayout.exchange.between_ranks import move
+from tangram.relayout.exchange import redistribute, rounds
 from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.redistribute import move
 from tangram.relayout.exchange.rounds import ExchangeReport
 from tests.relayout.exchange_jobs import JOBS, rows
 from tests.relayout.generate import Case
@@ -193,7 +193,7 @@ def measured(found: list[tuple[int, int]]) -> Generator[None]:
 
         return replace(row, carry=carry)
 
-    with patched((transports, "TRANSPORTS", tuple(map(measuring, transports.TRANSPORTS)))):
+    with patched((rounds, "TRANSPORTS", tuple(map(measuring, rounds.TRANSPORTS)))):
         yield
 
 
@@ -207,18 +207,18 @@ def every_row(world: World) -> Any:
     for name, (bound, source, target, have) in rows().items():
         own = target if isinstance(target, Sharding) else [p for p in target if p.place == me]
         ways = dict.fromkeys([None, *([name, "all-to-all", "pairs"] if name != "nothing" else [])])
-        few = [(4, None, 90), *itertools.product((2, 1), (None, transports.NEAR), (1 << 20, 300))]
+        few = [(4, None, 90), *itertools.product((2, 1), (None, rounds.NEAR), (1 << 20, 300))]
         for nodes, way, memory in [*itertools.product((4,), ways, (1 << 20, 1000)), *few]:
             what = f"{name} by {way} on {nodes} nodes with {memory} bytes"
             given: list[tuple[int, int]] = []
             here = f"node {me * nodes // 4}"
-            with patched((between_ranks, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
+            with patched((redistribute, "node", lambda here=here: here), (rounds, "ENOUGH", 1)), measured(given):
                 found, report = moved(bound, source, own, have, peers, way=way, memory=memory)
             bad += [f"{what}: {x}" for x in found]
             near = {i for i in range(4) if i != me and i * nodes // 4 == me * nodes // 4}
-            shares = way in (None, transports.NEAR)
+            shares = way in (None, rounds.NEAR)
             for peer, by in report.ways.items():
-                if (by == transports.NEAR) != (shares and peer in near) or (nodes == 4 and way is None and by != name):
+                if (by == rounds.NEAR) != (shares and peer in near) or (nodes == 4 and way is None and by != name):
                     bad.append(f"{what}: {peer} by {by}")
             if memory == 1000 and any(most > 1000 for _, most in given):
                 bad.append(f"{what}: {max(given)} in memory")
@@ -240,7 +240,7 @@ def without_memory_in_common(world: World) -> Any:
         with patched((shared, "WAYS", found), (rounds, "ENOUGH", 1)):
             bad, report = moved(bound, source, target, have, world.groups[4])
             said.append([bad, sorted(set(report.ways.values()))])
-            said.append(raised(lambda: moved(bound, source, target, have, world.groups[4], way=transports.NEAR)))
+            said.append(raised(lambda: moved(bound, source, target, have, world.groups[4], way=rounds.NEAR)))
     return said
 
 

@@ -23,11 +23,19 @@ from tangram.hardware.host import shared
 from tangram.layout import intervals
 from tangram.relayout import TensorSpec, bind
 from tangram.relayout.exchange import rounds, shared_lanes
-from tangram.relayout.exchange.between_ranks import move
 from tangram.relayout.exchange.messages import BoxRequest, cut, decoded, encoded
 from tangram.relayout.exchange.peers import Peers
-from tangram.relayout.exchange.rounds import ENOUGH, ROOM, ExchangeReport, Load, RoundChoice, decide
-from tangram.relayout.exchange.transports import RankTraffic, choose
+from tangram.relayout.exchange.redistribute import move
+from tangram.relayout.exchange.rounds import (
+    ENOUGH,
+    ROOM,
+    ExchangeReport,
+    Load,
+    RankTraffic,
+    RoundChoice,
+    choose,
+    decide,
+)
 from tangram.relayout.mapping.errors import PeerError
 from tests.relayout.exchange_jobs import QKV, job
 

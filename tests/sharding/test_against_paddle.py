@@ -8,8 +8,7 @@ import torch
 from tangram.errors import UserError
 from tangram.sharding.compare import paddle
 from tangram.sharding.compare.paddle_table import PAIRS
-from tangram.sharding.ops.find_rule import bound
-from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.ops.rule_table import bound, builtin
 
 
 def difference(verdict: str, given: str = "4/x 6", why: str = "") -> paddle.PaddleDifference:

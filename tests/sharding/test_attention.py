@@ -13,8 +13,7 @@ from tangram.cli import main
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.find_rule import bound
-from tangram.sharding.ops.rule_table import builtin, parse_lines
+from tangram.sharding.ops.rule_table import bound, builtin, parse_lines
 from tangram.sharding.proof import shapes
 from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.mutate import mutations, planted

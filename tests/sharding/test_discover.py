@@ -8,7 +8,7 @@ from tangram.errors import UserError
 from tangram.hardware.host import workers
 from tangram.layout.rule import Rule
 from tangram.sharding.discover import calls_from, drawn_calls, operator_of
-from tangram.sharding.discover.prove_draft import without_factor
+from tangram.sharding.discover.propose import without_factor
 from tangram.sharding.ops.bind import bind
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tangram.sharding.discover import report
-from tangram.sharding.ops import find_rule, rule_table
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.computed_rules import ESCAPES, rule_of
 from tangram.sharding.ops.rule_table import RuleTable
@@ -100,7 +100,7 @@ def test_what_a_function_gives_holds(name: str) -> None:
     rule = rule_of(call)
     assert rule is not None
     assert str(rule).partition(" : ")[2] == line
-    bound = find_rule.bound(rule_table.builtin(), call)
+    bound = rule_table.bound(rule_table.builtin(), call)
     assert len(bound.cuttable) == factors
     expected = run_reference(call)
     for cuts, mesh in ways(bound, (2, 3)):
@@ -110,13 +110,13 @@ def test_what_a_function_gives_holds(name: str) -> None:
 def test_a_line_of_ones_own_goes_before_the_function() -> None:
     call = OpCall.of(aten.repeat.default, (some(5, 4), [3, 1, 2]), {})
     own = rule_table.builtin().with_lines(rule_table.parse_lines("repeat : ...^ -> ...^"))
-    assert find_rule.bound(own, call).cuttable == []
+    assert rule_table.bound(own, call).cuttable == []
 
 
 def test_indices_do_not_broadcast() -> None:
     """`gather` takes fewer indices than elements: a dim of one index is no broadcast one."""
     call = OpCall.of(aten.gather.default, (some(5, 3), 0, below(5, 4, 1)), {})
-    assert find_rule.bound(rule_table.builtin(), call).cuttable == ["{dim}0", "i"]
+    assert rule_table.bound(rule_table.builtin(), call).cuttable == ["{dim}0", "i"]
 
 
 def test_a_cut_that_the_table_lacks_is_reported() -> None:

@@ -8,7 +8,7 @@ import torch
 from tangram.layout import Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops import local_call
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.execute import check, run_reference
@@ -25,7 +25,7 @@ def _transposed(size: int) -> OpCall:
 def test_a_transposed_convolution_with_a_part_of_nothing(size: int) -> None:
     """Of one element it gives nothing, which torch takes for two samples and refuses for one."""
     call = _transposed(size)
-    bound = find_rule.bound(builtin(), call)
+    bound = rule_table.bound(builtin(), call)
     assert bound.cuttable
     for factor in bound.cuttable:
         assert (
@@ -37,7 +37,7 @@ def test_a_transposed_convolution_with_a_part_of_nothing(size: int) -> None:
 def test_a_part_of_nothing_has_a_gradient_of_nothing() -> None:
     """A rank without one would leave out the collectives of the backward, for which others wait."""
     call = _transposed(5)
-    bound = find_rule.bound(builtin(), call)
+    bound = rule_table.bound(builtin(), call)
     part = local_call.part_of(bound, {"b": (Cut("x"),)}, Mesh.parse("x=3"), 2)
     x, w = (t for t in call.tensors[:2] if t is not None)
     (result,) = local_call.run(call, bound, part, [x[:0], w, None])

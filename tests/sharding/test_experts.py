@@ -10,8 +10,7 @@ from torch import Tensor
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.find_rule import bound
-from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.ops.rule_table import bound, builtin
 from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.simulate import SimWorld, cut, together
 

@@ -15,8 +15,7 @@ from tangram.errors import UserError
 from tangram.sharding.dtensor.choose import rows
 from tangram.sharding.dtensor.rules import Registered, exported, register
 from tangram.sharding.ops.calls import OpCall, name_of
-from tangram.sharding.ops.find_rule import bound
-from tangram.sharding.ops.rule_table import parse_lines
+from tangram.sharding.ops.rule_table import bound, parse_lines
 from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.prove import check_pending
 from tangram.sharding.proof.samples.samples import SampleRecorder

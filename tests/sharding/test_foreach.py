@@ -8,8 +8,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.sharding.ops import foreach
 from tangram.sharding.ops.calls import OpCall, name_of
-from tangram.sharding.ops.find_rule import NoRuleError, bound, each
-from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.ops.rule_table import NoRuleError, bound, builtin, each
 from tangram.sharding.proof import lists
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import SimWorld, cut, together

@@ -18,8 +18,7 @@ from tangram.sharding.derive.collectives_between import Label
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marking.mark_ops import noted
-from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.marks import Mark, noted
 from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.derive.problem.states import cut
 from tangram.sharding.derive.transitions import Change

@@ -10,7 +10,7 @@ import torch
 
 from tangram.errors import UserError
 from tangram.sharding.discover.own_rules import own_rules
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.proof.prove import prove_operator
@@ -52,7 +52,7 @@ def test_a_rule_is_for_the_numbers_of_dims_that_it_was_proved_with() -> None:
     x = torch.empty(3, 6, device="meta")
     call = OpCall.of(torch.ops.tangram_gate.gated.default, (x, x[0], x[0]), {})
     with pytest.raises(UserError, match=r"the rule of tangram_gate.gated has `_ b` for w, which has 1 dims"):
-        find_rule.bound(table_of(RIGHT), call)
+        rule_table.bound(table_of(RIGHT), call)
 
 
 def test_samples_that_cannot_show_a_mistake_are_not_all_that_is_tried(tmp_path: Path) -> None:

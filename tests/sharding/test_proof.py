@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.sharding.ops import find_rule, rule_table
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.bind import RuleError
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleTable, parse_lines
@@ -20,7 +20,7 @@ def some(*shape: int) -> Tensor:
 
 def tried(rules: RuleTable, call: OpCall) -> tuple[int, Failure | None]:
     """How many ways of cutting were tried until one was wrong."""
-    bound, expected, n = find_rule.bound(rules, call), run_reference(call), 0
+    bound, expected, n = rule_table.bound(rules, call), run_reference(call), 0
     for cuts, mesh in ways(bound, (2, 3, 5)):
         n += 1
         if failure := check(call, bound, cuts, mesh, expected):
@@ -99,15 +99,15 @@ def test_what_is_wrong_is_refuted(name: str) -> None:
 
 def test_a_view_that_is_cut_within_a_window_is_whole() -> None:
     call = RIGHT["windows"]()
-    assert find_rule.bound(rule_table.builtin(), call).cuttable == ["v10", "v2"]
+    assert rule_table.bound(rule_table.builtin(), call).cuttable == ["v10", "v2"]
 
 
 def test_a_dim_that_the_operator_lacks_is_named() -> None:
     rules = rule_table.builtin().with_lines(parse_lines("mm : ... {axis} ... -> ..."))
     with pytest.raises(RuleError, match=r"the rule of mm speaks of \{axis\}, which is no argument of aten::mm"):
-        find_rule.bound(rules, RIGHT["mm"]())
+        rule_table.bound(rules, RIGHT["mm"]())
 
 
 def test_an_operator_without_a_rule_is_named_with_the_command() -> None:
-    with pytest.raises(find_rule.NoRuleError, match=r"no rule for mm: `tangram shard discover aten::mm`"):
-        find_rule.bound(RuleTable(), RIGHT["mm"]())
+    with pytest.raises(rule_table.NoRuleError, match=r"no rule for mm: `tangram shard discover aten::mm`"):
+        rule_table.bound(RuleTable(), RIGHT["mm"]())

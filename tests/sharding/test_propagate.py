@@ -8,8 +8,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.errors import LayoutError
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.find_rule import NoRuleError
-from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
+from tangram.sharding.ops.rule_table import NoRuleError, RuleTable, builtin, parse_lines
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation.propagate import Propagation, propagate
 from tests.sharding.propagating import some

@@ -12,7 +12,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import layout_of
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.propagated import check
@@ -53,7 +53,7 @@ def test_what_is_predicted_is_what_runs(data: st.DataObject) -> None:
 def test_inputs_that_agree_stay_where_they_are(data: st.DataObject) -> None:
     """Every axis cuts one factor, in all tensors that have it: nothing is left to move."""
     call, mesh = data.draw(calls()), data.draw(meshes())
-    bound = find_rule.bound(builtin(), call)
+    bound = rule_table.bound(builtin(), call)
     wanted: dict[str, list[Cut]] = {}
     for axis in data.draw(st.permutations(list(mesh.axes))):
         free = [f for f in bound.cuttable if not {"max", "min"} & {*bound.pending[f]}]

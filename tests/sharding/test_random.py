@@ -16,8 +16,7 @@ from tangram.sharding.local_ops.random_numbers import Key
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.ops.bind import bind
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.find_rule import bound
-from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.ops.rule_table import bound, builtin
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator
 from tangram.sharding.proof.simulate import SimWorld, cut, together

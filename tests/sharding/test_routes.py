@@ -15,8 +15,7 @@ from tangram.sharding import compositions
 from tangram.sharding.ops import decompose
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import decomposition
-from tangram.sharding.ops.find_rule import NoRuleError
-from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
+from tangram.sharding.ops.rule_table import NoRuleError, RuleTable, builtin, parse_lines
 from tangram.sharding.proof import routes as proof
 from tangram.sharding.proof.execute import run_reference
 from tangram.sharding.proof.routes import rms_norm_backward

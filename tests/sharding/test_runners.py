@@ -8,9 +8,8 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import run
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.find_rule import bound
 from tangram.sharding.ops.rank_part import part_of
-from tangram.sharding.ops.rule_table import builtin
+from tangram.sharding.ops.rule_table import bound, builtin
 from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.mutate import mutations, planted
 from tangram.sharding.proof.prove import prove_operator

@@ -11,7 +11,7 @@ from tangram.layout.intervals import elements
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import run_all
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rank_part import part_of, piece
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
@@ -37,7 +37,7 @@ def scan(name: str, x: Tensor, dim: int) -> OpCall:
 
 def tried(rules: RuleTable, call: OpCall) -> list[str]:
     """What is wrong with each way of cutting a call."""
-    bound, expected = find_rule.bound(rules, call), run_reference(call)
+    bound, expected = rule_table.bound(rules, call), run_reference(call)
     every = [*ways(bound, (2, 3, 5)), *mapped.ways(bound, (2, 3, 5))]
     found = (check_cut(call, bound, cuts, mesh, expected) for cuts, mesh in every)
     return [str(failure) for failure in found if failure]
@@ -51,7 +51,7 @@ def test_a_rule_with_a_scan_prints_as_it_parses() -> None:
 @pytest.mark.parametrize("name", SCANS)
 def test_every_way_of_cutting_a_scan_is_right(name: str) -> None:
     call = scan(name, some(4, 7), -1)
-    assert "{dim}0" in find_rule.bound(builtin(), call).cuttable
+    assert "{dim}0" in rule_table.bound(builtin(), call).cuttable
     assert not tried(builtin(), call)
 
 
@@ -82,8 +82,8 @@ def test_another_reduction_is_refuted(right: str, wrong: str) -> None:
 
 def test_complex_logarithms_are_whole() -> None:
     x = torch.complex(some(5), some(5))
-    assert "{dim}0" in find_rule.bound(builtin(), scan("cumsum", x, 0)).cuttable
-    assert find_rule.bound(builtin(), scan("logcumsumexp", x, 0)).cuttable == []
+    assert "{dim}0" in rule_table.bound(builtin(), scan("cumsum", x, 0)).cuttable
+    assert rule_table.bound(builtin(), scan("logcumsumexp", x, 0)).cuttable == []
 
 
 def test_a_scan_costs_one_slice_of_each_other_part() -> None:
@@ -151,7 +151,7 @@ def test_a_sum_may_wait_while_its_dim_is_cut() -> None:
 @pytest.mark.parametrize("cut", [Cut("x"), Cut("x", "zigzag"), Cut("x", "cyclic", (2,))], ids=str)
 def test_in_place_the_part_is_written(cut: Cut) -> None:
     call = OpCall.of(aten.cumprod_.default, (some(7), 0), {})
-    bound, mesh = find_rule.bound(builtin(), call), Mesh.parse("x=3")
+    bound, mesh = rule_table.bound(builtin(), call), Mesh.parse("x=3")
     parts = [part_of(bound, {"{dim}0": (cut,)}, mesh, rank) for rank in range(3)]
     x, dims = call.tensors[0], bound.inputs[0]
     assert x is not None
@@ -172,6 +172,6 @@ def test_a_scan_that_takes_stretches_for_one_part_is_found(mistake: str, monkeyp
             "tangram.sharding.local_ops.local_call.each", lambda bound, part, local, run: run(part, local)
         )
     call = scan("cumsum", some(2, 13), 1)
-    bound, expected = find_rule.bound(builtin(), call), run_reference(call)
+    bound, expected = rule_table.bound(builtin(), call), run_reference(call)
     cuts = {"{dim}0": (Cut("x", "zigzag"),)}
     assert check_cut(call, bound, cuts, Mesh.parse("x=2"), expected) is not None

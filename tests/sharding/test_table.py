@@ -12,7 +12,7 @@ from tangram.layout.rule import Rule
 from tangram.models.capturing import noted
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin, parse_lines
-from tangram.sharding.proof.samples.fused_samples import FUSED
+from tangram.sharding.proof.samples.extra_samples import FUSED
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from tangram.layout.intervals import elements, intersect, size, span
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops import local_call
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.bind import BoundOp, RuleError
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, tree_of
@@ -67,7 +67,7 @@ def test_what_windows_cannot_say_is_refused() -> None:
         ("avg_pool2d : ... (h w)' -> ... h w ; window(kernel_size)", "has a ' on what is not one factor"),
     ):
         with pytest.raises(RuleError, match=words):
-            find_rule.bound(builtin().with_lines(parse_lines(line)), call)
+            rule_table.bound(builtin().with_lines(parse_lines(line)), call)
 
 
 @st.composite
@@ -124,14 +124,14 @@ def test_results_have_the_sizes_that_torch_gives_them(name: str, n: int, k: int,
         result = call.run()[0]
     except RuntimeError:  # windows larger than the tensor
         return
-    bound = find_rule.bound(builtin(), call)
+    bound = rule_table.bound(builtin(), call)
     sizes = [math.prod(bound.sizes[f] for f in dims) for dims in bound.outputs[0] if dims]
     assert sizes == [n for n, dims in zip(result.shape, bound.outputs[0], strict=True) if dims]
 
 
 def test_a_part_may_read_more_than_its_neighbour_holds() -> None:
     call = conv(6, 5, padding=2)
-    bound, cuts, mesh = find_rule.bound(builtin(), call), {".1": (Cut("x"),)}, Mesh.parse("x=5")
+    bound, cuts, mesh = rule_table.bound(builtin(), call), {".1": (Cut("x"),)}, Mesh.parse("x=5")
     parts = [part_of(bound, cuts, mesh, rank) for rank in range(5)]
     assert [needed(bound, part, ".1") for part in parts] == [((0, 4),), ((0, 6),), ((2, 6),), (), ()]
     assert [stands(part, ".1", 6) for part in parts] == [((0, 2),), ((2, 4),), ((4, 6),), (), ()]
@@ -139,7 +139,7 @@ def test_a_part_may_read_more_than_its_neighbour_holds() -> None:
 
 def test_each_stretch_of_a_part_has_a_halo_of_its_own() -> None:
     call = conv(12, 3, padding=1)
-    bound, mesh = find_rule.bound(builtin(), call), Mesh.parse("x=2")
+    bound, mesh = rule_table.bound(builtin(), call), Mesh.parse("x=2")
     parts = [part_of(bound, {".1": (Cut("x", "zigzag"),)}, mesh, rank) for rank in range(2)]
     assert [needed(bound, part, ".1") for part in parts] == [((0, 4), (8, 12)), ((2, 10),)]
     apart = part_of(bound, {".1": (Cut("x", "cyclic", (2,)),)}, mesh, 0)
@@ -263,7 +263,7 @@ def test_windows_that_take_stretches_for_others_are_found(mistake: str, monkeypa
         join = local_call._side_by_side
         monkeypatch.setattr(local_call, "_side_by_side", lambda some, *rest: join([*reversed(some)], *rest))
     call, cuts = conv(16, 3, padding=1), {".1": (Cut("x", "zigzag"),)}
-    assert check_cut(call, find_rule.bound(builtin(), call), cuts, Mesh.parse("x=2"), run_reference(call)) is not None
+    assert check_cut(call, rule_table.bound(builtin(), call), cuts, Mesh.parse("x=2"), run_reference(call)) is not None
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_convolutions_of_all_kinds_are_right_on_ranks(
         expected = run_reference(call)
     except RuntimeError:  # windows larger than the tensor
         return
-    bound = find_rule.bound(builtin(), call)
+    bound = rule_table.bound(builtin(), call)
     listed = [(cuts, mesh) for cuts, mesh in ways(bound, (2, 3)) if ".1" in cuts]
     for cuts, mesh in listed[: data.draw(st.integers(0, 4))]:
         assert check_cut(call, bound, cuts, mesh, expected) is None

@@ -20,8 +20,8 @@ from tangram.tracing.weights import sums_of
 from tangram.training.mesh import tensor_parallel
 from tangram.training.parallel import data_parallel, fsdp
 from tangram.training.parallel.due_calls import due_calls, due_in_forwards
-from tangram.training.parallel.weight_groups import weight_groups
 from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.rank import weight_groups
 from tangram.training.state.checkpointer import Checkpointer
 from tangram.training.step import loop
 from tests.training.oracle.cases import Case

@@ -24,8 +24,8 @@ from tangram.tracing.show.top import top
 from tangram.tracing.spikes import StepNumbers
 from tangram.training import data
 from tangram.training.mesh.world import make_world
-from tangram.training.parallel.weight_groups import layers_of_trained, weight_groups
 from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.rank import layers_of_trained, weight_groups
 from tangram.training.state.build_model import build, source_of
 from tangram.training.step.loop import train_step
 from tangram.training.step.optimiser_step import make_adamw

@@ -19,8 +19,7 @@ from tangram.layout import Mesh
 from tangram.models.building.twin import without_memory
 from tangram.sharding.derive.layouts import layout_of as layout_from
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marking.mark_ops import noted
-from tangram.sharding.derive.marking.marks import Mark, matched
+from tangram.sharding.derive.marking.marks import Mark, matched, noted
 from tangram.sharding.derive.of_model import derive_model, graph_of, parameter_states
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM
 from tangram.sharding.eager import layout_of, mark, relayout

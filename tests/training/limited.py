@@ -3,7 +3,7 @@
 import resource
 from typing import Any
 
-from tangram.training.trials.trial import helped
+from tangram.training.trials.auto import helped
 
 
 def with_little_memory(plan: str, most: int) -> dict[str, Any]:

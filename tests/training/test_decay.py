@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from tangram.cli import main
-from tangram.models.building.build import build_on_meta
-from tangram.models.building.source import read_source
+from tangram.models.building.build import build_on_meta, read_source
 from tangram.schema.job import OptimiserPlan
 from tangram.schema.plan import matches
 from tangram.training.step.optimiser_step import make_adamw

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source
 from tangram.training.data import BYTES
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.checkpointer import JobState, load

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source
 from tangram.training.data import Tokens, load_tokens
 from tangram.training.run.end_proofs import ProofError, same_export
 from tangram.training.state.build_model import build_unsharded, source_of

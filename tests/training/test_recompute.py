@@ -15,15 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from tangram.models.building.build import build_on_meta, initial_tensors
-from tangram.models.building.source import read_source
+from tangram.models.building.build import build_on_meta, initial_tensors, read_source
 from tangram.models.outlines.costs import ModelCosts, block_names, costs
 from tangram.planner.local.estimate import estimate
 from tangram.schema.job import RunPlan
 from tangram.schema.plan import Plan, matches
 from tangram.training.mesh.layout_to_torch import named_modules
-from tangram.training.parallel.apply import blocks_of, materialise
-from tangram.training.parallel.recompute import recompute
+from tangram.training.parallel.apply import blocks_of, materialise, recompute
 from tests.planner.machine import rates
 from tests.training.small import SMALL_MODEL, small_plan
 

@@ -14,7 +14,7 @@ from tangram.hardware.host.workers import Job, run
 from tangram.planner.cost.history import read
 from tangram.schema.files import dumps, load
 from tangram.schema.plan import Plan
-from tangram.training.trials.trial import measured, shortened
+from tangram.training.trials.auto import measured, shortened
 from tests.training.small import small_plan, small_tables, write_text
 
 STRATEGY = ("mesh", "axes", "layouts")

@@ -22,7 +22,7 @@ from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply
 from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import ModelPart
 from tangram.training.run.launch import Rank
 from tangram.training.step import loop
 from tangram.training.step.objectives import next_token_loss

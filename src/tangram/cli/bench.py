@@ -8,8 +8,6 @@ import typer
 from tangram.cli.output import figure, note, print_json, print_table
 from tangram.hardware.measuring.benches import Report, find_checkout, run, summaries
 
-__all__ = ["bench"]
-
 
 def bench(
     name: Annotated[str | None, typer.Argument(help="Which bench to run; without a name they are listed.")] = None,

@@ -14,7 +14,6 @@ from tangram.training.observe.text_tables import count, printable
 if TYPE_CHECKING:
     from tangram.checkpoint.inspect.verify import VerifyReport
 
-__all__ = ["checkpoint"]
 
 ROWS = 30
 """Of a table of what is wrong or differs; --json has all."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tangram.checkpoint.formats.hf_export import Converted
     from tangram.checkpoint.inspect.diff import CheckpointDiff
 
-__all__ = ["TypedOptions", "compared", "run"]
 
 NAMES = ("transformer_engine", "local")
 ROWS = 40

@@ -13,8 +13,6 @@ from tangram.cli.output import print_json
 from tangram.errors import UserError
 from tangram.schema.files import changes_of, load
 
-__all__ = ["data"]
-
 data = typer.Typer(no_args_is_help=True, help="Show what a job trains on, token by token.")
 
 

@@ -9,8 +9,6 @@ import typer
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
 
-__all__ = ["doctor"]
-
 MOST_RANKS = 64
 
 

@@ -9,8 +9,6 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import printable
 from tangram.training.run.environment import ReportedElsewhere, leave_word, speaks
 
-__all__ = ["reported", "say"]
-
 _MISTAKE = 2
 _INTERRUPTED = 130  # what a shell reports of a process that was ended by Ctrl-C
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tangram.checkpoint.inspect.tree import Values
     from tangram.checkpoint.store.manifest import StoredTensor
 
-__all__ = ["inspect_foreign", "print_tree", "print_values", "quantised_rows", "verify_foreign"]
 
 FOUND = 20
 """Findings that are printed; --json has all."""

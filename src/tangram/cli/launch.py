@@ -16,8 +16,6 @@ from tangram.training.observe.progress import ProgressLine
 from tangram.training.run.environment import started_by_torchrun
 from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
 
-__all__ = ["launch"]
-
 
 def launch(
     plan: Annotated[Path | None, typer.Argument(help="A plan, or a job that a plan is made for.")] = None,

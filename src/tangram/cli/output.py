@@ -13,8 +13,6 @@ from rich.status import Status
 from tangram.text import plain
 from tangram.training.observe.text_tables import drawn
 
-__all__ = ["byte_bar", "figure", "note", "print_json", "print_table", "progress", "size"]
-
 
 def print_json(value: object) -> None:
     """One JSON document on stdout, nothing else."""

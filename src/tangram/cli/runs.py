@@ -10,8 +10,6 @@ import typer
 from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
 
-__all__ = ["experts", "runs"]
-
 runs = typer.Typer(no_args_is_help=True, help="Put runs side by side.")
 
 

@@ -16,8 +16,6 @@ from tangram.errors import UserError
 if TYPE_CHECKING:
     from tangram.sharding.proof.execute import ProofVerdict
 
-__all__ = ["shard"]
-
 
 class _Group(TyperGroup):
     """`tangram shard MODEL` is `tangram shard model MODEL`."""

@@ -11,8 +11,6 @@ from rich.live import Live
 
 from tangram.cli.output import print_json, print_table
 
-__all__ = ["top", "trace"]
-
 trace = typer.Typer(help="Say what the ranks of a run did, and which is to blame for what went wrong.")
 
 

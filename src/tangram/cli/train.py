@@ -22,8 +22,6 @@ from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_nam
 if TYPE_CHECKING:
     from tangram.training.run.torchrun import Meeting
 
-__all__ = ["train"]
-
 
 def train(
     plan: Annotated[Path | None, typer.Argument(help="A plan, or a job that a plan is made for.")] = None,

@@ -22,8 +22,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tangram.models.building.build import build_on_meta, presets
-    from tangram.models.building.source import Source, read_source
+    from tangram.models.building.build import Source, build_on_meta, presets, read_source
     from tangram.models.capturing.graph import Graph
     from tangram.models.families import Family, family_named, family_of
     from tangram.models.outlines.outline import Dims, Outline, decoder
@@ -31,10 +30,9 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tangram.models.building.build": ["build_on_meta", "presets"],
+            "tangram.models.building.build": ["Source", "build_on_meta", "presets", "read_source"],
             "tangram.models.families": ["Family", "family_named", "family_of"],
             "tangram.models.capturing.graph": ["Graph"],
             "tangram.models.outlines.outline": ["Dims", "Outline", "decoder"],
-            "tangram.models.building.source": ["Source", "read_source"],
         },
     )

@@ -13,8 +13,6 @@ from tangram.checkpoint.tiers.promote import pin, promote
 from tangram.errors import UserError
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 
-__all__ = ["Promoter"]
-
 
 class Promoter:
     """Copies checkpoints into a folder one after the other, and prunes that folder by its rules of retention."""

@@ -10,8 +10,6 @@ from tangram.schema.plan import Plan
 from tangram.training.run.resume import other_micro_batch
 from tangram.training.trials.local_plans import planned
 
-__all__ = ["fewer_ranks", "plan_for"]
-
 
 def fewer_ranks(plan: Plan, least: int) -> Plan:
     """The job of a plan on as many ranks as can be, fewer than it has and at least `least`.

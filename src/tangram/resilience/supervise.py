@@ -42,8 +42,6 @@ from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, Snapshots, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS, alone
 
-__all__ = ["Recovered", "Settings", "rescue", "supervised"]
-
 OnEvent = Callable[[object], None]
 LEFT_OUT = "left out: "
 """How a save begins that came while the one before was being written: of snapshots no failure."""

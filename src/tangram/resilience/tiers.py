@@ -22,8 +22,6 @@ from pathlib import Path
 
 from tangram.checkpoint.store.commits import PARTIAL, Marker, committed, read_marker
 
-__all__ = ["Tiers", "memory_of"]
-
 SHARED = Path("/dev/shm")
 SETTLE = 0.5
 """Seconds that a dead rank's writer is given to commit what it has begun."""

@@ -19,8 +19,6 @@ from tangram.training.data import tokens_of
 from tangram.training.parallel.apply import freeze
 from tangram.training.state.build_model import source_of
 
-__all__ = ["Lost", "lost", "ranks_named"]
-
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -28,8 +28,6 @@ from tangram.sharding.discover.own_rules import OwnRules, rules_text
 from tangram.sharding.eager.api import marks_in
 from tangram.text import plain
 
-__all__ = ["Derivation", "derive", "marks_from", "mesh_from", "refuse_unnamed"]
-
 
 @dataclass(frozen=True)
 class Derivation:

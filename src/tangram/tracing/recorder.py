@@ -44,6 +44,7 @@ from tangram.tracing.files.ring import Pending, TraceFiles
 from tangram.tracing.planned import PlanCheck, PlannedCalls, ProgramCheck, planned_words
 from tangram.tracing.sites import caller, site_of
 from tangram.tracing.spikes import Spikes, StepNumbers
+from tangram.tracing.trace import Trace
 from tangram.tracing.weights import WeightGroup, WeightWatch
 
 BEAT_SECONDS = 0.25
@@ -58,7 +59,7 @@ _EVENT = EVENT.pack_into
 _now, _thread = time.monotonic_ns, threading.get_ident
 
 
-class Recorder:
+class Recorder(Trace):
     """Writes the trace of one rank. Steps and phases come from one thread, which is the one that is timed."""
 
     def __init__(self, files: TraceFiles, mesh: Mapping[str, object], digest_steps: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What a rank tells its trace: `recorder.Recorder` writes it, `Untraced` takes the same and does nothing.
+"""What a rank tells its trace: `recorder.Recorder` writes it, `UNTRACED` takes the same and does nothing.
 
 Whoever trains is handed one of the two.
 """
@@ -6,7 +6,6 @@ Whoever trains is handed one of the two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from torch import nn
 
@@ -16,77 +15,37 @@ from tangram.tracing.spikes import StepNumbers
 from tangram.tracing.weights import WeightGroup
 
 
-class Trace(Protocol):
-    """What a rank tells of itself."""
+class Trace:
+    """What a rank tells of itself; this one takes everything and does nothing."""
 
     def step(self, number: int, length: int = 0) -> None:
         """A step begins, from 1, with its data. `length`: of its rows, by which the sizes of its calls differ."""
-        ...
 
     def phase(self, phase: Phase) -> None:
         """From now on it does this."""
-        ...
 
     def not_finite(self, flags: int) -> None:
         """This rank's own part of the step's loss or gradient is not finite (`format`'s flags)."""
-        ...
 
     def label(self, modules: Iterable[nn.Module]) -> None:
         """The parts of the model that will run, whose modules and parameters are called by their paths."""
-        ...
 
     def expect(self, planned: PlannedCalls, program: ProgramCheck | None = None) -> None:
         """Before the first step: the calls of a step that the plan says; `program` is told of each forward's."""
-        ...
 
     def numbers(self, numbers: StepNumbers) -> None:
         """What the step has come to, before its update; all of it finite."""
-        ...
 
     def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
         """By layer how often each expert was chosen of late, over all ranks."""
-        ...
 
     def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:
         """The weights whose bits are summed now and then, and of each trained parameter the layer."""
-        ...
 
     def failure(self) -> str:
         """Why nothing is written any more, once; "" while all is well."""
-        ...
-
-
-class Untraced:
-    """Of a rank that is not traced: takes everything and does nothing."""
-
-    def step(self, number: int, length: int = 0) -> None:
-        """Nothing."""
-
-    def phase(self, phase: Phase) -> None:
-        """Nothing."""
-
-    def not_finite(self, flags: int) -> None:
-        """Nothing."""
-
-    def label(self, modules: Iterable[nn.Module]) -> None:
-        """Nothing."""
-
-    def expect(self, planned: PlannedCalls, program: ProgramCheck | None = None) -> None:
-        """Nothing."""
-
-    def numbers(self, numbers: StepNumbers) -> None:
-        """Nothing."""
-
-    def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
-        """Nothing."""
-
-    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:
-        """Nothing."""
-
-    def failure(self) -> str:
-        """Nothing has failed."""
         return ""
 
 
-UNTRACED = Untraced()
+UNTRACED = Trace()
 """It has no state, so one is enough."""

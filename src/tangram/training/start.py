@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from tangram.errors import UserError
 from tangram.hardware.host.machine import accelerators, pick_device
 from tangram.hardware.measuring.rates import rates
-from tangram.models.building.build import build_on_meta
-from tangram.models.building.source import read_source
+from tangram.models.building.build import build_on_meta, read_source
 from tangram.planner.local.estimate import megabytes
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import MOST_PROCESSES, predict
@@ -51,8 +50,7 @@ from tangram.training.run.run_folder import CHECKPOINTS, PLAN_FILE, alone, refus
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
 from tangram.training.run.uploads import bring_here
 from tangram.training.state.build_model import source_of
-from tangram.training.trials.auto import try_plans
-from tangram.training.trials.history_rows import remembering
+from tangram.training.trials.auto import remembering, try_plans
 from tangram.training.trials.local_plans import planned, plans_of, rows_of_steps
 
 FAILURES = JOB_FAILURES

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tangram.kernels.accuracy.attention import ATTENTION
-from tangram.kernels.accuracy.copies import CASTS, MOVES, Move, moved, ordered, square
-from tangram.kernels.accuracy.judge import CLASSES, Outcome, judge
-from tangram.kernels.accuracy.laws import LAWS, drawn, specials
-from tangram.kernels.accuracy.operator import Case, Operator, exact_sum, inputs
-from tangram.kernels.accuracy.pointwise import POINTWISE
-from tangram.kernels.accuracy.products import PRODUCTS
-from tangram.kernels.accuracy.reductions import REDUCTIONS
+from bench._accuracy.attention import ATTENTION
+from bench._accuracy.copies import CASTS, MOVES, Move, moved, ordered, square
+from bench._accuracy.judge import CLASSES, Outcome, judge
+from bench._accuracy.laws import LAWS, drawn, specials
+from bench._accuracy.operator import Case, Operator, exact_sum, inputs
+from bench._accuracy.pointwise import POINTWISE
+from bench._accuracy.products import PRODUCTS
+from bench._accuracy.reductions import REDUCTIONS
 from tangram.kernels.lab.formats import BF16, FP16, FP32
 
 OPERATORS = {one.name: one for one in (*POINTWISE, *REDUCTIONS, *PRODUCTS, *ATTENTION)}

@@ -12,12 +12,12 @@ import torch
 
 from bench import op_accuracy
 from bench._accuracy import page, shown, sweep
+from bench._accuracy.compare import VERDICTS, compared, verdict
+from bench._accuracy.judge import CLASSES
+from bench._accuracy.sheet import Sheet, read, write
 from bench._accuracy.tables import reasons, rows_of
 from bench._accuracy.usage import Use, used
 from tangram.errors import UserError
-from tangram.kernels.accuracy.compare import VERDICTS, compared, verdict
-from tangram.kernels.accuracy.judge import CLASSES
-from tangram.kernels.accuracy.sheet import Sheet, read, write
 
 MARKS = ("classes", "outside", "sheets", "differences", "places", "moves", "operators", "unmeasured", "shown")
 LIMIT_OF_A_FILE = 300_000

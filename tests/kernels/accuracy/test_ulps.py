@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tangram.kernels.accuracy.bounds import Truth, gamma, limit, probable
-from tangram.kernels.accuracy.judge import digest, judge
-from tangram.kernels.accuracy.ulps import EDGES, compared, histogram, ulp
+from bench._accuracy.bounds import Truth, gamma, limit, probable
+from bench._accuracy.judge import digest, judge
+from bench._accuracy.ulps import EDGES, compared, histogram, ulp
 from tangram.kernels.lab.formats import BF16, FP16, FP32
 
 INF, NAN = float("inf"), float("nan")

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tangram.kernels.attention import Heads
-from tangram.kernels.flash import launch, quantise
+from tangram.kernels.flash import launch
 from tangram.kernels.flash.modes import MODES
 from tangram.kernels.flash.spans import in_order
 
@@ -70,7 +70,7 @@ def _resources(binary: bytes) -> dict[str, int]:
 
 
 def main(mode: str, width: int, value_width: int) -> None:
-    launch.kernel = quantise.kernel = Compiler  # pyright: ignore
+    launch.kernel = launch.kernel = Compiler  # pyright: ignore
     heads = Heads(*(torch.zeros(1, h, 256, w).bfloat16() for h, w in ((8, width), (2, width), (2, value_width))))
     call = launch.Call(MODES[mode], in_order(256, 256), 0.1)
     whole = launch.forward(heads, call)

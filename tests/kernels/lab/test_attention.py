@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tangram.kernels.lab.accumulate import FP32_CHUNKED
 from tangram.kernels.lab.attention import emulated, traced, truth
 from tangram.kernels.lab.cases import Case, Mask
 from tangram.kernels.lab.formats import E4M3, Format
 from tangram.kernels.lab.quant import Operand
-from tangram.kernels.lab.recipes import RECIPES, TRUTH, Freedom, Recipe, operands_only
+from tangram.kernels.lab.recipes import FP32_CHUNKED, RECIPES, TRUTH, Freedom, Recipe, operands_only
 
 WIDE = Format("wide", 8, 44, -900, 2.0**900)
 """A grid so fine that a cast rounds next to nothing, and called 8 bits wide, so that all is done as for such."""

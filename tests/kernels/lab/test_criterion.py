@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tangram.kernels.lab.accumulate import Accumulator
+from bench._numerics.mutant import mutated
+from bench._numerics.mutants import MUTANTS
+from bench._numerics.rivals import RIVALS, decibels
 from tangram.kernels.lab.attention import emulated
 from tangram.kernels.lab.cases import TENSORS, Case, Mask, Results
 from tangram.kernels.lab.criterion import WAYS, Limits, by_offset, distances, judged, limits
 from tangram.kernels.lab.inputs import Shape, drawn
-from tangram.kernels.lab.mutant import mutated
-from tangram.kernels.lab.mutants import MUTANTS
-from tangram.kernels.lab.recipes import RECIPES, Freedom
-from tangram.kernels.lab.rivals import RIVALS, decibels
+from tangram.kernels.lab.recipes import RECIPES, Accumulator, Freedom
 
 INPUTS = {
     "outliers": drawn("outliers", Shape(tokens=101, width=16, mask=Mask(window=21)), seed=31),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.accumulate import EXACT, FP32_CHUNKED, HOPPER_FP8, TWO_LEVEL, product
 from tangram.kernels.lab.formats import E2M1, E4M3, INT8, Format, cast
 from tangram.kernels.lab.quant import Along, Operand, Scaling, block_mean, hadamard, quantise
+from tangram.kernels.lab.recipes import EXACT, FP32_CHUNKED, HOPPER_FP8, TWO_LEVEL, product
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -15,8 +15,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import builtin
 from tangram.planner.platforms.jobs import RUN, Job, job_of
-from tangram.planner.platforms.skypilot import ACCELERATORS
-from tangram.planner.platforms.targets import PLATFORMS, platform
+from tangram.planner.platforms.targets import ACCELERATORS, PLATFORMS, platform
 from tests.planner.commands import refused
 from tests.planner.exports.drawn import CLUSTER
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tangram.sharding.choose import search
 from tangram.sharding.choose.costs import Both
-from tangram.sharding.derive.solve import prune_dominated
+from tangram.sharding.derive.solve import bounded
 from tangram.sharding.derive.solve.solve import Name, SolverCosts, Table, eliminated, marginals
 
 
@@ -86,8 +86,8 @@ def test_bounds_hold_with_tables_that_are_too_large_and_without_time(
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_left_out_is_not_needed(seed: int) -> None:
     both = random_costs(seed, 5, (2, 4), 5)
-    kept = prune_dominated.reduced([both.seconds, both.nbytes], float("inf"))
-    less = Both(prune_dominated.restricted(both.seconds, kept), prune_dominated.restricted(both.nbytes, kept))
+    kept = bounded.reduced([both.seconds, both.nbytes], float("inf"))
+    less = Both(bounded.restricted(both.seconds, kept), bounded.restricted(both.nbytes, kept))
     all_of, left = every(both), every(less)
     for limit in {b for _, b in all_of}:
         assert min(s for s, b in all_of if b <= limit) == min(s for s, b in left if b <= limit)

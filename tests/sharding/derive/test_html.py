@@ -13,8 +13,7 @@ from tangram.errors import UserError
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain.show import amount, total
 from tangram.sharding.derive.layouts import moved
-from tangram.sharding.derive.page.details import Colours
-from tangram.sharding.derive.page.page import page, write_page
+from tangram.sharding.derive.page.page import Colours, page, write_page
 from tangram.sharding.derive.page.tree import Box, Pill, TreeRun, tree
 from tests.sharding.derive.test_derive import MEGATRON, derived, language
 from tests.training.browser import Browser, browser

@@ -13,7 +13,7 @@ from tangram.models.capturing.capture import capture
 from tangram.sharding.derive.derive import AxisProblem
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.rates import WorkRates, effort
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.propagation import op_cost
@@ -59,4 +59,4 @@ def test_rows_in_groups_meet_one_matrix_each() -> None:
     call = OpCall(
         torch.ops.aten._grouped_mm.default, {"self": x, "mat2": w, "offs": ends, "bias": None, "out_dtype": None}
     )
-    assert op_cost.flops(call, find_rule.bound(builtin(), call), {}, Mesh.parse("x=1"), None) == 2 * 64 * 8 * 16
+    assert op_cost.flops(call, rule_table.bound(builtin(), call), {}, Mesh.parse("x=1"), None) == 2 * 64 * 8 * 16

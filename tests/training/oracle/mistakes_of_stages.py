@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tangram.training.data import Batch
 from tangram.training.parallel import pipeline, schedule_runtime
-from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import ModelPart
 from tangram.training.step import loop
 from tests.training.oracle.ranks import Setting, swapped
 

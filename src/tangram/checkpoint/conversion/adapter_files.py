@@ -23,8 +23,6 @@ from tangram.checkpoint.store import safetensors_header
 from tangram.checkpoint.store.commits import read_bounded
 from tangram.errors import UserError
 
-__all__ = ["WEIGHTS", "Changes", "LowRankPair", "WeightChange", "changes_of"]
-
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "lm_head.weight"

@@ -31,7 +31,7 @@ from tangram.checkpoint.formats.common.outgoing import WriteTask
 from tangram.checkpoint.formats.common.side_files import side_files, small_files, with_provenance
 from tangram.checkpoint.formats.detect import TARGETS, WriteFormat
 from tangram.checkpoint.formats.hf_export import SHARD, cast_of, with_dtype
-from tangram.checkpoint.loading.casts import cast_into
+from tangram.checkpoint.loading.scatter import cast_into
 from tangram.checkpoint.saving.file_writer import RING
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES

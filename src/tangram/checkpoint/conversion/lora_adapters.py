@@ -31,15 +31,13 @@ from tangram.checkpoint.conversion.adapter_files import WEIGHTS, Changes, LowRan
 from tangram.checkpoint.conversion.find_mapping import model_of
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
-from tangram.checkpoint.loading.casts import cast_into
+from tangram.checkpoint.loading.scatter import cast_into
 from tangram.errors import UserError
 from tangram.layout import Region, intervals
 from tangram.layout.intervals import IntSet, span
 from tangram.layout.region import Box, box_size
 from tangram.models.families import megatrons_embedding
 from tangram.relayout import Piece, TensorSpec
-
-__all__ = ["BLOCK", "KEPT", "with_adapter"]
 
 BLOCK = 4 << 20
 """Bytes of a block at most, in the type that it is computed in; a row is never cut."""

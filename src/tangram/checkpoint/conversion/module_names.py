@@ -18,8 +18,6 @@ from tangram.relayout import TensorSpec
 if TYPE_CHECKING:
     from tangram.models.building.conversions import Part
 
-__all__ = ["ExpertRows", "ModuleNames", "module_names"]
-
 
 @dataclass(frozen=True)
 class ExpertRows:

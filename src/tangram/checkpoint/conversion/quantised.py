@@ -31,8 +31,6 @@ from tangram.relayout import Piece, RelayoutError, TensorSpec, bind
 from tangram.relayout.quantised.groups import Box, GroupUnfitError, Settings, TensorGroup
 from tangram.relayout.quantised.table import FLOAT8, GROUP_CODECS, find_groups, matched
 
-__all__ = ["Quantisation", "Rounding", "by_weights", "dequantised", "prepared", "quantisation_of"]
-
 BLOCK = 4 << 20
 """Bytes of a block in float32; one is at least as high as a block of scales."""
 STRIP = 1 << 17

@@ -22,8 +22,8 @@ from tangram.checkpoint.formats.common.config_json import true_of
 from tangram.checkpoint.formats.common.side_files import of_checkpoint, side_files, with_provenance, write_side_files
 from tangram.checkpoint.formats.read_ahead import Ahead
 from tangram.checkpoint.loading.block_source import DamagedError
-from tangram.checkpoint.loading.casts import holds, is_float
 from tangram.checkpoint.loading.read import in_file_order
+from tangram.checkpoint.loading.scatter import holds, is_float
 from tangram.checkpoint.saving.file_layout import Image, Outgoing, images
 from tangram.checkpoint.saving.file_writer import RING, Ring, write_from
 from tangram.checkpoint.saving.rank_parts import INDEX, MODEL

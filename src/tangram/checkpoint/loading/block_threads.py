@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 from tangram.checkpoint.loading.block_source import Sources
 from tangram.checkpoint.loading.page_memory import pages
 from tangram.checkpoint.loading.scatter import BlockCopies, Item
+from tangram.checkpoint.store.digest import one_thread
 from tangram.checkpoint.store.manifest import BLOCK, Manifest
-from tangram.checkpoint.store.one_thread import one_thread
 
 T = TypeVar("T")
 

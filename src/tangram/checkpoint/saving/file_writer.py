@@ -21,9 +21,8 @@ from torch import Tensor
 
 from tangram.checkpoint.loading.page_memory import DIRECT, pages, through_the_cache
 from tangram.checkpoint.saving.file_layout import Image, add_sums, fill
-from tangram.checkpoint.store.digest import Bytes, Sums
+from tangram.checkpoint.store.digest import Bytes, Sums, one_thread
 from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
-from tangram.checkpoint.store.one_thread import one_thread
 from tangram.checkpoint.store.safetensors_header import PAGE
 
 WRITERS = 2

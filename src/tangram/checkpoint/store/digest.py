@@ -15,14 +15,19 @@ are products). It finds faults, not forgeries: the table and the keys are public
 The sums are linear on purpose: only that lets each piece add its own. Nearly all the work is a product of 8-bit
 matrices, for which torch has the processor's own instructions, though under a private name: it is tried out first, and
 without it the same numbers come from 32-bit floats, at a fifth of the speed.
+
+It all runs on one thread, whatever torch is told to use (`one_thread`): torch hands a large copy or product to helper
+threads and waits for all of them, spinning, and beside other ranks and threads one of them is often not running.
 """
 
 # ruff: noqa: N803, N806  an array carries its dims in its name
 
+import contextlib
+import ctypes
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +35,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.store.one_thread import one_thread
 from tangram.layout import intervals
 from tangram.layout.region import Box, stretch
 
@@ -279,3 +283,27 @@ def _splitmix(z: Words) -> Words:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+@contextlib.contextmanager
+def one_thread() -> Generator[None]:
+    """Torch uses no helpers in this thread meanwhile; other threads are left as they are.
+
+    `torch.set_num_threads` would be for all threads that begin afterwards. Without OpenMP nothing changes.
+    """
+    before = torch.get_num_threads()  # makes a new thread take what torch was told
+    choose = _setter()
+    choose(1)
+    try:
+        yield
+    finally:
+        choose(before)
+
+
+@lru_cache(1)
+def _setter() -> Any:
+    """OpenMP's own setting, which is of the calling thread; torch has loaded it."""
+    try:
+        return ctypes.CDLL(None).omp_set_num_threads
+    except (AttributeError, OSError, TypeError):
+        return lambda count: None  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]

@@ -19,8 +19,6 @@ from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.digest import Sums
 from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
 
-__all__ = ["pin", "promote"]
-
 PINNED = ".pinned"
 
 

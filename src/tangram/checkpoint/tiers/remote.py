@@ -29,8 +29,6 @@ from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
 from tangram.checkpoint.store.objects import ObjectStore
 from tangram.errors import UserError
 
-__all__ = ["Owner", "committed_in", "download", "owner_of", "prune", "refuse_other_owner", "take", "upload"]
-
 OWNER = "owner.json"
 
 AT_ONCE = 4

@@ -54,8 +54,6 @@ from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.search.training_duration import Budget, durations, fewest
 from tangram.planner.space.framework_profiles import framework
 
-__all__ = ["Look", "answered"]
-
 PAGES = (".html", ".htm")
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 """Of tokens to train on, as papers count them."""

@@ -12,8 +12,6 @@ from tangram.cli.output import print_json, print_table
 from tangram.cli.plan import options as o
 from tangram.errors import UserError
 
-__all__ = ["cluster", "explain", "export", "history", "local", "show"]
-
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A job, as examples/quickstart/job.toml, or a plan.")]
 
 

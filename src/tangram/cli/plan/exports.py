@@ -22,17 +22,6 @@ from tangram.planner.platforms.targets import platform
 from tangram.planner.report.answer_tables import ZERO
 from tangram.planner.search.strategy import Ask, Choice
 
-__all__ = [
-    "ExportRequest",
-    "Typed",
-    "checked",
-    "read_strategy",
-    "read_table",
-    "strategy_json",
-    "typed_or_read",
-    "write",
-]
-
 Typed = tuple[str | None, int | None, str | None, str | None, str, float, int]
 """Tokens of a step, of a sample, precision, framework, devices, memory in GB, how many strategies; None: as usual."""
 

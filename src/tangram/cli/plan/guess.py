@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tangram.errors import UserError
 
-__all__ = ["COMMANDS", "FORMER", "with_command"]
-
 COMMANDS = ("local", "cluster", "explain", "export", "show", "history")
 FORMER: Mapping[str, str] = {
     "--again": "--recompute", "--chunks": "--virtual-stages", "--micro": "--micro-batch", "--uneven": "--fewer-layers",

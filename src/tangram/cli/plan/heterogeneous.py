@@ -16,8 +16,6 @@ from tangram.planner.report.heterogeneous_tables import OverParts
 from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
 from tangram.planner.search.query import ask_of
 
-__all__ = ["answered_over_parts", "names_of_parts"]
-
 
 def names_of_parts(cluster: str) -> tuple[str, ...]:
     """The parts' names; none where one cluster is named. Raises UserError where one of several has no name."""

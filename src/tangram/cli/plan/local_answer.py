@@ -11,8 +11,6 @@ from tangram.schema.files import dumps
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 
-__all__ = ["Wish", "check", "planned_here"]
-
 
 @dataclass(frozen=True)
 class Wish:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tangram.models.outlines.catalogue import in_catalogue, no_model, presets_named
 
-__all__ = ["check"]
-
 
 def check(model: str, cluster: str, runs_it: str | None, loss: str | None) -> None:
     """Raise UserError for a model, cluster, framework or loss of which there is none."""

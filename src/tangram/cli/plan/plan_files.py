@@ -27,8 +27,6 @@ from tangram.schema.plan import Plan
 from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 
-__all__ = ["JobAndOutline", "job_in", "not_run"]
-
 ENDS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 """What embedding and head are called in models."""
 

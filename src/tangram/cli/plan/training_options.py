@@ -9,7 +9,6 @@ from tangram.models.lora.outline import adapted
 from tangram.models.outlines.images import with_images
 from tangram.models.outlines.outline import Outline
 from tangram.planner.search.strategy import Ask
-from tangram.planner.space.document_lengths import documents_of, packed
 from tangram.planner.space.losses import loss_of
 from tangram.planner.space.optimisers_and_offload import (
     FULL,
@@ -19,8 +18,7 @@ from tangram.planner.space.optimisers_and_offload import (
     offloads_of,
     optimisers_of,
 )
-
-__all__ = ["TrainingOptions"]
+from tangram.planner.space.setting import documents_of, packed
 
 
 @dataclass(frozen=True)

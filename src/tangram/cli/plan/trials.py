@@ -19,8 +19,6 @@ from tangram.planner.cost.history import Entry
 from tangram.planner.local.trials import Tried
 from tangram.training.observe.progress import ProgressLine
 
-__all__ = ["SHOWN", "show_history", "trials_json", "trials_table", "watching"]
-
 SHOWN = 40
 """Rows of a history that are printed as a table, the newest; `--json` has all."""
 HEADERS = ("when", "what", "job", "mesh", "micro-batch", "estimated", "expected", "measured", "off", "memory", "took")

@@ -26,21 +26,6 @@ from tangram.hardware.catalogue.devices import tables as catalogue
 from tangram.hardware.catalogue.owncurves import curves_in
 from tangram.layout import Mesh
 
-__all__ = [
-    "AxisLink",
-    "Cluster",
-    "Device",
-    "Link",
-    "axis_links",
-    "builtin",
-    "collective_seconds",
-    "load",
-    "moved_seconds",
-    "names",
-    "product_seconds",
-    "rates",
-]
-
 T = TypeVar("T")
 VERSION = 1
 TYPES = ("bf16", "fp32")

@@ -33,9 +33,6 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.hardware.catalogue.devices import Figures
 
-__all__ = ["AttentionSizes", "assumed", "attention_seconds", "collective_seconds", "far_seconds", "link_seconds",
-           "measured", "moved_seconds", "product_seconds", "spread"]  # fmt: skip
-
 Array = NDArray[Any]
 Values = Mapping[str, float]
 

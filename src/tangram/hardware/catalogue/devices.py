@@ -17,8 +17,6 @@ from typing import Any, cast
 
 from tangram.errors import UserError
 
-__all__ = ["Figures", "device", "devices"]
-
 
 @dataclass(frozen=True)
 class Figures:

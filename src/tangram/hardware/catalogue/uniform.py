@@ -15,8 +15,6 @@ from typing import Any
 from tangram.errors import UserError
 from tangram.hardware.catalogue.devices import Figures, device, devices
 
-__all__ = ["FORM", "LIKE", "tables_of"]
-
 BRIDGED = 2
 """Cards at a bridge; a node of more of them has its host between, over which a card reaches half of PCIe."""
 NODE = 8

@@ -10,8 +10,6 @@ seen. So the fork's one thread asks before there are others.
 
 import sys
 
-__all__ = ["settle_torch"]
-
 
 def settle_torch(threads: int | None = None) -> None:
     """To be called first in a fork: make torch's thread pool anew, where torch is loaded; of as many `threads`."""

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Channel", "Json"]
-
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tangram.errors import UserError
-from tangram.hardware.host.cgroups import limits
+from tangram.hardware.host.machine import limits
 
 STEP = 1 << 28  # bytes taken between two looks at what is left: several ranks of a node take memory at once
 SPARE = 1 << 28  # bytes left to the rest of the machine

@@ -18,8 +18,6 @@ import tangram
 from tangram.errors import UserError
 from tangram.hardware.measuring.measure import Row
 
-__all__ = ["Report", "find_checkout", "load", "run", "summaries"]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from tangram.hardware.host.machine import Machine
 from tangram.hardware.host.workers import Job, Outcome, run
 
-__all__ = ["MIN_TORCH", "Check", "all_checks"]
-
 MIN_TORCH = "2.11"
 
 _ENOUGH_SHARED_MEMORY = 1 << 30

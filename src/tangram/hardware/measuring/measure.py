@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Pairs", "Row", "interleaved", "once", "paired"]
-
 Better = Literal["lower", "higher"]
 
 

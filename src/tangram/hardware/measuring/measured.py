@@ -26,14 +26,11 @@ from tangram.hardware.catalogue.curves import (
     product,
 )
 from tangram.hardware.catalogue.devices import Figures
-from tangram.hardware.catalogue.fit import Call, Fit, fit
-from tangram.hardware.catalogue.owncurves import text_of
+from tangram.hardware.catalogue.owncurves import Call, Fit, fit, text_of
 from tangram.hardware.host.machine import accelerators
 from tangram.hardware.measuring import sweep
 from tangram.hardware.measuring.rates import rates
 from tangram.hardware.measuring.sweep import Point
-
-__all__ = ["Measured", "measured"]
 
 Floats = NDArray[np.float64]
 Tell = Callable[[str], None]

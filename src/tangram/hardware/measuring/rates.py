@@ -31,8 +31,6 @@ from tangram.errors import UserError
 from tangram.hardware.catalogue.devices import tables
 from tangram.hardware.host.machine import Accelerator, accelerators, describe, usable_cores
 
-__all__ = ["Curve", "Rates", "best_seconds", "catalogue", "measure", "rates", "threads_of_one_of"]
-
 VERSION = 2  # of what is measured; a cache of another one is not read
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

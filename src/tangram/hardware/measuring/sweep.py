@@ -29,8 +29,6 @@ from tangram.errors import UserError
 from tangram.hardware.host.workers import Job, run
 from tangram.hardware.measuring.rates import best_seconds, threads_of_one_of
 
-__all__ = ["LONGEST", "Point", "attention", "collectives", "moved", "products"]
-
 LONGEST = 0.12
 """Seconds of one call."""
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

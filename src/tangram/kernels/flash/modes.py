@@ -24,10 +24,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tangram.kernels.lab.accumulate import EXACT
 from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, FP32, Format
 from tangram.kernels.lab.quant import Operand, Scaling
-from tangram.kernels.lab.recipes import Backward, Forward, Recipe
+from tangram.kernels.lab.recipes import EXACT, Backward, Forward, Recipe
 
 BLOCK = 128
 """Tokens that share a scale."""

@@ -8,7 +8,7 @@ Codes and scales are those of the laboratory (`lab.quant`), bit by bit. With `tu
 `lab.quant.hadamard(n)`, each n neighbours of the last dim are multiplied by it first; n divides 128. A device does that
 by three products of TF32, which for bfloat16 and n of 16 or 64 round nothing. Scales lie row by row; a unit that wants
 them in another order is not served. They have no gradient: who trains through a cast says what it is. A scale of whole
-heads is attention's (`flash.quantise`).
+heads is attention's (`flash.launch`).
 """
 
 # ruff: noqa: N806  a tensor carries its dims in its name

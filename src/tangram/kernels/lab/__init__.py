@@ -6,7 +6,7 @@
     cases        inputs with their mask; `inputs`: laws that they are drawn from
     attention    forward and backward by a recipe, in explicit formulas
     metrics      how far a result is off, tensor by tensor
-    mutants      wrong kernels; `criterion`: the rule that tells them; `rivals`: the rules of others
+    criterion    the rule that tells wrong kernels; it is tried on some in `bench/_numerics`
 
 Trade-off: everything is computed in float64 and rounded where a kernel would round, which is exact and slow; the
 order of a kernel's additions is modelled (`accumulate`), not copied.

@@ -5,7 +5,7 @@ the largest score so far, and it is these that are cast. Backward: P = exp(S - s
 (dP - delta), dQ = dS K, dK = dS' Q. A query that sees nothing gives zeros and takes no part.
 
 A kernel is these formulas and some steps that it can get wrong: `Steps` holds each of them as a function, and
-`mutants` puts wrong ones in their place.
+`bench._numerics.mutants` puts wrong ones in their place.
 """
 
 # ruff: noqa: N803, N806  a tensor carries its dims in its name
@@ -20,11 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.accumulate import Accumulator, product
 from tangram.kernels.lab.cases import Case, Results, shared, summed
 from tangram.kernels.lab.formats import FP32, Format, cast, single
 from tangram.kernels.lab.quant import Along, Operand, Quantised, block_mean, hadamard, quantise
-from tangram.kernels.lab.recipes import BLOCK, TRUTH, Freedom, Recipe
+from tangram.kernels.lab.recipes import BLOCK, TRUTH, Accumulator, Freedom, Recipe, product
 
 Quantise = Callable[[str, Tensor, Operand, Along, torch.Generator | None], Quantised]
 

@@ -34,11 +34,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tangram.kernels.lab.accumulate import FP32_CHUNKED, Accumulator
 from tangram.kernels.lab.attention import emulated, truth
 from tangram.kernels.lab.cases import TENSORS, Case, Results, shared, summed
 from tangram.kernels.lab.metrics import norm, row_sizes
-from tangram.kernels.lab.recipes import Freedom, Recipe
+from tangram.kernels.lab.recipes import FP32_CHUNKED, Accumulator, Freedom, Recipe
 
 WAYS = ("whole", "head", "stretch", "row", "slope", "offset")
 STRETCH = 16

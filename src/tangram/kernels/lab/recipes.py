@@ -14,6 +14,11 @@ casts.
     dice         operands that are rounded stochastically
 
 `Freedom` is what a kernel may choose and still be the same recipe: order and size of its tiles, how it adds, seeds.
+
+Sums are made as matrix units make them: `chunk` products are added without error, their sum is added to a register that
+keeps `mantissa` bits and drops the rest, and after `promote` products the register is added to a float32 number and
+starts anew (two levels of accumulation: DeepSeek-V3, section 3.3; SageAttention2). Hopper's FP8 unit is said to keep
+about 14 bits, that is 13 after the point. Trade-off: a model; a chip aligns each product before it adds.
 """
 
 from __future__ import annotations
@@ -21,9 +26,47 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tangram.kernels.lab.accumulate import EXACT, HOPPER_FP8, TWO_LEVEL, Accumulator
-from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, FP32, INT8, Format
+import torch
+from torch import Tensor
+
+from tangram.kernels.lab.formats import BF16, E2M1, E4M3, E5M2, FP32, INT8, Format, single, truncated
 from tangram.kernels.lab.quant import Operand, Scaling
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """How products are summed. `mantissa` of None: without error; `promote` of 0: in one register to the end."""
+
+    chunk: int = 32
+    mantissa: int | None = None
+    promote: int = 0
+
+    def __str__(self) -> str:
+        if self.mantissa is None:
+            return "exact"
+        levels = f", float32 every {self.promote}" if self.promote else ""
+        return f"{self.mantissa} bits, {self.chunk} at a time{levels}"
+
+
+EXACT = Accumulator()
+FP32_CHUNKED = Accumulator(chunk=16, mantissa=23)
+HOPPER_FP8 = Accumulator(chunk=32, mantissa=13)
+TWO_LEVEL = Accumulator(chunk=32, mantissa=13, promote=128)
+
+
+def product(a: Tensor, b: Tensor, by: Accumulator = EXACT) -> Tensor:
+    """`a @ b`; the last dim of `a` is summed."""
+    if by.mantissa is None:
+        return a @ b
+    outer = torch.zeros_like(a[..., :1] @ b[..., :1, :])
+    register = torch.zeros_like(outer)
+    for start in range(0, a.shape[-1], by.chunk):
+        end = start + by.chunk
+        register = truncated(register + a[..., start:end] @ b[..., start:end, :], by.mantissa)
+        if by.promote and end % by.promote == 0:
+            outer, register = single(outer + register), torch.zeros_like(register)
+    return single(outer + register)
+
 
 BLOCK = 64
 """Tokens that share a scale of a block; kernels take 64 or 128, the laboratory's sequences are short."""

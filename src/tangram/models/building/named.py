@@ -32,10 +32,18 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta, config_of, did_you_mean, presets, refuse_unknown_fields
+from tangram.models.building.build import (
+    CAUSAL,
+    PAIRED,
+    build_on_meta,
+    config_of,
+    did_you_mean,
+    presets,
+    read_source,
+    refuse_unknown_fields,
+)
 from tangram.models.building.code import function_of
 from tangram.models.building.directory import hub_hint
-from tangram.models.building.source import CAUSAL, PAIRED, read_source
 
 Inputs = Mapping[str, Any]
 

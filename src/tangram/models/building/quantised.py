@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-__all__ = ["Kept", "kept_of"]
-
 FIELDS: Mapping[str, int] = {"load_in_4bit": 4, "_load_in_4bit": 4, "load_in_8bit": 8, "_load_in_8bit": 8}
 """What is true where weights have so many bits (bitsandbytes)."""
 METHODS: Mapping[str, int] = {"fp8": 8, "fbgemm_fp8": 8, "finegrained_fp8": 8, "mxfp4": 4, "awq": 4, "gptq": 4}

@@ -18,8 +18,6 @@ from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
 
-__all__ = ["mistakes", "refuse_strange"]
-
 NEAR = 0.85
 """How alike two keys are of which one is taken for the other misspelt: two letters of ten, at most."""
 POSITIVE = (

@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 from tangram.models.capturing.called import caller, line_of
 from tangram.models.capturing.graph import Custom, Node, Value
 
-__all__ = ["Customs", "outermost"]
-
 _APPLY = torch.autograd.Function.apply.__code__
 _BACKWARD = BackwardCFunction.apply.__code__
 _CALL = torch.nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]

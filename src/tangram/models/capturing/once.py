@@ -17,8 +17,6 @@ from torch import nn
 
 from tangram.models.capturing.stages import Through
 
-__all__ = ["kinds_of", "run_once"]
-
 _NUMBERED = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index", "idx", "block_idx"})
 """Attributes that say which block it is."""
 

@@ -26,17 +26,6 @@ from transformers.pytorch_utils import Conv1D
 from tangram.errors import UserError
 from tangram.models.lora import expert_adapters
 
-__all__ = [
-    "ALL",
-    "adapted_layers",
-    "add_adapters",
-    "initial_adapters",
-    "merge_adapters",
-    "named_by",
-    "save_adapters",
-    "stored_adapters",
-]
-
 ALL = "all-linear"
 PREFIX = "base_model.model."
 """Before the names of tensors in peft's files."""

@@ -13,8 +13,6 @@ from tangram.models.lora.adapters import named_by
 from tangram.models.lora.expert_adapters import stacked_weights
 from tangram.models.lora.nf4 import BLOCK
 
-__all__ = ["BASE", "base_layers"]
-
 BASE = ".base_layer"
 """What peft puts after the name of a layer that has an adapter."""
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["dynamic_numbers", "places", "shares", "table"]
-
 
 def table(device: torch.device, *, signed: bool = True) -> Tensor:
     """The 256 numbers in order, float32. Never kept: one that is made in a run without memory has no values."""

@@ -7,22 +7,26 @@
 Each dim is one of the weight or the rank, so both lie as the weight does over any mesh. peft computes the same
 (`LoraConfig.target_parameters`) with the experts folded into the ranks of two matrices; a `Factor` turns one into the
 other. The trade-off: a layer's weights are made once more for it, and again in the backward, where peft keeps them.
+
+Weights are made for one call of their layer: autograd keeps none of them, the backward makes them again. The trade-off:
+a weight is made twice in a step, or three times with recompute, and is there while its layer runs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from tangram.models.lora.made_weights import made_again
-
-__all__ = ["AdaptedExperts", "Factor", "adapt", "factors_of", "merge", "stacked_weights"]
+from tangram.models.building.twin import storage_of
 
 
 class AdaptedExperts(nn.Module):
@@ -137,3 +141,43 @@ def factors_of(model: nn.Module) -> Iterator[Factor]:
 def _adapted(model: nn.Module) -> list[tuple[str, AdaptedExperts]]:
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     return [(name, module) for name, module in modules if isinstance(module, AdaptedExperts)]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What autograd would keep of a weight."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def made_again(made: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> AbstractContextManager[object]:
+    """A block in which nothing is kept of these weights for the backward, which takes those that `make` gives by name.
+
+    What else is kept goes to the hooks around it: recompute has some, inside of which no others would be called.
+    """
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    names = {storage_of(weight): name for name, weight in made.items()}
+    outer: Any = _autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportPrivateUsage]
+    pack, unpack = outer or (_same, _same)
+
+    def keep(kept: Tensor) -> Any:
+        name = None if isinstance(kept, DTensor) else names.get(storage_of(kept))
+        if name is None:
+            return pack(kept)
+        return _View(name, tuple(kept.shape), kept.stride(), int(kept.storage_offset()))
+
+    def again(kept: Any) -> Tensor:
+        if isinstance(kept, _View):
+            with torch.no_grad():
+                return make(kept.name).as_strided(kept.size, kept.stride, kept.offset)
+        return unpack(kept)
+
+    return saved_tensors_hooks(keep, again)
+
+
+def _same(kept: Any) -> Any:
+    return kept

@@ -21,20 +21,6 @@ from torch import Tensor
 
 from tangram.models.lora import dynamic_codes
 
-__all__ = [
-    "AT_ONCE",
-    "BLOCK",
-    "BYTES",
-    "GROUP",
-    "Scales",
-    "decode",
-    "encode",
-    "group_of",
-    "largest",
-    "scales_of",
-    "values_of",
-]
-
 BLOCK = 64
 """Numbers of a scale."""
 GROUP = 256

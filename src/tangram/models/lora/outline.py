@@ -19,8 +19,6 @@ from fnmatch import fnmatchcase
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Block, Group, Kept, Outline, Product
 
-__all__ = ["ALL", "adapted", "frozen_flops"]
-
 ALL = "all-linear"
 WHOLE = ""
 ROOMS = {

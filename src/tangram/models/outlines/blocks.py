@@ -16,8 +16,6 @@ from enum import IntFlag
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["Batched", "Block", "Cut", "Group", "Kept", "Numbers", "Product", "Role", "Scores", "Stream"]
-
 Cut = Literal["tensor", "tokens", ""]
 Role = Literal["", "input", "both", "eager", "expert output"]
 """Of what is kept: an input of products and of nothing else; of products and of what needs it as it is computed; kept

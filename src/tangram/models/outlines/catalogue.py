@@ -19,8 +19,6 @@ from tangram.models.building.directory import hub_hint
 from tangram.models.outlines.images import tower_of, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
 
-__all__ = ["active_numbers", "catalogue", "in_catalogue", "no_model", "presets_named"]
-
 TOLD = ("billions", "active", "tower")
 """Keys that are no sizes of the decoder."""
 TUNED = {"instruct", "chat", "it", "base", "pt", "hf", "thinking", "2507", "meta"}

@@ -16,8 +16,6 @@ from functools import cached_property
 
 from tangram.models.capturing.graph import Block, Graph, Node
 
-__all__ = ["CHOICES", "NORMS", "Attended", "Flow", "Matmul", "name_of"]
-
 NORMS = frozenset({"rsqrt", "native_layer_norm", "_fused_rms_norm", "native_group_norm"})
 CHOICES = frozenset({"topk", "argmax", "sort", "max"})
 """What decides where tokens go."""

@@ -17,17 +17,6 @@ from tangram.errors import UserError
 from tangram.models.outlines.blocks import Block, Group, Kept, Product
 from tangram.models.outlines.outline import Dims, Outline, decoder_block, runs_of
 
-__all__ = [
-    "USUAL_IMAGE",
-    "USUAL_SEQUENCE",
-    "Tower",
-    "image_words",
-    "tower_numbers",
-    "tower_of",
-    "with_images",
-    "with_tower",
-]
-
 USUAL_SEQUENCE = 8192
 """Tokens of a sample with one image, where nothing else is said."""
 USUAL_IMAGE = 1024

@@ -7,13 +7,19 @@ two hundred. A model with blocks that are not known here gets its outline from i
 
 What a graph does not show is told by the configuration: which layers have windows or see only their own chunk, and how
 many further tokens are predicted, which the classes of Hugging Face do not build.
+
+What is a vision tower's is told by names: whatever is neither the language model's nor the head's. Its sizes are those
+of its parameters; how many patches make a token, and an image, a configuration says in one of a few ways (`MERGED`).
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,9 +32,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta, presets
+from tangram.models.building.build import CAUSAL, PAIRED, build_on_meta, presets, read_source
 from tangram.models.building.quantised import kept_of
-from tangram.models.building.source import CAUSAL, PAIRED, read_source
 from tangram.models.building.strict import refuse_strange
 from tangram.models.capturing.capture import CaptureError, capture, quiet
 from tangram.models.capturing.fold import folded
@@ -36,12 +41,9 @@ from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.once import kinds_of, run_once
 from tangram.models.outlines.catalogue import in_catalogue, no_model
 from tangram.models.outlines.costs import block_names
-from tangram.models.outlines.images import with_tower
+from tangram.models.outlines.images import USUAL_IMAGE, Tower, tower_numbers, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.models.outlines.outlined_graph import Masks, outline_of_graph
-from tangram.models.outlines.towers import reads_text, tower_in
-
-__all__ = ["captured", "dims_of", "outline_of", "outlined"]
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -277,3 +279,71 @@ def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
         windowed=kinds.count("sliding_attention") if kinds else said["layers"] if window else 0,
         predictors=_predictors(config),
     )
+
+
+TEXT = re.compile(r"(^|\.)(language_model|text_model|lm_head)(\.|$)")
+FEEDS = re.compile(r"mlp|fc1|fc2|feed_forward|ffn")
+JOINS = re.compile(r"merg|project|connector|adapter|downsample")
+PATCHES = re.compile(r"patch_embed|patch_conv")
+
+
+def reads_text(name: str) -> bool:
+    """Whether a parameter or a block is the language model's or the head's."""
+    return TEXT.search(name) is not None
+
+
+def tower_in(config: Any, model: nn.Module) -> Tower:
+    """Of a model on whatever device. Raises UserError where it has no list of blocks that reads images, or blocks of
+    unknown parts."""
+    sizes = {key: tuple(one.shape) for key, one in model.named_parameters() if not reads_text(key)}
+    stems = Counter(one.rpartition(".")[0] for one in block_names(model) if not reads_text(one))
+    stem, layers = max(stems.items(), key=lambda one: one[1], default=("", 0))
+    first = [shape for key, shape in sizes.items() if key.startswith(f"{stem}.0.") and FEEDS.search(key)]
+    maps = [shape for shape in first if len(shape) == 2]
+    outside = {key: shape for key, shape in sizes.items() if not key.startswith(f"{stem}.") and len(shape) > 1}
+    patch = next((prod(shape[1:]) for key, shape in outside.items() if PATCHES.search(key)), 0)
+    seen, heads = config.vision_config, _number(config.vision_config, "num_heads", "num_attention_heads")
+    if not maps or not patch or not heads:
+        raise UserError(f"{type(model).__name__} reads images with blocks that are not known here")
+    side, pixels, full = _number(seen, "patch_size"), _number(seen, "image_size"), _full(seen)
+    merged, fixed = _merged(config, patches := (pixels // side) ** 2)
+    image = patches // merged if fixed and patches >= merged else USUAL_IMAGE
+    projector = tuple((prod(shape[1:]), shape[0]) for key, shape in outside.items() if _joins(key))
+    tower = Tower(
+        layers, min(maps[0]), heads, max(maps[0]), patch, len(maps) > 2, merged, image,
+        window=(_number(seen, "window_size") // side) ** 2 if full else 0, windowed=layers - len(full) if full else 0,
+        projector=projector,
+    )  # fmt: skip
+    numbers = sum(prod(shape) for shape in sizes.values())
+    return replace(tower, further=max(numbers - tower_numbers(tower), 0))
+
+
+def _joins(name: str) -> bool:
+    return JOINS.search(name) is not None and PATCHES.search(name) is None
+
+
+def _full(seen: Any) -> Sequence[int]:
+    """Layers without windows, where others have some."""
+    return cast("Sequence[int]", getattr(seen, "fullatt_block_indexes", None) or ())
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first field that is there; of a pair of sides the first; 0 for none."""
+    for name in names:
+        value = getattr(config, name, None)
+        value = cast(Any, value[0] if isinstance(value, list | tuple) and value else value)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _merged(config: Any, patches: int) -> tuple[int, bool]:
+    """Patches of a token, and whether an image has always as many (`patches`)."""
+    fields: Mapping[str, Any] = {**config.vision_config.to_dict(), **config.to_dict()}
+    if side := fields.get("spatial_merge_size"):
+        return int(side) ** 2, False
+    if tokens := fields.get("mm_tokens_per_image"):
+        return max(patches // int(tokens), 1), True
+    if ratio := fields.get("downsample_ratio") or fields.get("pixel_shuffle_ratio"):
+        return round(1 / float(ratio) ** 2), True
+    return int(fields.get("scale_factor") or 1) ** 2, True

@@ -3,7 +3,7 @@
     graph = folded(capture(model, {"input_ids": ids}, loss=lambda output: output.logits.float().sum()), paths)
     outline_of_graph(graph, "mine")
 
-Rows are made of the graph's operators (`models.outlines.flow`), cut as `models.outlines.cuts` says:
+Rows are made of the graph's operators (`models.outlines.flow`), cut as `models.outlines.fused` says:
 
     products   with weights; those that meet the same rows and are cut alike are one, as queries, keys and values
     scores     fused attention, and attention that is written out; shared heads of keys are seen in what is repeated
@@ -31,13 +31,10 @@ from tangram.errors import UserError
 from tangram.models.capturing.graph import Block as Place
 from tangram.models.capturing.graph import Graph, Value
 from tangram.models.outlines.blocks import Batched, Block, Cut, Group, Product, Scores
-from tangram.models.outlines.cuts import Cuts, cuts_of
 from tangram.models.outlines.flow import Flow, name_of
-from tangram.models.outlines.fused import fused_of
+from tangram.models.outlines.fused import Cuts, cuts_of, fused_of
 from tangram.models.outlines.outline import Outline, runs_of
 from tangram.models.outlines.recognised import flow_of
-
-__all__ = ["Masks", "block_of", "outline_of_graph"]
 
 
 @dataclass(frozen=True)

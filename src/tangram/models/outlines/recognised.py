@@ -17,8 +17,6 @@ from tangram.errors import UserError
 from tangram.models.capturing.graph import Block, Called, Graph, Node, refs
 from tangram.models.outlines.flow import Attended, Flow, Matmul, name_of
 
-__all__ = ["flow_of"]
-
 _OPERANDS: Mapping[str, tuple[str, str, str]] = {
     "mm": ("self", "mat2", ""),
     "addmm": ("mat1", "mat2", "self"),

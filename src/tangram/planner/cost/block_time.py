@@ -33,8 +33,6 @@ from tangram.planner.cost.expert_imbalance import busiest, greatest
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting
 
-__all__ = ["PARTS", "Pass", "Ways", "none"]
-
 Array = NDArray[Any]
 PARTS = ("products", "attention", "streams", "launch", "tensor", "expert", "context")
 """Of a pass, what takes time one after another."""

@@ -22,8 +22,6 @@ from tangram.planner.space.optimisers_and_offload import away, moved_of
 from tangram.planner.space.schedule_formulas import splits
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Data", "beyond", "data_traffic", "exchange", "links_of", "no_links", "optimiser_seconds", "stage_weights"]
-
 Array = NDArray[Any]
 
 

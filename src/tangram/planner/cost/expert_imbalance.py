@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting
 
-__all__ = ["SURE", "busiest", "greatest"]
-
 Array = NDArray[Any]
 SURE = 0.99
 """Of layers and micro-batches in which memory is to suffice."""

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 
-__all__ = ["Goodput", "Snapshots"]
-
 
 @dataclass(frozen=True)
 class Snapshots:

@@ -20,8 +20,6 @@ from tangram.planner.cost.expert_imbalance import SURE, busiest
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting
 
-__all__ = ["block_activations", "block_backward", "weights_of_shapes"]
-
 Array = NDArray[Any]
 LOW = {"fp8": 1.0, "fp4": 0.5 + 1 / 16}
 """Bytes of an input of a product as products in few bits keep it."""

@@ -44,20 +44,6 @@ from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.schedule_formulas import beyond, folded, splits
 from tangram.planner.space.setting import Setting
 
-__all__ = [
-    "Memory",
-    "Rank",
-    "Stage",
-    "at_rank",
-    "context_of",
-    "counts_of",
-    "fresh",
-    "memory",
-    "needs",
-    "stage",
-    "takes_of",
-]
-
 Array = NDArray[Any]
 MIB = 2.0**20
 

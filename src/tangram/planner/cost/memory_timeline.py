@@ -31,8 +31,6 @@ from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.setting import Setting
 from tangram.schema.schedule_table import Action
 
-__all__ = ["PARTS", "Footprint", "footprints"]
-
 Array = NDArray[Any]
 PARTS = (
     "parameters", "gradients", "optimiser", "activations", "logits", "again", "gathered", "step", "workspace",

@@ -13,8 +13,6 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import ends_of, own_of, states_of
 from tangram.planner.space.setting import Setting
 
-__all__ = ["RankWeights", "divided", "experts_over", "model_state_bytes", "rank_weights"]
-
 Array = NDArray[Any]
 
 

@@ -28,8 +28,6 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of, states_of
 from tangram.planner.space.setting import Setting
 
-__all__ = ["HostTraffic", "host_traffic", "saved_seconds"]
-
 Array = NDArray[Any]
 
 

@@ -37,11 +37,6 @@ from tangram.planner.space.layers_per_stage import cut
 from tangram.planner.space.schedule_formulas import folded, splits
 from tangram.planner.space.setting import Setting
 
-__all__ = [
-    "COVERED", "PARTS", "Passes", "Scales", "Seconds", "block_seconds", "hop_seconds", "loads", "multiplied",
-    "passes_of", "pipeline_seconds", "scaled", "seconds", "slowest_rank",
-]  # fmt: skip
-
 Array = NDArray[Any]
 
 

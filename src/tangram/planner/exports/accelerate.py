@@ -16,8 +16,6 @@ from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, Written, comment, experts_of, recomputed
 from tangram.planner.search.strategy import node
 
-__all__ = ["accelerate"]
-
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 

@@ -14,8 +14,6 @@ from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, Written, experts_of, recomputed
 
-__all__ = ["deepspeed"]
-
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp16": {"fp16": {"enabled": True}},

@@ -23,8 +23,6 @@ from tangram.planner.exports.numbers import (
     uneven_words,
 )
 
-__all__ = ["STRATEGIES", "layout_text", "megatron"]
-
 Arguments = dict[str, object]
 """By name without dashes; True for one without a value."""
 

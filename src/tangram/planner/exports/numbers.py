@@ -16,19 +16,6 @@ from tangram.planner.space.layers_per_stage import sizes
 from tangram.planner.space.recompute import again_of
 from tangram.planner.space.setting import Precision
 
-__all__ = [
-    "Numbers",
-    "Written",
-    "chunk_blocks",
-    "comment",
-    "experts_of",
-    "numbers_of",
-    "recomputed",
-    "some_blocks",
-    "strategy_request",
-    "uneven_words",
-]
-
 
 @dataclass(frozen=True)
 class Numbers:

@@ -16,8 +16,6 @@ from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, Written, chunk_blocks, comment, experts_of, recomputed, some_blocks
 
-__all__ = ["paddleformers"]
-
 SCHEDULES = ("", "1F1B", "Interleaved1F1B", "DualPipeV")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -25,8 +25,6 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import ends
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, WHOLE
 
-__all__ = ["EXPORTS", "Target", "able_of", "export", "picked", "written"]
-
 ENDS = (NOTHING, ALL_BLOCKS)
 
 

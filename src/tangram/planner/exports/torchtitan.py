@@ -27,8 +27,6 @@ from tangram.planner.exports.numbers import (
 )
 from tangram.planner.space.recompute import BY_OPERATOR
 
-__all__ = ["options", "sections", "torchtitan"]
-
 SHARES = tuple(1 / every for every in (8, 6, 5, 4, 3, 2))
 """Of layers that are recomputed: every second, third ... one."""
 Sections = dict[str, dict[str, Any]]

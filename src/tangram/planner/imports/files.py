@@ -12,8 +12,6 @@ from tangram.planner.imports.tangram import tangram
 from tangram.planner.imports.torchtitan import is_torchtitan, torchtitan
 from tangram.planner.imports.words import words_of
 
-__all__ = ["strategy_of"]
-
 
 def strategy_of(path: Path, outline: Outline, devices: int, most: int) -> ReadStrategy:
     """The strategy in a file, for a model on `devices` (0: as many as the file says, else `most`). Raises UserError."""

@@ -18,8 +18,6 @@ from tangram.planner.space.layers_per_stage import fewer, sizes
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, again_name
 from tangram.planner.space.setting import Precision
 
-__all__ = ["chunks_of", "megatron"]
-
 READ = (
     "tensor-model-parallel-size", "sequence-parallel", "context-parallel-size", "pipeline-model-parallel-size",
     "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage", "pipeline-model-parallel-layout",

@@ -8,8 +8,6 @@ from tangram.models.outlines.outline import Group
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.space.recompute import EXPLAINED, again_name
 
-__all__ = ["ReadStrategy", "nearest"]
-
 
 @dataclass(frozen=True)
 class ReadStrategy:

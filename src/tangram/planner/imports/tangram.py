@@ -26,8 +26,6 @@ from tangram.schema.files import load
 from tangram.schema.parallelism import marked
 from tangram.schema.plan import Plan
 
-__all__ = ["TYPES", "tangram"]
-
 TYPES: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """What a job's precision is called by the search."""
 DIVIDED = {("after step", "step"): 1, ("after step", "micro-batch"): 2, ("after backward", "micro-batch"): 2}

@@ -19,8 +19,6 @@ from tangram.planner.space.recompute import ALL_BLOCKS, BY_OPERATOR, NOTHING
 from tangram.planner.space.schedule_formulas import SCHEDULES
 from tangram.planner.space.setting import Precision
 
-__all__ = ["is_torchtitan", "torchtitan"]
-
 ALIASES: Mapping[str, str] = {
     "training.batch_size": "training.local_batch_size",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",

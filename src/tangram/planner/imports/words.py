@@ -20,8 +20,6 @@ import yaml
 
 from tangram.errors import UserError
 
-__all__ = ["Words", "flattened", "script", "text_of", "words_of"]
-
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _SET = re.compile(r"(\w+)=(.*)", re.DOTALL)
 POLICY = "activation-checkpoint:"

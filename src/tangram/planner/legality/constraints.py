@@ -29,8 +29,6 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import filled
 from tangram.planner.space.schedule_formulas import SCHEDULES, fewest, folded, least, many
 
-__all__ = ["EXCHANGED", "HEADS", "LAID", "RULES", "STAGES", "legal", "reasons"]
-
 
 def _virtual_stages_fit(facts: Facts, g: Grid) -> Mask:
     """Where the schedule takes as many virtual stages as there are."""
@@ -74,7 +72,7 @@ HEADS = (
     even("heads", "attention heads (num_attention_heads)", "heads", "tensor", "ulysses"),
     Rule("key-value heads", _shared("tensor"), _unshared("tensor")),
 )
-"""Of attention whose ranks have as many heads each. A plan may give some of them more (`plan_as_grid`)."""
+"""Of attention whose ranks have as many heads each. A plan may give some of them more (`check_plan.laid`)."""
 
 EXCHANGED = Rule(
     "key-value heads where heads are exchanged",

@@ -7,7 +7,7 @@
     exports, without   what another project does not run; what is to be left out
 
 A rule is asked of a grid (`planner.space.grid`): of millions of configurations by the search, of one by `tangram plan
-explain`, and of a plan's own numbers (`planner.legality.plan_as_grid`) by whoever makes, chooses, starts or changes a
+explain`, and of a plan's own numbers (`planner.legality.check_plan`) by whoever makes, chooses, starts or changes a
 plan (`planner.legality.check_plan`). Each refusal is a sentence; ranks in it are called as the one who asks calls them
 ("4 TP ranks", "tp=4").
 """
@@ -24,11 +24,6 @@ from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Outline
 from tangram.planner.space.grid import Grid
-
-__all__ = [
-    "At", "Facts", "Mask", "Refusal", "Rule",
-    "divides", "even", "every", "facts_of", "holding", "nearest", "refusals", "uneven",
-]  # fmt: skip
 
 Mask = NDArray[np.bool_]
 

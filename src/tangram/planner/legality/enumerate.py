@@ -24,8 +24,6 @@ from tangram.planner.space.optimisers_and_offload import Offload, away, moved_of
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, SOME, Ladder
 from tangram.planner.space.schedule_formulas import SCHEDULES, code, fewest, many
 
-__all__ = ["ALL", "Able", "Request", "expanded", "meshes", "of_mesh", "remade"]
-
 ZERO = (0, 1, 2, 3)
 FASTEST_ZERO = 1
 DOMINATED = (

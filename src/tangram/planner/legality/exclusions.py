@@ -17,8 +17,6 @@ from tangram.planner.legality.enumerate import Able
 from tangram.planner.space.recompute import NOTHING, SETS, WHOLE
 from tangram.planner.space.schedule_formulas import SCHEDULES
 
-__all__ = ["AXES", "without"]
-
 NO_DATA = Rule("no DP ranks", lambda f, g: g.data == 1, lambda f, at: f"{at['data']} DP ranks are not to be used")
 NO_RING = Rule(
     "no rings",

@@ -20,8 +20,6 @@ from tangram.planner.space.schedule_formulas import SCHEDULES, splits
 from tangram.schema.job import Moments
 from tangram.schema.schedules import micros_unlike
 
-__all__ = ["KV_HEADS", "MOMENTS", "RULES", "RUNS", "SAID", "UNSAID"]
-
 _KINDS: Mapping[Moments, str] = {"as masters": "adamw", "8-bit": "adamw-8bit"}
 MOMENTS: Mapping[int, Moments] = {code: kept for kept, name in _KINDS.items() for code in optimisers_of(name)}
 """What `optimiser.moments` is of the kinds of optimisers that are run, by code."""

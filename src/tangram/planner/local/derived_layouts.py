@@ -25,9 +25,8 @@ from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Dim
 from tangram.models.building.named import token_inputs
 from tangram.models.capturing.graph import Graph
-from tangram.planner.legality.check_plan import bound_layout
-from tangram.planner.legality.plan_as_grid import heads_of
-from tangram.planner.local.tensor_share import TensorShare, tensor_share
+from tangram.planner.legality.check_plan import bound_layout, heads_of
+from tangram.planner.local.stage_shares import TensorShare, tensor_share
 from tangram.relayout.collectives.one_collective import ALL_REDUCE
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import Derived, Over

@@ -19,7 +19,7 @@ from tangram.models.lora.adapters import add_adapters
 from tangram.models.lora.base_layers import base_layers
 from tangram.models.outlines.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.outlines.outlined import FIELDS, int_field
-from tangram.planner.legality.plan_as_grid import refused_heads
+from tangram.planner.legality.check_plan import refused_heads
 from tangram.planner.local.derived_layouts import (
     CollectiveTraffic,
     TensorLayouts,
@@ -28,8 +28,7 @@ from tangram.planner.local.derived_layouts import (
     tensor_layouts,
 )
 from tangram.planner.local.own_rules import rules_of
-from tangram.planner.local.stage_shares import Stages, cut_into_stages
-from tangram.planner.local.tensor_share import local_shapes, scaled
+from tangram.planner.local.stage_shares import Stages, cut_into_stages, local_shapes, scaled
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
 

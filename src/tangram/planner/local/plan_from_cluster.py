@@ -28,8 +28,6 @@ from tangram.schema.files import mistakes
 from tangram.schema.job import Job, RunPlan
 from tangram.schema.plan import Plan
 
-__all__ = ["made", "plan_to_train", "strategy_of", "why_not"]
-
 KEPT: dict[int, tuple[str, str]] = {
     0: ("after forward", "micro-batch"),
     1: ("after step", "step"),

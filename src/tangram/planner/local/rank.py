@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from tangram.errors import UserError
 from tangram.hardware.measuring.rates import Rates
 from tangram.layout import Mesh
-from tangram.planner.cost.history_correction import Likely
+from tangram.planner.cost.history import Likely
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.estimate import Estimate, estimate, megabytes
 from tangram.planner.local.model_costs import Counted

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 
-from tangram.planner.cost.history import History, family_of, key_of
-from tangram.planner.cost.history_correction import Here, PredictedPlan, hopeless, likely
+from tangram.planner.cost.history import Here, History, PredictedPlan, family_of, hopeless, key_of, likely
 from tangram.planner.local.estimate import Estimate
 from tangram.planner.local.rank import Ranked, in_order
 from tangram.planner.local.ranking_table import Ranking
 from tangram.schema.plan import Plan
-
-__all__ = ["by_history", "notes_of", "predicted_plan"]
 
 
 def predicted_plan(plan: Plan, estimate: Estimate) -> PredictedPlan:

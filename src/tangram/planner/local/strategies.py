@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.planner.legality.check_plan import legal
-from tangram.planner.legality.plan_as_grid import refused_heads
+from tangram.planner.legality.check_plan import legal, refused_heads
 from tangram.planner.local.derived_layouts import ModelAxis, TensorLayouts, axes_layouts
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.stage_shares import Stages

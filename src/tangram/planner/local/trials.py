@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tangram.planner.cost.history import Entry, History, key_of
-from tangram.planner.cost.history_correction import Here
+from tangram.planner.cost.history import Entry, Here, History, key_of
 from tangram.planner.local.rank import Ranked, in_order
 from tangram.planner.local.ranking_table import Ranking
 from tangram.planner.local.rerank import by_history
 from tangram.schema.plan import Plan
-
-__all__ = ["Measure", "Trial", "Tried", "tried"]
 
 
 @dataclass(frozen=True)

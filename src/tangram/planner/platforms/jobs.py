@@ -13,8 +13,6 @@ from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster
 from tangram.planner.search.strategy import node
 
-__all__ = ["PORT", "RUN", "Job", "job_of", "resource", "words", "written"]
-
 RUN = "-m tangram train plan.toml"
 """What torchrun starts where nothing else is said."""
 PORT = 29500

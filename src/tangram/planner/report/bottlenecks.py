@@ -6,8 +6,6 @@ from tangram.planner.report.figures import seconds
 from tangram.planner.search.query import Answer
 from tangram.planner.search.strategy import Choice, safe
 
-__all__ = ["KINDS", "document", "links", "rows"]
-
 KINDS = {
     "computation": ("products", "attention", "head"),
     "memory bandwidth": ("streams", "optimiser"),

@@ -21,22 +21,6 @@ from tangram.planner.report.figures import three
 from tangram.planner.search.pareto import Fronts
 from tangram.planner.search.strategy import Choice, safe
 
-__all__ = [
-    "Level",
-    "Picture",
-    "Trace",
-    "fullest",
-    "memory_of_fullest",
-    "memory_of_ranks",
-    "memory_of_rows",
-    "memory_over_time",
-    "otherwise",
-    "sizes",
-    "step",
-    "time_of_rows",
-    "tradeoff",
-]  # fmt: skip
-
 GB = 1e-9
 AFTER = {"data": "gradients and parameters over DP ranks"}
 """Of kinds of actions whose own names say little."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tangram.planner.search.query import Answer
     from tangram.planner.search.strategy import Choice
 
-__all__ = ["ClusterPlan", "Workload", "plan"]
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """As a job writes them, and as the planner does."""

@@ -6,8 +6,6 @@ from tangram.planner.local.ranking_table import Titled
 from tangram.planner.search.objectives import Terms
 from tangram.planner.search.strategy import Choice
 
-__all__ = ["document", "tables"]
-
 
 def _hours(one: Choice, terms: Terms) -> dict[str, float]:
     """Hours of all its devices, with what interruptions take of them."""

@@ -7,8 +7,6 @@ from dataclasses import asdict
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.search.training_duration import Budget, Duration, fewest
 
-__all__ = ["duration_json", "duration_tables"]
-
 
 def duration_tables(found: list[Duration], budget: Budget) -> list[Titled]:
     """How long a training takes on parts of the cluster."""

@@ -11,8 +11,6 @@ from tangram.planner.report.answer_tables import ZERO
 from tangram.planner.search.heterogeneous import Mixed, Part
 from tangram.planner.search.strategy import Ask, Choice
 
-__all__ = ["OverParts"]
-
 
 @dataclass(frozen=True)
 class OverParts:

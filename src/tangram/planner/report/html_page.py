@@ -19,8 +19,6 @@ from string import Template
 
 from tangram.errors import UserError
 
-__all__ = ["need_plotly", "page", "part", "script_json", "write_atomically"]
-
 
 def need_plotly() -> None:
     """Raise UserError, with what to install, unless plotly is there."""

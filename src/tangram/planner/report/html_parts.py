@@ -7,8 +7,6 @@ from html import escape
 
 from tangram.planner.report.charts import Picture
 
-__all__ = ["figures", "section", "table"]
-
 OPEN = 20
 """Rows of a table beyond which it scrolls by itself."""
 

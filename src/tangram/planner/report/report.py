@@ -45,8 +45,6 @@ from tangram.planner.search.query import Answer
 from tangram.planner.search.strategy import Ask, Choice, setting_of
 from tangram.planner.space.setting import Setting
 
-__all__ = ["Shown", "as_html", "pictures_of", "step_as_html", "write_report", "write_step"]
-
 MOST_ACTIONS = 5000
 """That a chart of a step has: more cannot be told from each other."""
 DIVIDED = (

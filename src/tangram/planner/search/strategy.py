@@ -20,13 +20,12 @@ from tangram.planner.cost.calibration import SURE, Learned, Run
 from tangram.planner.cost.memory import Memory, memory
 from tangram.planner.cost.step_time import multiplied, seconds
 from tangram.planner.legality.enumerate import ALL, Able
-from tangram.planner.space.document_lengths import Documents
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.optimisers_and_offload import FULL, OPTIMISERS, Base, offload_words
 from tangram.planner.space.recompute import again_name
 from tangram.planner.space.schedule_formulas import SCHEDULES
-from tangram.planner.space.setting import Host, Precision, Setting
+from tangram.planner.space.setting import Documents, Host, Precision, Setting
 
 __all__ = [
     "Ask",

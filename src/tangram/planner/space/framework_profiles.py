@@ -16,8 +16,6 @@ from typing import Any
 from tangram.errors import UserError
 from tangram.planner.space.losses import loss_of
 
-__all__ = ["Framework", "framework", "frameworks"]
-
 
 @dataclass(frozen=True)
 class Framework:

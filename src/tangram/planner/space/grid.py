@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 
-__all__ = ["OF_BLOCKS", "Grid", "distinct", "grid", "joined"]
-
 Array = NDArray[Any]
 
 

@@ -19,8 +19,6 @@ from tangram.models.outlines.outline import Outline
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.schedule_formulas import folded
 
-__all__ = ["chunk_of", "cut", "dealt", "ends", "fewer", "filled", "sizes"]
-
 Array = NDArray[Any]
 
 

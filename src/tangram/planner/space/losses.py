@@ -18,8 +18,6 @@ from collections.abc import Mapping
 
 from tangram.errors import UserError
 
-__all__ = ["LOSSES", "loss_of"]
-
 LOSSES: Mapping[str, float] = {
     "eager": 14.0,
     "eager-copies": 16.0,

@@ -19,28 +19,6 @@ import numpy as np
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Outline
 
-__all__ = [
-    "BASES",
-    "FULL",
-    "OFFLOADS",
-    "OPTIMISERS",
-    "Base",
-    "Offload",
-    "Optimiser",
-    "away",
-    "away_share_of",
-    "base_of",
-    "ends_of",
-    "kept_base",
-    "kept_words",
-    "moved_of",
-    "offload_words",
-    "offloads_of",
-    "optimisers_of",
-    "own_of",
-    "states_of",
-]
-
 UPDATE_BYTES = 18.0
 """Moved for each number that is updated, without states."""
 

@@ -22,24 +22,6 @@ from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.space.grid import Grid, joined
 from tangram.planner.space.optimisers_and_offload import away
 
-__all__ = [
-    "ALL_BLOCKS",
-    "BY_OPERATOR",
-    "EXPLAINED",
-    "NOTHING",
-    "QUARTERS",
-    "SETS",
-    "SOME",
-    "WHOLE",
-    "Ladder",
-    "again_name",
-    "again_of",
-    "fitted",
-    "is_free",
-    "known",
-    "spread",
-]
-
 Array = NDArray[Any]
 
 NOTHING, SOME, ALL_BLOCKS = "none", "some layers", "full"

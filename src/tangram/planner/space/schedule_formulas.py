@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SCHEDULES", "Pipeline", "beyond", "code", "fewest", "folded", "least", "many", "splits"]
-
 Array = NDArray[Any]
 
 

@@ -1,17 +1,109 @@
-"""What a grid of configurations has in common: the device, the framework, the type that is computed in, the nodes."""
+"""What a grid of configurations has in common: the device, the framework, the type that is computed in, the nodes.
+
+Samples that are packed of documents: what attention costs where no token sees another document's.
+
+Lengths are taken as log-normal with a mean and a 99th percentile, cut at the length of a sample. A query sees on the
+mean half of E[L^2] / E[L] keys, the length of the document of a token that is drawn. Ranks have documents of their own,
+so the sums of L^2 over a step differ, and the others wait for the rank of the longest ones: as far above the mean as
+the greatest of so many normal numbers (`planner.cost.expert_imbalance`), of a deviation that falls with the documents
+of a rank's step.
+
+The trade-off: packing by work, which evens the sums, is not known here, and fused kernels are taken to skip what is
+between documents; attention in several kernels does not, and costs what it did.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist
 from typing import Any, Literal
 
-from tangram.planner.space.document_lengths import Documents
+import numpy as np
+from numpy.typing import NDArray
+
+from tangram.errors import UserError
+from tangram.models.outlines.outline import Block, Outline
 from tangram.planner.space.framework_profiles import Framework
 from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
 
-__all__ = ["Host", "Precision", "Setting"]
+TAIL = NormalDist().inv_cdf(0.99)
+MOST = math.exp(TAIL**2 / 2)
+"""By which a 99th percentile of a log-normal length is at most above the mean."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Lengths in tokens."""
+
+    mean: float
+    tail: float
+    """The 99th percentile."""
+    sequence: int
+    """Of a sample, which none is longer than."""
+
+    @cached_property
+    def lengths(self) -> NDArray[Any]:
+        """Ten thousand quantiles."""
+        spread = TAIL - math.sqrt(max(TAIL**2 - 2 * math.log(self.tail / self.mean), 0.0))
+        normal = NormalDist()
+        at = np.array([normal.inv_cdf((i + 0.5) / 10_000) for i in range(10_000)])
+        return np.clip(self.mean * np.exp(spread * at - spread**2 / 2), 1.0, self.sequence)
+
+    @property
+    def of_a_token(self) -> int:
+        """Mean length of the documents of tokens."""
+        return max(round(float((self.lengths**2).mean() / self.lengths.mean())), 1)
+
+    @property
+    def deviation(self) -> float:
+        """Of the squares of lengths, over their mean."""
+        squares = self.lengths**2
+        return float(squares.std() / squares.mean())
+
+    @property
+    def words(self) -> str:
+        """What is said of them."""
+        return (
+            f"samples are packed of documents of {self.lengths.mean():.0f} tokens in the mean, that of a token of "
+            f"{self.of_a_token}; with fused attention nothing is spent between them"
+        )
+
+
+def documents_of(typed: str, sequence: int) -> Documents | None:
+    """As typed: "600" (all alike), or "600,4k" with the 99th percentile; None of "". Raises UserError."""
+    if not typed:
+        return None
+    units = {"k": 1024, "m": 1024**2}
+    try:
+        mean, *more = (float(one.rstrip("kKmM")) * units.get(one[-1:].lower(), 1) for one in typed.split(","))
+        (tail,) = more or [mean]
+    except ValueError:
+        mean = tail = math.nan
+    if not 1 <= mean <= tail < math.inf:
+        raise UserError(f'"{typed}" are no lengths of documents: write the mean and the 99th percentile, as 600,4k')
+    if tail > MOST * mean:
+        raise UserError(
+            f"--documents {typed}: a 99th percentile of more than {MOST:.3g} times the mean is of no log-normal length"
+        )
+    return Documents(mean, tail, sequence)
+
+
+def packed(outline: Outline, documents: Documents | None) -> Outline:
+    """With attention that sees nothing of other documents; of images nothing changes."""
+    if documents is None:
+        return outline
+    piece = documents.of_a_token
+    runs = tuple((_within(block, piece), count) for block, count in outline.runs)
+    return replace(outline, runs=runs)
+
+
+def _within(block: Block, piece: int) -> Block:
+    scores = (replace(one, chunk=min(one.chunk or piece, piece)) if one.causal else one for one in block.scores)
+    return replace(block, scores=tuple(scores))
+
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
 

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["best_cut"]
-
 Floats = NDArray[np.float64]
 
 

@@ -6,7 +6,7 @@ Two layouts hold the same elements exactly where their spots are the same, in wh
 puts b at outer |a|, `(2 f/tp)/dp` with dp=4 splits dp into two digits around tp.
 
 The trade-off: cuts that leave a remainder, maps as `zigzag`, sums of factors that are cut inside, `//` and `@` are
-no digits and are refused here; `tangram.relayout.exchange.between_ranks` moves those.
+no digits and are refused here; `tangram.relayout.exchange.redistribute` moves those.
 """
 
 from __future__ import annotations

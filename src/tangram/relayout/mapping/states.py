@@ -15,8 +15,7 @@ from tangram.layout.syntax import REST, VOID, Dim
 from tangram.relayout.mapping.bind import Specs, bind
 from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.mapping.names import NameTable
-from tangram.relayout.mapping.state_rules import StateStatements, derived, flattened
-from tangram.relayout.mapping.state_specs import (
+from tangram.relayout.mapping.state_rules import (
     ADAFACTOR,
     ADAFACTOR_HF,
     ADAM_4BIT,
@@ -30,6 +29,9 @@ from tangram.relayout.mapping.state_specs import (
     SHARED,
     States,
     StateSpec,
+    StateStatements,
+    derived,
+    flattened,
 )
 
 __all__ = [

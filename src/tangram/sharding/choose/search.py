@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.sharding.choose.costs import Both
-from tangram.sharding.derive.solve.prune_dominated import Kept, all_of, reduced, restricted
+from tangram.sharding.derive.solve.bounded import Kept, all_of, reduced, restricted
 from tangram.sharding.derive.solve.solve import Name, Solution, SolverCosts, Table, eliminated, marginals
 
 Choice = Mapping[Name, int]

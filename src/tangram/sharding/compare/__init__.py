@@ -5,8 +5,7 @@ on the torch at hand: what upstream mends is reported as right, and nothing is c
 """
 
 from tangram.sharding.compare.case import FOUND_WITH, CompareCase, Verdict
-from tangram.sharding.compare.pair import PairOutcome, run
-from tangram.sharding.compare.script import script
+from tangram.sharding.compare.pair import PairOutcome, run, script
 from tangram.sharding.compare.table import CASES
 
 __all__ = ["CASES", "FOUND_WITH", "CompareCase", "PairOutcome", "Verdict", "run", "script"]

@@ -7,8 +7,6 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["FOUND_WITH", "Body", "CompareCase", "Direction", "Place", "Verdict"]
-
 FOUND_WITH = "2.13.0"
 """The torch with which each row's `found` was seen."""
 

@@ -33,8 +33,6 @@ from tangram.sharding.proof.execute import EXPECTED_ERRORS
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation.propagate import Propagation, propagate
 
-__all__ = ["PaddleDifference", "PaddleReport", "compare", "first_of_each"]
-
 LIMIT = 300.0
 EACH = 60.0
 """Seconds of an operator."""

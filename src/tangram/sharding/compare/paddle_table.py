@@ -16,8 +16,6 @@ from torch import Tensor
 
 from tangram.sharding.ops.calls import OpCall, schema_of
 
-__all__ = ["PAIRS", "PaddlePair"]
-
 Shape = tuple[int, ...]
 
 

@@ -5,8 +5,6 @@ from torch.distributed.tensor import Replicate, Shard
 from tangram.sharding.compare import bodies
 from tangram.sharding.compare.case import CompareCase
 
-__all__ = ["CASES"]
-
 _KEPT_WHOLE = -1
 """The dim that a body's settings name for an input that is not cut."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tangram.sharding.compositions import classes, norms, places
-from tangram.sharding.compositions.common import UnfitModuleError
+from tangram.sharding.compositions.places import UnfitModuleError
 
 __all__ = ["OWN", "UnfitModuleError"]
 

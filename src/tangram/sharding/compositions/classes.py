@@ -12,8 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tangram.sharding.compositions.common import UnfitModuleError, as_type, computed, dims_of, peak_of, real, squeezed
-from tangram.sharding.compositions.places import counted
+from tangram.sharding.compositions.places import (
+    UnfitModuleError,
+    as_type,
+    computed,
+    counted,
+    dims_of,
+    peak_of,
+    real,
+    squeezed,
+)
 
 NONE, MEAN, SUM = 0, 1, 2
 REDUCTIONS = {"mean": MEAN, "sum": SUM}

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.sharding.compositions.common import UnfitModuleError, as_type, computed, dims_of, real, squeezed
-from tangram.sharding.compositions.places import extreme
+from tangram.sharding.compositions.places import UnfitModuleError, as_type, computed, dims_of, extreme, real, squeezed
 
 
 def moments(x: Tensor, dims: list[int], correction: float | None) -> tuple[Tensor, Tensor]:

@@ -6,19 +6,31 @@
 
 A factor of a rule stands at a place of a dim: `(dim, outer)` of the state is translated to a factor and an offset in
 it and back, so a cut passes views that split or merge dims.
+
+Where a model applies a `torch.autograd.Function` of its own (`models.capturing.custom`), its backward is code that sees
+what its forward saw, so nothing moves within. Where forward and backward are element by element all of it is cut alike
+or whole; else it is whole, with whole gradients: a part of a gradient is no gradient that its code was written for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from tangram.layout import Mesh
 from tangram.layout.intervals import size as size_of
-from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, Parts, State, cut, rows, scaled, share
+from tangram.layout.syntax import Cut
+from tangram.sharding.derive.problem import states
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep
+from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, Cutting, Parts, State, cut, rows, scaled, share
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.propagation.axis_choices import waiting
+from tangram.sharding.propagation import neighbour_needs
+from tangram.sharding.propagation.axis_choices import HALO, SCAN, waiting
 
 UNREAD = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
 """Operators that take a tensor for its type and its place, and read nothing of it: it may lie as it likes."""
@@ -189,3 +201,140 @@ def blocks(shape: Sequence[int], state: State) -> int:
 def size(shape: Sequence[int]) -> int:
     """Elements."""
     return math.prod(shape)
+
+
+Before = tuple[int, Comm]
+"""The ranks of an axis before, and what an operator does over it."""
+
+
+def fits(step: FoldedStep, label: Label, k: int, before: Sequence[Before]) -> bool:
+    """Whether a cut can be beside those of the axes before, and stands alone where parts need each other."""
+    n = step.bound.sizes[label.factor] // label.inner
+    for ranks, move in before:
+        own = move.label
+        if own is None or own.factor != label.factor:
+            continue
+        if label.factor in step.bound.linked:
+            return False
+        if own.parts or label.parts:
+            cuts = Cutting(own.inner, own.parts, ranks), Cutting(label.inner, label.parts, k)
+            if not states.beside(step.bound.sizes[label.factor], *cuts):
+                return False
+        elif own.inner == label.inner:
+            n //= ranks
+        elif own.inner < label.inner:
+            if label.inner % (own.inner * ranks):
+                return False
+        elif (own.inner // label.inner) % k:
+            return False
+    return bool(label.parts) or n % k == 0
+
+
+def beside(shapes: Sequence[Sequence[int] | None], move: Comm, k: int, before: Sequence[Before]) -> bool:
+    """Whether a move leaves no tensor, of these shapes, a dim of which the axes before leave unlike sizes to cut."""
+    mine = (*move.inputs, *move.outputs)
+    if not any(state is not None and state.kind == "cut" for state in mine):
+        return True
+    return all(
+        shape is None or both(shape, theirs, ranks, own, k)
+        for ranks, other in before
+        for shape, own, theirs in zip(shapes, mine, (*other.inputs, *other.outputs), strict=False)
+    )
+
+
+def both(shape: Sequence[int], major: State | None, k: int, minor: State | None, ranks: int) -> bool:
+    """Whether a tensor can lie so over two axes, of `k` and of `ranks`, of which the first stands first in the mesh."""
+    if major is None or minor is None or not (major.parts or minor.parts):
+        return True
+    if major.kind != "cut" or minor.kind != "cut" or major.dim != minor.dim:
+        return True
+    cuts = Cutting(major.outer, major.parts, k), Cutting(minor.outer, minor.parts, ranks)
+    return states.beside(shape[minor.dim], *cuts)
+
+
+# ---------------------------------------------------------------- parts that need each other
+
+
+class NeighbourBytes(NamedTuple):
+    """What a rank receives inside of an operator."""
+
+    kind: str
+    """`halo`, or `scan`: the totals of other parts."""
+    place: int
+    """The input of which, or of whose scan."""
+    nbytes: float
+    """On average, forward, where no other axis cuts anything; backward as much."""
+
+
+def cut_of(axis: str, label: Label) -> Cut:
+    """The cut of a factor."""
+    return Cut(axis, "strided", (label.inner,)) if label.inner > 1 else Cut(axis)
+
+
+def passed(step: FoldedStep, label: Label | None, axis: str, k: int) -> NeighbourBytes | None:
+    """What passes in an operator that an axis cuts so; None where parts need nothing of each other."""
+    if label is None or label.factor not in step.bound.linked:
+        return None
+    mesh, trees = Mesh((((axis, k),),)), {label.factor: (cut_of(axis, label),)}
+    for place, some in neighbour_needs.halos(step.call, step.bound, trees, mesh).items():
+        return NeighbourBytes(HALO, place, sum(n for _, n in some))
+    return NeighbourBytes(SCAN, 0, sum(n for _, n in neighbour_needs.scans(step.call, step.bound, trees, mesh)))
+
+
+_SAID = (
+    "{}: {} is an autograd.Function with a backward of its own, which works on whole tensors: leave what it takes and "
+    "gives unmarked, or write it as functions of torch"
+)
+
+
+@dataclass(frozen=True)
+class Customs:
+    """By class and by number of a node, whether it is of a Function whose elements may be worked out apart."""
+
+    values: dict[int, bool]
+    nodes: dict[int, bool]
+    made: frozenset[int] = frozenset()
+    """Of these values, what operators make."""
+    why: str = ""
+    """Why marks may not fit."""
+
+    @staticmethod
+    def of(folded: Folded) -> Customs:
+        """Those of a graph."""
+        values: dict[int, bool] = {}
+        nodes: dict[int, bool] = {}
+        for one in folded.graph.customs:
+            nodes.update(dict.fromkeys(range(one.first, one.stop), one.each))
+            for v in one.values:
+                v = folded.classes[v]
+                values[v] = values.get(v, True) and one.each
+        worst = min(folded.graph.customs, key=lambda one: one.each, default=None)
+        made = frozenset(v for v in values if folded.value(v).kind == "made")
+        return Customs(values, nodes, made, "" if worst is None else _SAID.format(worst.line, worst.name))
+
+    def allowed(self, step: FoldedStep, some: Sequence[Comm]) -> list[Comm]:
+        """What a step may do of what its rule allows."""
+        if step.number not in self.nodes:
+            return [*some]
+        each = self.nodes[step.number]
+        return [move for move in some if all(_may_stay(state, each) for state in (*move.inputs, *move.outputs))]
+
+    def states(self, v: int, some: tuple[State, ...]) -> tuple[State, ...]:
+        """What a tensor may be brought to, once for all that take it; SAME where that would be nothing."""
+        if v not in self.values:
+            return some
+        if not self.values[v] and v in self.made and any(state.kind == "cut" for state in some) and len(some) == 1:
+            return some  # by a mark: no move fits it
+        return tuple(state for state in some if _may_stay(state, self.values[v])) or (SAME,)
+
+    def staying(
+        self, step: FoldedStep, sources: Sequence[Any], targets: Sequence[Any], table: np.ndarray
+    ) -> np.ndarray:
+        """What each pair of states costs where a step takes or gives a tensor: within a Function it stays as it is."""
+        if step.number not in self.nodes:
+            return table
+        return np.where([[a == b for b in targets] for a in sources], table, np.inf)
+
+
+def _may_stay(state: State | None, each: bool) -> bool:
+    return state is None or state == SAME or (each and state.kind == "cut")

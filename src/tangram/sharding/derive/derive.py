@@ -19,19 +19,22 @@ from tangram.layout import Mesh
 from tangram.models.capturing.graph import Graph
 from tangram.sharding.derive.blame import blamed
 from tangram.sharding.derive.collectives_between import (
+    Before,
     Comm,
+    Customs,
+    beside,
+    both,
     comms,
+    fits,
     groups,
     label_of,
     labels,
     legal,
+    passed,
     place_of,
     row_comms,
 )
-from tangram.sharding.derive.customs import Customs
-from tangram.sharding.derive.cuts_within import Before, beside, both, fits, passed
-from tangram.sharding.derive.marking.apply_marks import ConflictError, fixed_by
-from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.marks import ConflictError, Mark, fixed_by
 from tangram.sharding.derive.problem.folding import Folded, FoldedStep, far_at_taker, far_from_borders, fold, led
 from tangram.sharding.derive.problem.rates import WorkRates, effort
 from tangram.sharding.derive.problem.states import (

@@ -13,8 +13,7 @@ from tangram.layout.intervals import size
 from tangram.layout.locate import indices_of_rank
 from tangram.layout.maps import MAPS
 from tangram.layout.syntax import VOID, Cut, Dim
-from tangram.sharding.derive.collectives_between import Label
-from tangram.sharding.derive.cuts_within import cut_of, passed
+from tangram.sharding.derive.collectives_between import Label, cut_of, passed
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, Parts, Routed, State, cut, part_dim, scaled

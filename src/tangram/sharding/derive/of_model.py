@@ -17,8 +17,7 @@ from tangram.models.capturing.graph import Graph
 from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import input_states
-from tangram.sharding.derive.marking.mark_ops import noted
-from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, states
+from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, noted, states
 from tangram.sharding.derive.marking.published import marks_known_for
 from tangram.sharding.derive.problem.states import SAME, State
 

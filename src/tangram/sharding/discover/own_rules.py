@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.models.building.build import did_you_mean
-from tangram.sharding.ops import computed_rules, find_rule, views
+from tangram.sharding.ops import computed_rules, rule_table, views
 from tangram.sharding.ops.calls import OpCall, name_of, tensor_arguments
 from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, builtin, read_lines, table_of
 
@@ -175,7 +175,7 @@ def _prove(text: str, operator: OpOverload, line: RuleLine, calls: Sequence[OpCa
 
     def fits(call: OpCall) -> bool:
         try:
-            return bool(find_rule.bound(table, call).cuttable)
+            return bool(rule_table.bound(table, call).cuttable)
         except UserError:
             return False
 

@@ -23,7 +23,7 @@ from tangram.errors import UserError
 from tangram.hardware.host import workers
 from tangram.sharding.discover.cuts import DimsTogether
 from tangram.sharding.discover.propose import findings
-from tangram.sharding.ops import find_rule, views
+from tangram.sharding.ops import rule_table, views
 from tangram.sharding.ops.calls import OpCall, name_of, tensor_arguments
 from tangram.sharding.ops.computed_rules import ESCAPES
 from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, RuleTable, builtin
@@ -80,7 +80,7 @@ def gaps_of(table: RuleTable, name: str, calls: Sequence[OpCall]) -> list[Gap]:
             continue
         try:
             known = _allowed(table, call)
-        except find_rule.NoRuleError:
+        except rule_table.NoRuleError:
             known = set[frozenset[tuple[int, int]]]()
         except UserError:
             continue  # a rule that does not fit is the proof's to say
@@ -93,7 +93,7 @@ def gaps_of(table: RuleTable, name: str, calls: Sequence[OpCall]) -> list[Gap]:
 
 
 def _allowed(table: RuleTable, call: OpCall) -> set[frozenset[tuple[int, int]]]:
-    bound = find_rule.bound(table, call)
+    bound = rule_table.bound(table, call)
     return {
         frozenset((i, d) for i, dims in enumerate(bound.inputs) for d, fs in enumerate(dims or ()) if factor in fs)
         for factor in bound.cuttable

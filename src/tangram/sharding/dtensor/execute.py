@@ -35,8 +35,8 @@ from tangram.sharding.local_ops import local_call
 from tangram.sharding.local_ops.local_variants import RUNNERS
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall, is_written, schema_of
-from tangram.sharding.ops.find_rule import bound as find_bound
 from tangram.sharding.ops.rule_table import RuleTable
+from tangram.sharding.ops.rule_table import bound as find_bound
 
 CORRECTED = frozenset({"offset", "scale", "once", "size", "product", "filled", "shape"}) | RUNNERS.keys()
 """Notes that say that a part needs more than its placement."""

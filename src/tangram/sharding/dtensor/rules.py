@@ -35,8 +35,6 @@ from tangram.sharding.ops import views
 from tangram.sharding.ops.calls import is_written, name_of, schema_of, tensor_arguments
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 
-__all__ = ["Registered", "exported", "register"]
-
 WRITES_UNSAID = ("batch_norm",)
 """Part of the names of operators that write tensors of which their schema does not say it."""
 VIEWS = ("diagonal",)

@@ -32,8 +32,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout
 from tangram.models.capturing import noted
 from tangram.models.capturing.called import caller, line_of
-from tangram.sharding.derive.marking.mark_ops import InCode, parsed
-from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.marks import InCode, Mark, parsed
 from tangram.sharding.derive.marking.meant import kind as _kind
 from tangram.sharding.derive.marking.meant import meant, typed
 from tangram.sharding.eager.sharded_tensor import ShardedTensor

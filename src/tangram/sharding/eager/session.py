@@ -37,8 +37,7 @@ from tangram.sharding.derive.problem.states import SAME, State, cut
 from tangram.sharding.derive.transitions import Change, change_of
 from tangram.sharding.eager import api
 from tangram.sharding.eager.api import WrittenMark
-from tangram.sharding.eager.greedy import decide
-from tangram.sharding.eager.sharded_tensor import ShardedTensor, States, blocked, tied
+from tangram.sharding.eager.sharded_tensor import ShardedTensor, States, blocked, decide, tied
 from tangram.sharding.eager.surroundings import MADE, OWN, REFUSED, VALUES, VIEWS, refuse_surroundings
 from tangram.sharding.eager.trace_function import Like, TracedOperator, TraceRecorder
 from tangram.sharding.local_ops import random_numbers

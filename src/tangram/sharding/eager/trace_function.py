@@ -23,8 +23,8 @@ from tangram.models.capturing.graph import Ref, refs
 from tangram.models.capturing.opened import GROUPED, grouped
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall, schema_of
-from tangram.sharding.ops.find_rule import bound as find_bound
 from tangram.sharding.ops.rule_table import RuleTable
+from tangram.sharding.ops.rule_table import bound as find_bound
 
 
 class Like(NamedTuple):

@@ -32,7 +32,7 @@ from tangram.layout import Mesh
 from tangram.layout.rule import Rule
 from tangram.sharding.local_ops import local_variants
 from tangram.sharding.local_ops.local_call import Cuts
-from tangram.sharding.ops import find_rule, foreach
+from tangram.sharding.ops import foreach, rule_table
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import is_decomposed
@@ -59,7 +59,7 @@ def calls_of(table: RuleTable, calls: Sequence[OpCall]) -> list[OpCall]:
 
     def cuttable(call: OpCall) -> int:
         try:
-            return len(find_rule.bound(table, call).cuttable)
+            return len(rule_table.bound(table, call).cuttable)
         except UserError:
             return 99  # a rule that does not fit is to be seen
         except Exception:  # noqa: BLE001  so is one whose operator refuses
@@ -96,7 +96,7 @@ def trials(table: RuleTable, calls: Sequence[OpCall]) -> Iterator[ProofTrial]:
     mapped_once: list[Rule] = []
     for call in calls_of(table, calls):
         for i, (variant, worlds) in enumerate(_variants(call)):
-            bound, alone = find_rule.bound(table, variant), Mesh.parse("x=1")
+            bound, alone = rule_table.bound(table, variant), Mesh.parse("x=1")
             expected = _expected(local_variants.for_comparison(variant, bound)) if bound.cuttable else None
             if expected is not None:
                 refused = _refused(variant, expected)
@@ -173,7 +173,7 @@ def prove_operator(table: RuleTable, name: str, calls: Sequence[OpCall]) -> Proo
             without.update(trial.without)
             if trial.failure is not None:
                 return verdict("refuted", str(trial.failure))
-    except find_rule.NoRuleError as error:
+    except rule_table.NoRuleError as error:
         return verdict("whole", "it goes in steps") if is_decomposed(name) else verdict("no rule", str(error))
     except UserError as error:
         return verdict("refuted", str(error))

@@ -16,8 +16,8 @@ from torch import Tensor
 from tangram.sharding.local_ops.local_call import RankPart, part_of, run
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.find_rule import bound as find_bound
 from tangram.sharding.ops.rule_table import RuleTable
+from tangram.sharding.ops.rule_table import bound as find_bound
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, ways
 
 aten = torch.ops.aten

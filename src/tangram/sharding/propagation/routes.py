@@ -26,8 +26,7 @@ from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.ops import views
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import DecomposedStep, ResultRef, decomposition
-from tangram.sharding.ops.find_rule import NoRuleError
-from tangram.sharding.ops.rule_table import RuleTable
+from tangram.sharding.ops.rule_table import NoRuleError, RuleTable
 from tangram.sharding.propagation import op_cost
 from tangram.sharding.propagation.axis_choices import ALL_REDUCE, received
 from tangram.sharding.propagation.propagate import Propagation, Relayout, propagate

@@ -1,8 +1,13 @@
-"""Tensors brought as a change says, on the ranks of real groups, and their gradients back by the duals."""
+"""Tensors brought as a change says, on the ranks of real groups, and their gradients back by the duals.
+
+A route of rows that ranks sort for themselves is known from when rows are sorted until the same operator sorts others:
+the next layer's of its kind, or the same layer's when it is recomputed. What is sent in between is of these rows, in
+whatever order modules run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -10,10 +15,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.relayout.collectives import run_sequence
+from tangram.relayout.collectives.grouped_rows import RowRoute
 from tangram.relayout.collectives.one_collective import move
-from tangram.sharding.derive.problem.states import Routed
+from tangram.sharding.derive.problem.states import OWN, OWN_IDS, SENT, SENT_IDS, SORTED, Routed
 from tangram.sharding.derive.transitions import Change, Joint
-from tangram.sharding.runtime.routes import RankRoutes
+
+
+class RankRoutes:
+    """Those of one model on one rank. `groups`: by axis."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self._now: dict[tuple[str, int], RowRoute] = {}
+
+    def brought(self, x: Tensor, axis: str, source: Routed, target: Routed) -> Tensor:
+        """What comes of a tensor of a region over an axis. Collective but for `sorted`."""
+        key, pair = (axis, source.region), (source.kind, target.kind)
+        if pair == (SORTED, OWN_IDS):
+            self._now[key] = RowRoute(x, source.groups, self._groups[axis])
+            return x
+        route = self._now[key]
+        if pair == (OWN, SENT):
+            return route.sent(x)
+        if pair == (SENT, OWN):
+            return route.back(x)
+        return route.sent_ids() if pair == (OWN_IDS, SENT_IDS) else route.sent_ends(x.dtype)
+
 
 GroupOf = Callable[[tuple[str, ...]], dist.ProcessGroup]
 """The group of this rank over some axes, whose ranks are in the order of the mesh."""

@@ -8,27 +8,73 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from tangram.errors import UserError
 from tangram.models.capturing.graph import Called, Node
+from tangram.relayout.collectives.neighbours import fetched
+from tangram.relayout.collectives.one_collective import move
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import called, part, steps_of_nodes
 from tangram.sharding.derive.problem.folding import FoldedStep
+from tangram.sharding.derive.problem.states import SEVERAL, cut
 from tangram.sharding.local_ops import local_call, random_numbers
 from tangram.sharding.local_ops.local_call import run
 from tangram.sharding.local_ops.random_ops import DrawMode
+from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.ops.rank_part import RankPart
+from tangram.sharding.ops.cut_trees import axes_of
+from tangram.sharding.ops.rank_part import RankPart, stands
+from tangram.sharding.propagation import scan
+from tangram.sharding.propagation.halo import needed
 from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.lower import makers, places_of, written_by
-from tangram.sharding.runtime.neighbour_ops import Linked
 from tangram.sharding.runtime.program import OpAction, draws, draws_full_tensor
+
+Along = Callable[[str], Sequence[RankPart]]
+"""The parts of the ranks of an axis, in their order."""
+
+
+class Linked:
+    """What passes between the ranks of some axes. `groups`: by axis."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._groups = groups
+
+    def with_halos(
+        self, bound: BoundOp, part: RankPart, along: Along, local: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The tensors with what windows read of other ranks', one dim after the other. Collective."""
+        found = list(local)
+        for factor, window in bound.windows.items():
+            if factor in part.indices:
+                (axis,) = axes_of(part.cuts[factor])
+                have = [stands(one, factor, window.n) for one in along(axis)]
+                want = [needed(bound, one, factor) for one in along(axis)]
+                x = cast(Tensor, found[window.place])
+                found[window.place] = fetched(x, window.dim, have, want, self._groups[axis])
+        return found
+
+    def with_totals(self, bound: BoundOp, part: RankPart, along: Along, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The results with what is before each stretch. Collective."""
+        for factor, op in bound.scans.items():
+            if factor in part.indices:
+                (axis,) = axes_of(part.cuts[factor])
+                dim = bound.outputs[0].index((factor,))
+
+                def exchange(x: Tensor, axis: str = axis, dim: int = dim) -> Tensor:
+                    return move(x, cut(dim), SEVERAL, self._groups[axis], differentiable=x.is_floating_point())
+
+                every = [one.indices[factor] for one in along(axis)]
+                results = scan.with_others(op, results, dim, part.indices[factor], every, exchange)
+        return results
+
 
 OTHERS_FAULT = re.compile(
     r"allocate|out of memory|CUDA|HIP|cuBLAS|CUBLAS|CUDNN|NCCL|gloo|[Cc]onnection|[Tt]imed out|ProcessGroup"

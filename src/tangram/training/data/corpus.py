@@ -1,20 +1,178 @@
-"""The text of a job, ready to be trained on: tokenised once by `prepare`, mapped by every rank with `open_corpus`."""
+"""The text of a job, ready to be trained on: tokenised once by `prepare`, mapped by every rank with `open_corpus`.
 
+The folder of a source's tokens is named by the hash of all that decides them, so a changed file means another folder,
+and old ones may be deleted at any time. A lock lets one process write; others that want the same wait for it and find
+the work done.
+"""
+
+import fcntl
 import hashlib
+import json
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tangram.errors import UserError
-from tangram.schema.job import DataPlan
-from tangram.training.data.cache import PART_BYTES, fill, open_source
+from tangram.schema.job import DataPlan, SourcePlan
 from tangram.training.data.chat import CUT, KINDS, OPEN
-from tangram.training.data.files import LEFT_OUT, TAKEN, in_words
+from tangram.training.data.files import LEFT_OUT, TAKEN, Files, in_words, list_files
 from tangram.training.data.samples import Split
-from tangram.training.data.store import TokenStore
-from tangram.training.data.tokens import SPECIAL, Tokens
+from tangram.training.data.sources import EMPTY, READING, Document, documents
+from tangram.training.data.store import FORMAT, TokenStore, TokenWriter, open_store
+from tangram.training.data.tokens import SPECIAL, BadDocument, NotText, Tokens
+from tangram.training.observe.events import Note, Working
+
+PART_BYTES = 4 << 20  # of text in a part, unless one document has more; what a kill loses at most
+
+OnEvent = Callable[[object], None]
+
+
+def cache_root(data: DataPlan) -> Path:
+    """The folder of all caches."""
+    if data.cache is not None:
+        return Path(data.cache)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "tangram" / "tokens"
+
+
+def fill(data: DataPlan, source: SourcePlan, tokens: Tokens, on_event: OnEvent, part_bytes: int = PART_BYTES) -> None:
+    """Tokenise a source if its cache is not complete, from where an earlier attempt has come to."""
+    files = list_files(source)
+    identity = _identity(files, source, data, tokens)
+    folder = _folder(data, identity)
+    if _is_complete(folder):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, on_event):
+            if _is_complete(folder):
+                return
+            writer = TokenWriter(folder, np.uint16 if tokens.numbers <= 1 << 16 else np.uint32)
+            tally = _write(writer, files, source, data, tokens, on_event, part_bytes)
+            if _identity(list_files(source), source, data, tokens) != identity:
+                raise UserError(f'files of the source "{source.path}" changed while they were read: run again')
+            writer.finish({"source": source.path, "field": source.field, "tokens": tokens.name}, tally)
+    except OSError as error:
+        raise UserError(
+            f'the tokens of "{source.path}" cannot be kept in "{folder.parent}": {error.strerror or error}. Set '
+            f"data.cache to a folder with room for them (about {_room(files, tokens)} MB)"
+        ) from None
+
+
+def open_source(data: DataPlan, source: SourcePlan, tokens: Tokens) -> TokenStore:
+    """Map the cache of a source. Raises UserError when it is not complete, or damaged."""
+    files = list_files(source)
+    folder = _folder(data, _identity(files, source, data, tokens))
+    try:
+        store = open_store(folder)
+    except OSError as error:
+        raise UserError(f'the tokens in "{folder}" cannot be read: {error.strerror or error}') from None
+    if store is None:
+        raise UserError(
+            f'the tokens of "{source.path}" are not in the cache "{folder.parent}": prepare them first, or set '
+            "data.cache to a folder that all machines share"
+        )
+    return replace(store, tally=store.tally + Counter({f"{LEFT_OUT}: {what}": n for what, n in files.left_out.items()}))
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether nothing has to be written. Damage that shows on opening makes a folder incomplete."""
+    try:
+        return open_store(folder) is not None
+    except (UserError, OSError):
+        return False
+
+
+def _identity(files: Files, source: SourcePlan, data: DataPlan, tokens: Tokens) -> str:
+    listed = [[file.name, file.size, file.changed_ns] for file in files.files]
+    about = [FORMAT, READING, str(files.root.absolute()), listed, source.field, data.held_out]
+    about += [files.choice, tokens.digest, tokens.special]
+    return hashlib.blake2b(json.dumps(about).encode(), digest_size=16).hexdigest()
+
+
+def _folder(data: DataPlan, identity: str) -> Path:
+    return cache_root(data) / identity
+
+
+def _room(files: Files, tokens: Tokens) -> int:
+    """Bytes as tokens take twice the room; others about half of it, or as much."""
+    return max(1, round(files.size * (2 if tokens.folder is None else 1) / 1e6))
+
+
+@contextmanager
+def _locked(folder: Path, on_event: OnEvent) -> Generator[None]:
+    """Be the only one who writes. The lock is the kernel's: it ends with its process, however that ends."""
+    with (folder / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_event(Note(f"waiting    another process prepares the tokens in {folder}"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(
+    writer: TokenWriter,
+    files: Files,
+    source: SourcePlan,
+    data: DataPlan,
+    tokens: Tokens,
+    on_event: OnEvent,
+    part_bytes: int,
+) -> Counter[str]:
+    """Write the parts that are missing; what was counted, those that were there included."""
+    tally = Counter(writer.last.tally)
+    what = f"tokenising {source.path}"
+    on_event(Working(what, writer.last.done, files.size, "bytes"))
+    part: list[Document] = []
+    size = 0
+    last = Document(-1, -1, b"", -1)
+    for document in chain(documents(files, tokens.column(source.field), writer.last.cursor, tally), [last]):
+        if document is not last:
+            part.append(document)
+            size += len(document.text)
+        if part and (size >= part_bytes or document is last):
+            rows = _encoded(part, files, data, tokens, tally)
+            writer.append(rows, (part[-1].file, part[-1].number + 1), part[-1].done, tally)
+            on_event(Working(what, part[-1].done, files.size, "bytes"))
+            part, size = [], 0
+    return tally
+
+
+def _encoded(
+    part: list[Document], files: Files, data: DataPlan, tokens: Tokens, tally: Counter[str]
+) -> tuple[list[Any], list[Any]]:
+    """The tokens of the documents that are trained on, and of those that are held out."""
+    try:
+        encoded = tokens.encode([document.text for document in part], tally)
+    except BadDocument as error:
+        wrong = part[error.document]
+        raise UserError(f'document {wrong.number + 1} of "{files.path(wrong.file)}" {error}') from None
+    except NotText as error:
+        wrong = part[error.document]
+        raise UserError(
+            f'the file "{files.path(wrong.file)}" is no UTF-8 text ({error}): leave it out by the pattern of its '
+            'source, or set data.tokenizer = "bytes"'
+        ) from None
+    rows: tuple[list[Any], list[Any]] = ([], [])
+    for document, row in zip(part, encoded, strict=True):
+        if opened := tokens.documents(row):
+            rows[is_held_out(document.text, data.held_out)].extend(opened)
+        elif tokens.context is None:  # else it was said why
+            tally[EMPTY] += 1
+    return rows
+
+
+def is_held_out(text: bytes, share: float) -> bool:
+    """Whether a document is held out: by its content alone, so copies go together and new documents move none."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / 2**48 < share
 
 
 @dataclass(frozen=True)

@@ -51,17 +51,15 @@ from tangram.sharding.discover.own_rules import OwnRules
 from tangram.sharding.eager.api import marks_in
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.samples import places_of
-from tangram.sharding.runtime.apply_change import brought
+from tangram.sharding.runtime.apply_change import RankRoutes, brought
 from tangram.sharding.runtime.called_again import read_late
 from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.lower import refuse_cut_buffers, refuse_cut_inputs
-from tangram.sharding.runtime.neighbour_ops import Linked
-from tangram.sharding.runtime.operators import Operators
+from tangram.sharding.runtime.operators import Linked, Operators
 from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import RingMark, Rings
-from tangram.sharding.runtime.routes import RankRoutes
 from tangram.training.mesh import modes
 from tangram.training.mesh.groups import (
     Devices,

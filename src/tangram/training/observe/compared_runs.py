@@ -17,8 +17,6 @@ from tangram.schema.job import Job
 from tangram.training.observe.steps_file import read_steps
 from tangram.training.observe.summary import LAST_STEPS
 
-__all__ = ["Comparison", "compare_runs"]
-
 SHOWN = 10
 """Steps of the table of losses, at most."""
 ROUNDING = 1e-5

@@ -13,8 +13,6 @@ from typing import Any, cast
 from tangram.errors import UserError
 from tangram.training.observe.events import Evaluated, Note, StepDone
 
-__all__ = ["FILE", "StepsFile", "read_steps"]
-
 FILE = "steps.jsonl"
 
 

@@ -23,8 +23,6 @@ from tangram.sharding.discover.own_rules import OwnRules
 from tangram.training.mesh.groups import device_mesh_of
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 
-__all__ = ["parallelize"]
-
 
 def parallelize(
     model: nn.Module,

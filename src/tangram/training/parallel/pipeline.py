@@ -14,6 +14,7 @@ A table is made for each size of the micro-batches and number of them, and kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,14 +28,34 @@ from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import forward_only
 from tangram.training.data import Batch
-from tangram.training.mesh.drawing import Draws
+from tangram.training.mesh.drawing import Draws, DrawSource
+from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.mesh.world import World
+from tangram.training.objective.expert_capacity import Capacity
 from tangram.training.objective.loss import Logits, leaving, logits_placement
-from tangram.training.objective.model_inputs import ModelInputs, model_inputs
+from tangram.training.objective.model_inputs import ModelInputs, TokenOrder, model_inputs
 from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.data_parallel import Replicas
-from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.fsdp import StepShards
 from tangram.training.parallel.schedule_runtime import ScheduleRun, StageRun
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """A module, and what runs beside it; a plain module in one process has none of it."""
+
+    module: nn.Module
+    tokens: TokenOrder | None = None
+    """None: the model does not attend by tokens."""
+    derived: DerivedModel | None = None
+    """The programs of tensor, context and expert parallelism."""
+    draws: DrawSource | None = None
+    """What numbers the elements that it draws for; None where it is not trained."""
+    data_parallel: Replicas | StepShards | None = None
+    """DDP's sums of gradients, or what FSDP2 has to hear of each micro-batch."""
+    routers: Routers | None = None
+    capacity: Capacity | None = None
+
 
 StageLoss = Callable[[Logits, int], Tensor]
 """The loss of the logits of a micro-batch, whose number is told."""

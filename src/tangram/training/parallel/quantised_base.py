@@ -23,7 +23,7 @@ from tangram.layout import intervals
 from tangram.layout.intervals import IntSet, span
 from tangram.models.lora import nf4
 from tangram.models.lora.base_layers import base_layers
-from tangram.models.lora.made_weights import made_again
+from tangram.models.lora.expert_adapters import made_again
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS
 from tangram.training.mesh.layout_to_torch import ParameterCuts, cuts_of_one, over_model_axes

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tangram.hardware.host.machine import pick_device
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source
 from tangram.models.capturing.attention import exactly
 from tangram.models.lora.adapters import merge_adapters, save_adapters
 from tangram.schema.plan import Plan

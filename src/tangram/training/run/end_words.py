@@ -4,8 +4,6 @@ import signal
 
 from tangram.relayout.exchange.peers import lost_peer
 
-__all__ = ["UNKNOWN", "death", "first_line"]
-
 UNKNOWN = 255  # what multiprocessing takes for the exit code of a process whose fork server is gone
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tangram.errors import UserError
 from tangram.hardware.host.machine import describe, versions
-from tangram.models.building.build import build_on_meta
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source, build_on_meta
 from tangram.models.lora.adapters import adapted_layers
 from tangram.models.outlines.costs import costs as model_costs
 from tangram.planner.local.estimate import Estimate

@@ -2,7 +2,9 @@
 
 # ruff: noqa: N806  a tensor carries its dims in its name
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,16 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import tangram
 from tangram.errors import UserError
 from tangram.hardware.host.machine import peak_resident_mb, repeatable
-from tangram.models.building.source import Source
+from tangram.layout import Layout
+from tangram.models.building.build import Source
 from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
+from tangram.models.outlines.costs import block_names
 from tangram.planner.local.own_rules import code_digest
 from tangram.planner.local.peak_memory import Memory
 from tangram.planner.report import figures
@@ -25,6 +31,7 @@ from tangram.schema.job import Job, Packing
 from tangram.schema.plan import Plan
 from tangram.tracing.files.format import Phase
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.weights import WeightGroup
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, step_lengths, tokens_of
 from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.world import World, make_world
@@ -33,9 +40,7 @@ from tangram.training.observe.events import Doing, Note, SaveFailed
 from tangram.training.observe.profiling import profiled
 from tangram.training.parallel.due_calls import due_calls, due_in_forwards
 from tangram.training.parallel.fsdp import resharded
-from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.reference import Reference
-from tangram.training.parallel.weight_groups import layers_of_trained, weight_groups
+from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
@@ -301,3 +306,34 @@ def probe_logits(model: ParallelModel, corpus: Corpus) -> npt.NDArray[np.float32
     with resharded(model.module):
         batch = probe_batch(corpus, model.plan, model.world.device)
         return logits_of(model, batch).float().cpu().numpy()
+
+
+def layers_of_trained(model: ParallelModel) -> list[str]:
+    """Of each trained parameter, in order, the layer, or the module outside of all layers."""
+    layers = block_names(model.module)
+    return [_layer(name, layers) for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+
+
+def _layer(name: str, layers: Sequence[str]) -> str:
+    return next((one for one in layers if name.startswith(f"{one}.")), name.rpartition(".")[0])
+
+
+def weight_groups(model: ParallelModel) -> list[WeightGroup]:
+    """The weights of the layers of a model, and of what lies outside of them.
+
+    Ranks of model axes count as unlike: what they all hold whole they update by gradients that each has summed for
+    itself, in an order of its own. Those of data axes update by the same bits.
+    """
+    layers = block_names(model.module)
+    found: dict[str, list[nn.Parameter]] = {}
+    axes: dict[str, set[str]] = {}
+    for name, parameter in model.module.named_parameters():
+        layer = _layer(name, layers)
+        found.setdefault(layer, []).append(parameter)
+        sharded = Layout.parse(model.plan.layout_of(name)).axes
+        axes.setdefault(layer, {*model.world.axes.model}).update(sharded)
+    return [WeightGroup(layer, tuple(sorted(axes[layer])), partial(_parts, some)) for layer, some in found.items()]
+
+
+def _parts(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [one.to_local() if isinstance(one, DTensor) else one for one in parameters]

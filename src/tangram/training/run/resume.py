@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
-from tangram.models.building.source import read_source
+from tangram.models.building.build import read_source
 from tangram.planner.local.own_rules import code_digest
 from tangram.schema.files import loads
 from tangram.schema.plan import Plan

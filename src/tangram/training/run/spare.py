@@ -16,8 +16,6 @@ from tangram.hardware.host.channel import Channel
 from tangram.hardware.host.workers import Detached, serve_detached
 from tangram.training.run.signals import POLITE
 
-__all__ = ["fork_spare"]
-
 
 class _Child:
     """A process that was forked here, as `subprocess` has those that it starts."""

@@ -25,8 +25,6 @@ from tangram.errors import UserError
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import CheckpointSaved, Doing, Note
 
-__all__ = ["bring_here", "sending"]
-
 RUN_NAME = ".run-in-store"
 """In the folder of a run's checkpoints."""
 PAUSES = (1.0, 5.0)

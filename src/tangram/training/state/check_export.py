@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source
 from tangram.training.data import Tokens
 from tangram.training.state.export_hf import GENERATION, no_progress_bars, owns_tokenizer
 

@@ -28,8 +28,8 @@ from tangram.checkpoint.formats.common.side_files import (
     write_side_files,
 )
 from tangram.checkpoint.formats.huggingface import has_weights, read_index
+from tangram.models.building.build import Source
 from tangram.models.building.conversions import keep_names
-from tangram.models.building.source import Source
 from tangram.training.data import END, Tokens
 
 END_TEXT = "<|endoftext|>"

@@ -15,8 +15,7 @@ from tangram.training.mesh.drawing import Draws, drawing
 from tangram.training.objective.loss import Logits
 from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.model_part import ModelPart
-from tangram.training.parallel.pipeline import PipelineRun
+from tangram.training.parallel.pipeline import ModelPart, PipelineRun
 from tangram.training.step.objectives import LossSum, Objective, Sums, objective_of
 
 

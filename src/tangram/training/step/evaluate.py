@@ -15,7 +15,7 @@ from tangram.training.objective.model_inputs import TokenOrder, logits_in_order
 from tangram.training.objective.step_guard import must_be_finite
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.model_part import ModelPart
+from tangram.training.parallel.pipeline import ModelPart
 from tangram.training.step.objectives import NEXT_TOKEN, LossSum, Objective, Sums, objective_of
 
 

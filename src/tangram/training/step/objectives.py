@@ -34,9 +34,8 @@ from tangram.training.objective.preferences import (
     labelled_figures,
     labelled_scores,
 )
-from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.model_part import ModelPart
-from tangram.training.parallel.reference import evaluating
+from tangram.training.parallel.model import ParallelModel, evaluating
+from tangram.training.parallel.pipeline import ModelPart
 
 Over = Literal["labels", "samples", "first tokens"]
 """What a term is a mean over: counted labels, samples, or all tokens but the begin of the first rows of samples."""

@@ -40,8 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.models.building.build import build_on_meta
-from tangram.models.building.source import Source
+from tangram.models.building.build import Source, build_on_meta
 from tangram.planner.legality.check_plan import legal
 from tangram.planner.local.peak_memory import fullest
 from tangram.relayout.exchange.peers import Peers
@@ -50,8 +49,7 @@ from tangram.schema.schedule_table import Action, Kind, Schedule, kept
 from tangram.training.data import Batch, RankBatches, list_files, tokens_of
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, freeze, give_storage
-from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.reference import Reference
+from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
 from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, norms_of, square_sum

@@ -11,8 +11,7 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device, usable_cores
 from tangram.hardware.measuring.rates import Rates, rates
 from tangram.planner.cost import history
-from tangram.planner.cost.history import History
-from tangram.planner.cost.history_correction import Here
+from tangram.planner.cost.history import Here, History
 from tangram.planner.local import estimate
 from tangram.planner.local.model_costs import Counted, Rows
 from tangram.planner.local.rank import MOST_PROCESSES, rank

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.archives.overlaps import same_bits
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import renamed
 from tangram.checkpoint.formats.common.outgoing import WriteTask, boxes
@@ -39,8 +38,8 @@ from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError
 from tangram.layout import Region, coverage
 from tangram.layout.intervals import span
-from tangram.layout.region import flat_boxes
-from tangram.relayout import Piece, TensorSpec
+from tangram.layout.region import box_size, flat_boxes, stretch
+from tangram.relayout import Piece, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import SAME, SHARED, States
 
 _INDEX = re.compile(r"(\d+)\.metadata")
@@ -346,3 +345,29 @@ def _taking(image: Image, cuts: Mapping[str, _Cut], task: WriteTask) -> Callable
         return out
 
     return take
+
+
+COMPARED = 1 << 20
+"""Elements that are compared at once."""
+
+
+def same_bits(name: str, spec: TensorSpec, common: Region, pieces: Sequence[tuple[Region, Tensor]]) -> bool:
+    """Whether two pieces of a tensor have the same bits in the region that both have; in parts of bounded size."""
+    bound = bind("{name*} -> {name*}", {name: spec})
+    for box in common.boxes:
+        size = box_size(box)
+        for at in range(0, size, COMPARED):
+            wanted = Region.of(stretch(box, at, min(at + COMPARED, size)))
+            shape = wanted.local_shape if wanted.local_shape is not None else (wanted.size,)
+            got: list[Tensor] = []
+            for region, values in pieces:
+                into = torch.empty(shape, dtype=values.dtype)
+                execute(
+                    plan(bound, [Piece(0, name, region)], [Piece(1, name, wanted)]),
+                    {(0, name): values},
+                    {(1, name): into},
+                )
+                got.append(into.reshape(-1).view(torch.uint8))
+            if not torch.equal(got[0], got[1]):
+                return False
+    return True

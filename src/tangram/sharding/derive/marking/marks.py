@@ -28,8 +28,10 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, NotationError
 from tangram.layout.sizes import check_cut
 from tangram.layout.syntax import Dim
-from tangram.models.capturing.graph import Graph
+from tangram.models.capturing.graph import Graph, Node
+from tangram.models.capturing.noted import MARK, RELAYOUT
 from tangram.sharding.derive.marking.nodes import operators
+from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Gathered, State, beside, cut, parts_of
 
 _FOREIGN = re.compile(r"\b(Shard|Replicate|Partial|P|PartitionSpec)\(")
@@ -262,3 +264,100 @@ def _parsed(content: str, file: str) -> list[Mark]:
             except UserError as error:
                 raise UserError(f"{file}, line {number}: {error}") from None
     return found
+
+
+class ConflictError(UserError):
+    """Marks that no layouts fit, over `axis`; `derive.conflicts` looks for what would work. `because`: if known."""
+
+    def __init__(self, said: str, axis: str, because: str = "") -> None:
+        super().__init__(said)
+        self.axis, self.because = axis, because
+
+
+def fixed_by(
+    folded: Folded, marks: Sequence[Mark], mesh: Mesh, *, all_axes: bool = True
+) -> dict[int, dict[str, State]]:
+    """By class and axis, the states that marks fix. `all_axes`: a parameter is whole over those that no mark names."""
+    graph = folded.graph
+    found: dict[int, dict[str, State]] = {}
+    by: dict[tuple[int, str], str] = {}
+    for mark in marks:
+        for name, v in matched(graph, mark).items():
+            own = found.setdefault(folded.classes[v], {})
+            lies = _states_of(mark, name, graph, v, mesh)
+            for axis, state in lies.items():
+                k = mesh.axes[axis][0]
+                if k == 1:  # whatever a mark says, the one rank has all
+                    continue
+                if state.kind == "cut":
+                    refuse_unlike(own, axis, state, graph.values[v].shape[state.dim], mark.layout, mesh)
+                if own.setdefault(axis, state) != state:
+                    other = by[folded.classes[v], axis]
+                    said = f"the marks `{other}` and `{mark}` contradict each other on {name} over {axis}"
+                    raise ConflictError(said, axis)
+                by[folded.classes[v], axis] = str(mark)
+    for v, own in found.items():
+        if all_axes and graph.values[v].kind == "parameter":
+            own.update({axis: SAME for axis in mesh.axes if axis not in own})
+    return found
+
+
+def _states_of(mark: Mark, name: str, graph: Graph, value: int, mesh: Mesh) -> dict[str, State]:
+    try:
+        return marked_states(mark, graph, value, mesh)
+    except UserError as error:
+        raise UserError(f"the mark `{mark}` does not fit {name}: {error}") from None
+
+
+WRITTEN = {MARK: "mark", RELAYOUT: "relayout"}
+
+
+@dataclass(frozen=True)
+class InCode(Mark):
+    """A mark with its line. `pattern`: the name of the module or parameter that keeps it; else how it was called."""
+
+    line: str = ""
+
+    def on(self, graph: Graph) -> dict[str, int] | None:
+        """What it is on: what the calls give and, of `mark`, what they take; what a model is given stays whole."""
+        if self.pattern not in WRITTEN.values():
+            return None
+        found: dict[str, int] = {}
+        for node in graph.nodes:
+            if not node.backward and _same(node, self):
+                for v in (*node.results, *(node.inputs if self.pattern == "mark" else ())):
+                    if v is not None and graph.values[v].kind not in ("input", "buffer"):
+                        name = graph.values[v].name or f"what {node.module or 'the model'} gives {self.pattern}"
+                        found[f"{name}#{len(found)}" if found.get(name, v) != v else name] = v
+        return found
+
+    def __str__(self) -> str:
+        if self.pattern in WRITTEN.values():
+            return f'{self.pattern}(…, "{self.layout}") in {self.line}'
+        return f"{self.pattern}: {self.layout} (marked in {self.line})"
+
+
+def parsed(text: str, line: str, written: str) -> Layout:
+    """The layout of a mark in code. Raises UserError with its line."""
+    try:
+        return Layout.parse(text)
+    except NotationError as error:
+        at = f" at {error.text[error.position :]!r}" if error.text[error.position :] else ""
+        raise UserError(f'{line}: the layout of {written}(…, "{text}") cannot be read{at}: {error.reason}') from None
+
+
+def noted(graph: Graph) -> list[Mark]:
+    """The marks of a graph's code: one for each layout in each line. Raises UserError for one that cannot be read."""
+    found: dict[Mark, None] = {}
+    for node in graph.nodes:
+        written = WRITTEN.get(node.operator.name())
+        if written is not None and not node.backward:
+            found[InCode(written, parsed(node.arguments["layout"], node.source, written), node.source)] = None
+    return [*found]
+
+
+def _same(node: Node, mark: InCode) -> bool:
+    written = WRITTEN.get(node.operator.name())
+    return (
+        written == mark.pattern and node.source == mark.line and Layout.parse(node.arguments["layout"]) == mark.layout
+    )

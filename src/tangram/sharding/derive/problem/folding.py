@@ -21,7 +21,7 @@ from tangram.layout.rule import Rule
 from tangram.layout.syntax import Operand
 from tangram.models.capturing.fold import pairs
 from tangram.models.capturing.graph import Graph, Node, Value, filled
-from tangram.sharding.ops import find_rule
+from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import RuleTable, table_of
@@ -160,7 +160,7 @@ def _step(graph: Graph, number: int, times: int, classes: tuple[int, ...], table
         own: int = by_place[name] if i is None else by_place[name][i]
         inputs.append(None if tensor is None else classes[own])
     try:
-        bound = find_rule.bound(table, call) if inputs else _from_nothing(graph, node, call)
+        bound = rule_table.bound(table, call) if inputs else _from_nothing(graph, node, call)
     except UserError as error:
         raise UserError(f"{node.source or node.module}: {error}") from None
     outputs = tuple(classes[v] for v in node.results if v is not None)

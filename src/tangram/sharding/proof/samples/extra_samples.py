@@ -16,8 +16,29 @@ from torch import Tensor
 from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.kernels.flash.spans import Spans, in_order
+from tangram.kernels.fused.gated import GATED
+from tangram.kernels.fused.norm import ADD_RMS_NORM, RMS_NORM
+from tangram.kernels.fused.projected_loss import PROJECTED_LOSS
+from tangram.kernels.fused.rotary import ROTARY
 from tangram.models.capturing import noted
-from tangram.sharding.proof.samples.fused_samples import FUSED
+
+
+def _of_fused(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+FUSED: Sequence[tuple[Any, Callable[[], tuple[Any, ...]]]] = (
+    (RMS_NORM.default, lambda: (_of_fused(5, 3, 4), _of_fused(4), 1e-6, 1.0)),
+    (RMS_NORM.default, lambda: (_of_fused(5, 4), None, 1e-6)),
+    (ADD_RMS_NORM.default, lambda: (_of_fused(3, 5, 4), _of_fused(3, 5, 4), _of_fused(4), 1e-6)),
+    (GATED.default, lambda: (_of_fused(5, 3), _of_fused(5, 3))),
+    (GATED.default, lambda: (_of_fused(2, 5, 3), _of_fused(2, 5, 3), "gelu_tanh")),
+    (PROJECTED_LOSS.default, lambda: (_of_fused(7, 3), _of_fused(5, 3), torch.tensor([0, -100, 3, 4, 1, -100, 2]))),
+    (PROJECTED_LOSS.default, lambda: (_of_fused(3, 4), _of_fused(6, 4), torch.tensor([5, 2, 2]), 2)),
+    (ROTARY.default, lambda: (_of_fused(3, 4, 5, 6), _of_fused(3, 2, 5, 6), _of_fused(3, 5, 4), _of_fused(3, 5, 4))),
+    (ROTARY.default, lambda: (_of_fused(3, 2, 5, 4), _of_fused(3, 2, 5, 4), _of_fused(1, 5, 4), _of_fused(1, 5, 4))),
+)
+
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tangram.kernels.accuracy.bounds import Truth
-from tangram.kernels.accuracy.operator import Call, Case, Cases, Claim, Draw, Inputs, Operator, exact_sum
+from bench._accuracy.bounds import Truth
+from bench._accuracy.operator import Call, Case, Cases, Claim, Draw, Inputs, Operator, exact_sum
 from tangram.kernels.lab.formats import cast
 
 A: Any = torch.ops.aten

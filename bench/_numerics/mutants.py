@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab import accumulate
+from bench._numerics.miscasts import CASTS
+from bench._numerics.mutant import Mutant
+from tangram.kernels.lab import recipes
 from tangram.kernels.lab.attention import Steps
 from tangram.kernels.lab.cases import Case, Results, summed, visible
 from tangram.kernels.lab.formats import BF16, cast
-from tangram.kernels.lab.miscasts import CASTS
-from tangram.kernels.lab.mutant import Mutant
 from tangram.kernels.lab.recipes import Freedom, Recipe
 
 # ---------------------------------------------------------------- results
@@ -186,7 +186,7 @@ def _bracket(p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
     return p * dp - delta
 
 
-def _bf16_sums(name: str, a: Tensor, b: Tensor, by: accumulate.Accumulator) -> Tensor:
+def _bf16_sums(name: str, a: Tensor, b: Tensor, by: recipes.Accumulator) -> Tensor:
     """Each sixteen products are added to a number of bfloat16."""
     del name, by
     total = torch.zeros_like(a[..., :1] @ b[..., :1, :])
@@ -195,14 +195,14 @@ def _bf16_sums(name: str, a: Tensor, b: Tensor, by: accumulate.Accumulator) -> T
     return total
 
 
-def _last_product(name: str, a: Tensor, b: Tensor, by: accumulate.Accumulator) -> Tensor:
+def _last_product(name: str, a: Tensor, b: Tensor, by: recipes.Accumulator) -> Tensor:
     """Of dK and dV the last 8 queries are left out."""
     keep = a.shape[-1] - 8 if name in {"dk", "dv"} and a.shape[-1] > 8 else a.shape[-1]
-    return accumulate.product(a[..., :keep], b[..., :keep, :], by)
+    return recipes.product(a[..., :keep], b[..., :keep, :], by)
 
 
-def _transposed_scores(name: str, a: Tensor, b: Tensor, by: accumulate.Accumulator) -> Tensor:
-    return accumulate.product(a.mT if name == "dk" else a, b, by)
+def _transposed_scores(name: str, a: Tensor, b: Tensor, by: recipes.Accumulator) -> Tensor:
+    return recipes.product(a.mT if name == "dk" else a, b, by)
 
 
 def _square(recipe: Recipe, case: Case) -> bool:

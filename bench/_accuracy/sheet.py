@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from bench._accuracy.judge import CLASSES, Outcome
+from bench._accuracy.ulps import EDGES
 from tangram.errors import UserError
-from tangram.kernels.accuracy.judge import CLASSES, Outcome
-from tangram.kernels.accuracy.ulps import EDGES
 
 FORMAT = "tangram operator accuracy 1"
 Key = tuple[str, str, str]

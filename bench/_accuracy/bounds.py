@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tangram.kernels.accuracy.ulps import FORMATS, HALF, ulp
+from bench._accuracy.ulps import FORMATS, HALF, ulp
 
 CERTAINTY = 8.0
 INNER = 2.0**-24

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tangram.kernels.accuracy.bounds import Truth
-from tangram.kernels.accuracy.operator import DTYPES, Case, Draw, Inputs, Operator
+from bench._accuracy.bounds import Truth
+from bench._accuracy.operator import DTYPES, Case, Draw, Inputs, Operator
 
 Bits = np.ndarray[Any, np.dtype[np.int16]]
 A: Any = torch.ops.aten

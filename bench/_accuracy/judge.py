@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tangram.kernels.accuracy.bounds import Truth, limit, roundoff
-from tangram.kernels.accuracy.ulps import FORMATS, HALF, compared, histogram, ulp
+from bench._accuracy.bounds import Truth, limit, roundoff
+from bench._accuracy.ulps import FORMATS, HALF, compared, histogram, ulp
 
 CLASSES = ("correct", "faithful", "bounded", "outside")
 """From the best to the worst."""

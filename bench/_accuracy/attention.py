@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tangram.kernels.accuracy.bounds import Truth
-from tangram.kernels.accuracy.operator import Case, Draw, Inputs, Operator
+from bench._accuracy.bounds import Truth
+from bench._accuracy.operator import Case, Draw, Inputs, Operator
 from tangram.kernels.lab.formats import cast
 
 A: Any = torch.ops.aten

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tangram.kernels.accuracy.bounds import Truth
-from tangram.kernels.accuracy.laws import drawn
-from tangram.kernels.accuracy.ulps import FORMATS
+from bench._accuracy.bounds import Truth
+from bench._accuracy.laws import drawn
+from bench._accuracy.ulps import FORMATS
 from tangram.kernels.lab.formats import Format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

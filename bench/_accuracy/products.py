@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tangram.kernels.accuracy.bounds import Truth
-from tangram.kernels.accuracy.operator import DTYPES, Call, Case, Cases, Claim, Draw, Inputs, Operator, exact_sum
+from bench._accuracy.bounds import Truth
+from bench._accuracy.operator import DTYPES, Call, Case, Cases, Claim, Draw, Inputs, Operator, exact_sum
 
 A: Any = torch.ops.aten
 SIZES = ((8, 64, 16), (5, 1000, 7), (32, 256, 48), (3, 4096, 8), (2, 16384, 3), (1, 256, 1), (0, 8, 4), (4, 0, 3))

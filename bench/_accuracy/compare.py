@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tangram.kernels.accuracy.judge import CLASSES, Outcome
-from tangram.kernels.accuracy.sheet import Key, Sheet
+from bench._accuracy.judge import CLASSES, Outcome
+from bench._accuracy.sheet import Key, Sheet
 
 VERDICTS = ("same", "differs", "better", "worse", "is wrong", "both wrong")
 
