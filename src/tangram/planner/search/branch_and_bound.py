@@ -10,9 +10,10 @@ So what is returned is what trying all would return.
 
 What needs too much on one rank by any cut, with all layers recomputed, is left out
 (`planner.search.uneven_stages.hopeless`), and branches of which all do, before they are laid out: by the mean over
-ranks first (`planner.cost.memory.floor_of`). Too much is, before something fits, more than what needs least so far. Of each configuration that is left, the quickest cut of the layers into
-virtual stages that fits is taken (`planner.search.uneven_stages`), with as few layers recomputed as fit
-(`planner.space.recompute`); bounds are of the best that any could be.
+ranks first (`planner.cost.memory.floor_of`). Too much is, before something fits, more than what needs least so far.
+Of each configuration that is left, the quickest cut of the layers into virtual stages that fits is taken
+(`planner.search.uneven_stages`), with as few layers recomputed as fit (`planner.space.recompute`); bounds are of the
+best that any could be.
 """
 
 from __future__ import annotations
