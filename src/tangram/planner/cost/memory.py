@@ -28,14 +28,14 @@ frameworks' entries say.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tangram.models.outlines.outline import Outline
+from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
 from tangram.planner.space.grid import OF_BLOCKS, Grid, distinct
@@ -145,6 +145,21 @@ def at_rank(
     one = _rank(outline, g, setting, place, takes, counts)
     shown = one.allocated * (1 + framework.reserve) + context_of(g, setting)
     return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)
+
+
+def floor_of(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Bytes below which `needs` cannot be, however layers are cut and recomputed, and whatever schedule's number of
+    virtual stages there is: a rank has no less than the mean over PP ranks of states, and of what one micro-batch
+    leaves where all layers are recomputed."""
+    g = replace(g, recompute=np.full(len(g), int(Group.BLOCK)), recomputed=np.ones(len(g)))
+    part = 1 / g.pipeline
+    takes = takes_of(outline, g, setting, least=True)
+    has = stage(outline, g, setting, [count * part for _, count in outline.runs], part, part, takes)
+    states, weights, flows = away(g.offload)
+    kept = np.where(flows, 0.0, np.maximum(has.kept + has.embedded - fresh(has, g, setting), 0.0))
+    held = np.where(weights, 0.0, has.parameters + has.gradients)
+    held = held + np.where(states, 1 - setting.away_share, 1.0) * has.optimiser + kept
+    return (held * (1 + setting.framework.reserve) + context_of(g, setting)) * (1 - 1e-9)  # sums in another order
 
 
 BORDERS = 4

@@ -280,16 +280,30 @@ def _near(request: Request, level: int) -> tuple[bool, ...]:
     return (False, True) if level and request.node and request.able.near else (False,)
 
 
-def remade(outline: Outline, request: Request, rows: Grid) -> Grid:
-    """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of virtual stages, with everything
-    that may
-    be recomputed, and in any order of the axes."""
-    again = _again(request)
+def scheduled(request: Request, rows: Grid) -> Grid:
+    """Rows that `of_mesh` laid out with `bound`, by every schedule, with any number of virtual stages."""
     slower = {code(quick): code(name) for name, quick in NEVER_QUICKER.items() if name in request.schedules}
-    twice = np.array([found in slower for found in rows.schedule.tolist()]) & (rows.pipeline > 1)
+    twice = np.isin(rows.schedule, list(slower)) & (rows.pipeline > 1)
     other = rows.take(twice)
     schedules = np.array([slower[found] for found in other.schedule.tolist()], dtype=np.int64)
-    found = _chunked(joined([rows, replace(other, schedule=schedules)]))
+    return _chunked(joined([rows, replace(other, schedule=schedules)]))
+
+
+def roomiest(request: Request, rows: Grid) -> list[tuple[Grid, Any]]:
+    """Rows that `scheduled` laid out as they need least of a device: divided as far as they go, with parameters and
+    without, by each kind of optimiser and of offloading; and which of them may be."""
+    able, found = request.able, list[tuple[Grid, Any]]()
+    for level, optimiser, offload in itertools.product((2, 3), request.optimisers, request.offloads):
+        there = np.where(rows.pipeline > 1, level in able.staged, level in able.zero) | (level < 3)
+        filled = {"zero": float(level), "optimiser": optimiser, "offload": offload}
+        columns = {name: np.full(len(rows), value) for name, value in filled.items()}
+        found.append((replace(rows, shard=rows.data * rows.context, **columns), there))
+    return found
+
+
+def remade(outline: Outline, request: Request, found: Grid) -> Grid:
+    """Rows that `scheduled` laid out with everything that may be recomputed, and in any order of the axes."""
+    again = _again(request)
     count = len(found)
     found = found.take(np.tile(np.arange(count), len(again)))
     found = replace(found, recompute=np.repeat(np.array(again, dtype=np.int64), count))

@@ -8,10 +8,12 @@ draws configurations and factors). Branches are taken by their bound; when it is
 the rest cannot hold a better one. Of the branches that are left each way of recomputing has a bound of its own.
 So what is returned is what trying all would return.
 
-As soon as something fits, what needs too much on one rank by any cut, with all layers recomputed, is left out
-(`planner.search.uneven_stages.hopeless`). Of each configuration that is left, the quickest cut of the layers into
-virtual stages that fits is taken (`planner.search.uneven_stages`), with as few layers recomputed as fit
-(`planner.space.recompute`); bounds are of the best that any could be.
+What needs too much on one rank by any cut, with all layers recomputed, is left out
+(`planner.search.uneven_stages.hopeless`), and branches of which all do, before they are laid out: by the mean over
+ranks first (`planner.cost.memory.floor_of`). Too much is, before something fits, more than what needs least so far.
+Of each configuration that is left, the quickest cut of the layers into virtual stages that fits is taken
+(`planner.search.uneven_stages`), with as few layers recomputed as fit (`planner.space.recompute`); bounds are of the
+best that any could be.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
-from tangram.models.outlines.outline import Outline
+from tangram.models.outlines.outline import Group, Outline
+from tangram.planner.cost.memory import floor_of
 from tangram.planner.cost.step_time import COVERED, Scales, multiplied, seconds
-from tangram.planner.legality.enumerate import Request, expanded, meshes, of_mesh, remade
+from tangram.planner.legality.enumerate import ALL, Request, expanded, meshes, of_mesh, remade, roomiest, scheduled
 from tangram.planner.search.evaluate import CutRequest
 from tangram.planner.search.uneven_stages import CACHED, all_cuts, best_cuts, hopeless
 from tangram.planner.space.grid import Grid, joined
 from tangram.planner.space.setting import Setting
 
-__all__ = ["BestConfigurations", "bounds_of", "exhaustive", "least_of", "quickest", "search"]
+__all__ = ["BestConfigurations", "bounds_of", "exhaustive", "floors", "least_of", "quickest", "search", "some_fits"]
 
 Floats = NDArray[np.float64]
 FIRST, BLOCK = 32, 2048
@@ -74,22 +77,62 @@ def search(
     bounds = _bounds(outline, request, setting, tuple(sorted((scales or {}).items())))
     order = np.argsort(bounds, kind="stable")  # the most promising first, so that the rest is cut off soon
 
-    def branches() -> Iterator[tuple[float, Grid]]:
-        start, count = 0, FIRST
-        while start < len(order):
-            few = order[start : start + count]
-            yield float(bounds[few[0]]), every.take(few)
-            start, count = start + count, min(2 * count, BLOCK)
-
-    def laid_out(rows: Grid, last: float) -> Grid:
-        found = remade(outline, request, rows)
+    def laid_out(rows: Grid, last: float, room: float) -> Grid:
+        rows = rows.take(floors(wanted, request, rows) <= room)
+        found = scheduled(request, rows)
+        found = remade(outline, request, found if np.isfinite(last) else _roomy(wanted, request, found, room))
         if np.isfinite(last):
             # The same sum in another order may differ in its last digit: a tie must not be lost to that.
             found = found.take(least_of(outline, found, setting, scales) <= last * (1 + 1e-12))
         return expanded(outline, request, found)
 
     wanted = CutRequest(outline, setting, limit, scales, request.able)
-    return _take(wanted, most, len(every), branches(), laid_out, within)
+    branches = ((float(bounds[few[0]]), every.take(few)) for few in _in_turn(order))
+    leanest = every.take(np.argsort(floors(wanted, request, every), kind="stable")[:FIRST])
+    _, _, need = wanted.evaluated(laid_out(leanest, np.inf, np.inf))
+    return _take(
+        wanted, most, len(every), branches, laid_out, within, room=float(need.min(initial=np.inf)) * (1 + 1e-9)
+    )
+
+
+def some_fits(outline: Outline, request: Request, setting: Setting, limit: float) -> bool:
+    """Whether any configuration needs at most `limit` bytes: those that may need least are looked at first."""
+    every, wanted = _branches(outline, request), CutRequest(outline, setting, limit, None, request.able)
+    if every is None:
+        return False
+    least = floors(wanted, request, every)
+    for few in _in_turn(np.argsort(least, kind="stable")[: (least <= limit).sum()]):
+        rows = _roomy(wanted, request, scheduled(request, every.take(few)), limit)
+        g = expanded(outline, request, remade(outline, request, rows))
+        g, step, need = wanted.evaluated(g.take(~hopeless(wanted, g)))
+        if np.isfinite(step).any() or np.isfinite(best_cuts(wanted, g, step, need).step).any():
+            return True
+    return False
+
+
+def _in_turn(order: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Places of branches that are looked at together."""
+    start, count = 0, FIRST
+    while start < len(order):
+        yield order[start : start + count]
+        start, count = start + count, min(2 * count, BLOCK)
+
+
+def floors(wanted: CutRequest, request: Request, rows: Grid) -> Floats:
+    """Of each branch bytes below which no configuration of it is."""
+    found = [(floor_of(wanted.outline, g, wanted.setting), there) for g, there in roomiest(request, rows)]
+    return np.minimum.reduce([np.where(there, floor, np.inf) for floor, there in found])
+
+
+def _roomy(wanted: CutRequest, request: Request, found: Grid, room: float) -> Grid:
+    """Rows that `scheduled` laid out, without those of which no configuration needs at most `room`."""
+    anything = replace(wanted, limit=room, able=ALL)  # with all layers recomputed, whether that may be or not
+    over = [~there | hopeless(anything, _all_again(g)) for g, there in roomiest(request, found)]
+    return found.take(~np.logical_and.reduce(over))
+
+
+def _all_again(g: Grid) -> Grid:
+    return replace(g, recompute=np.full(len(g), int(Group.BLOCK)), recomputed=np.ones(len(g)))
 
 
 @lru_cache(maxsize=1)
@@ -140,7 +183,7 @@ def exhaustive(
     """The same by trying everything."""
     every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
     wanted = CutRequest(outline, setting, limit, scales, request.able)
-    return _take(wanted, most, 0, every, lambda rows, last: rows, whole=True)
+    return _take(wanted, most, 0, every, lambda rows, last, room: rows, whole=True)
 
 
 def quickest(wanted: CutRequest, g: Grid) -> Grid:
@@ -153,10 +196,11 @@ def quickest(wanted: CutRequest, g: Grid) -> Grid:
 
 def _take(
     wanted: CutRequest, most: int, looked: int, branches: Iterator[tuple[float, Grid]],
-    laid_out: Callable[[Grid, float], Grid], within: float = np.inf, *, whole: bool = False,
+    laid_out: Callable[[Grid, float, float], Grid], within: float = np.inf, *, room: float = np.inf,
+    whole: bool = False,
 ) -> BestConfigurations:  # fmt: skip
-    """`laid_out`: of a branch all configurations that may be as quick as some seconds; `whole`: all cuts of all
-    configurations are evaluated."""
+    """`laid_out`: of a branch all configurations that may be as quick as some seconds and need so many bytes at most;
+    `room`: with which some configuration does; `whole`: all cuts of all configurations are evaluated."""
     best: list[Grid] = []
     steps: list[Floats] = []
     needs: list[Floats] = []
@@ -167,13 +211,16 @@ def _take(
         # Bounds only grow from here on. Where nothing fits, the answer is what needs least, of which one must be known.
         if bound > last and (slow or smallest is not None):
             break
-        g = laid_out(rows, last)
+        # Before anything fits, what needs less than all others still says how much memory would do.
+        room = min(room, smallest[0] * (1 + 1e-9) if smallest else np.inf)
+        room = wanted.limit if best else max(wanted.limit, room)
+        g = laid_out(rows, last, room)
         if not len(g):
             slow += [] if smallest else [rows]
             continue
         looked += len(g)
-        if best and not whole:  # before anything fits, what cannot fit still says how much memory would do
-            g = g.take(~hopeless(wanted, g))
+        if not whole:
+            g = g.take(~hopeless(replace(wanted, limit=room), g))
             if not len(g):
                 continue
         g, step, need = wanted.tried(g) if whole else wanted.evaluated(g)
@@ -192,7 +239,7 @@ def _take(
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
         if sum(map(len, steps)) >= most:
             last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
-    smallest = smallest or _smallest(wanted, (laid_out(rows, np.inf) for rows in slow))
+    smallest = smallest or _smallest(wanted, (laid_out(rows, np.inf, np.inf) for rows in slow))
     if smallest is None:
         raise UserError(
             f"nothing that is allowed of {wanted.outline.name} can be run: rules leave no configuration of any mesh; "

@@ -127,7 +127,7 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     found = ranked(outline, cluster, ask, request, limit, AMONG * ask.most, learned)
     choices = found.choices
     otherwise = _otherwise(outline, request, limit, ask, learned, cluster, choices) if choices and what_if else {}
-    would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit, learned)
+    would = () if choices or not what_if else would_fit(outline, cluster, ask, request, limit)
     return Answer(
         outline, cluster.name, ask, limit, families(unlike(choices), ask.most), found.smallest, found.looked,
         (*assumed(cluster, ask), *kept_words(outline, ask.base), *image_words(outline),

@@ -1,4 +1,4 @@
-"""Where nothing fits: of each kind of change the smallest with which something does, found by searching again.
+"""Where nothing fits: of each kind of change the smallest with which something does, found by looking again.
 
 More DP ranks that divide states, recomputing and all else of the space were tried already. What is tried here
 beside are more devices, kinds of optimisers with smaller states, what is offloaded to the host, and shorter samples of
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.outline import Outline
-from tangram.planner.cost.calibration import Learned
 from tangram.planner.legality.enumerate import Request
-from tangram.planner.search.by_precision import ranked
-from tangram.planner.search.strategy import Ask
+from tangram.planner.search.branch_and_bound import some_fits
+from tangram.planner.search.strategy import Ask, safe, setting_of
 from tangram.planner.space.optimisers_and_offload import OFFLOADS, OPTIMISERS, offloads_of
 
 __all__ = ["Change", "would_fit"]
@@ -43,17 +41,12 @@ Try = tuple[Change, Request]
 Fits = Callable[[Request], bool]
 
 
-def would_fit(
-    outline: Outline, cluster: Cluster, ask: Ask, request: Request, limit: float, learned: Learned
-) -> tuple[Change, ...]:
+def would_fit(outline: Outline, cluster: Cluster, ask: Ask, request: Request, limit: float) -> tuple[Change, ...]:
     """Of each kind the smallest change that fits; those of which none does are left out."""
+    settings = [setting_of(cluster, one) for one in ask.each()]
 
     def fits(other: Request) -> bool:
-        asked = replace(ask, sequence=other.sequence)
-        try:
-            return bool(ranked(outline, cluster, asked, other, limit, 1, learned).choices)
-        except UserError:  # no legal layout, or what runs it does not know the change
-            return False
+        return any(some_fits(outline, other, setting, safe(limit)) for setting in settings)
 
     found = [_devices(request, fits), *(_first(tries(request), fits) for tries in (_optimisers, _offloads, _shorter))]
     return tuple(one for one in found if one is not None)
