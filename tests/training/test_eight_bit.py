@@ -23,10 +23,11 @@ from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.planner.space.grid import grid
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS
 from tangram.schema.files import load
-from tangram.schema.job import Moments
+from tangram.schema.optimiser import Moments
 from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of
-from tangram.training.parallel.eight_bit_adamw import AT_ONCE, BLOCK, EightBitAdamW
+from tangram.training.parallel.eight_bit_adamw import AT_ONCE, BLOCK
+from tangram.training.parallel.ruled_optimiser import RuledOptimiser
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tests.training.chat import write_chat
@@ -34,6 +35,11 @@ from tests.training.data.test_chat import CHATML, tokenizer_of
 from tests.training.tuning_tasks import Traced, run_in_turn, write_folder
 
 # ---------------------------------------------------------------- the arithmetic
+
+
+def adamw(p: torch.nn.Parameter, *, lr: float, rule: str = "adamw-8bit", **keys: Any) -> RuledOptimiser:
+    settings = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **keys}
+    return RuledOptimiser([{"params": [p], "rule": rule}], torch.float32, lr=lr, **settings)
 
 
 def dynamic(signed: bool) -> np.ndarray[Any, Any]:
@@ -59,7 +65,7 @@ def coded(values: np.ndarray[Any, Any], signed: bool) -> np.ndarray[Any, Any]:
 def test_it_is_what_plain_numpy_makes(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(shape))
-    own = EightBitAdamW([p], torch.float32, [p], lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    own = adamw(p, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     w = p.detach().numpy().reshape(-1).astype(np.float64)
     first, second = (np.zeros(w.size, np.float32) for _ in range(2))
     for step in range(1, 5):
@@ -83,7 +89,7 @@ def test_parts_of_a_large_parameter_are_updated_in_turn(monkeypatch: pytest.Monk
     for at_once in (AT_ONCE, 512):
         monkeypatch.setattr("tangram.training.parallel.eight_bit_adamw.AT_ONCE", at_once)
         p = torch.nn.Parameter(values.clone())
-        own = EightBitAdamW([p], torch.float32, [p], lr=1e-2)
+        own = adamw(p, lr=1e-2)
         for p.grad in gradients:
             own.step()
         found.append(p.detach())
@@ -95,7 +101,7 @@ def test_masters_are_updated_and_rounded() -> None:
     values = torch.randn(64, 256)
     low, high = (torch.nn.Parameter(x) for x in (values.bfloat16(), values.bfloat16().float()))
     for p in (low, high):
-        own = EightBitAdamW([p], torch.float32, [p], lr=1e-4)
+        own = adamw(p, lr=1e-4)
         for step in range(3):
             p.grad = torch.full(values.shape, 0.5 + step, dtype=p.dtype)
             own.step()
@@ -110,7 +116,7 @@ def test_a_run_without_memory_updates_too(kind: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         p = torch.nn.Parameter(torch.zeros(64, 256, dtype=torch.bfloat16))
         p.grad = torch.zeros_like(p)
-        own = EightBitAdamW([p], torch.float32, [p] if kind == "8-bit" else [], lr=1e-3)
+        own = adamw(p, lr=1e-3, rule="adamw-8bit" if kind == "8-bit" else "adamw")
         own.step()
         own.step()
         assert sum(one.nbytes for one in own.state[p].values()) == (4 + (2 if kind == "8-bit" else 8)) * p.numel() + (

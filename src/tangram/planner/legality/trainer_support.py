@@ -17,7 +17,7 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import optimisers_of
 from tangram.planner.space.recompute import WHOLE
 from tangram.planner.space.schedule_formulas import SCHEDULES, splits
-from tangram.schema.job import Moments
+from tangram.schema.optimiser import Moments
 from tangram.schema.schedules import micros_unlike
 
 __all__ = ["KV_HEADS", "MOMENTS", "RULES", "RUNS", "SAID", "UNSAID"]

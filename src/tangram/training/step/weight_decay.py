@@ -19,17 +19,21 @@ from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
-from tangram.schema.job import Job, OptimiserPlan
+from tangram.models.outlines.costs import block_names
+from tangram.schema.job import Job
+from tangram.schema.optimiser import OptimiserPlan, RuleName
 from tangram.schema.plan import matches
 from tangram.training.data import tokens_of
 from tangram.training.parallel.apply import freeze
 from tangram.training.state.build_model import source_of
 
-MATRICES = (
-    nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
-    nn.ConvTranspose2d, nn.ConvTranspose3d, Conv1D,
+NO_MATRICES = (
+    nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
 )  # fmt: skip
-"""Modules whose `weight` is multiplied as a matrix, or looked up in."""
+"""Modules whose `weight` is looked up in, or convolves."""
+MATRICES = (nn.Linear, nn.Bilinear, Conv1D, *NO_MATRICES)
+"""Those whose `weight` is multiplied as a matrix in some way."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
 """Those of transformers are told by the names of their classes, which end in Norm."""
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -79,6 +83,24 @@ def _why_not(module: nn.Module, name: str, parameter: nn.Parameter, shape: tuple
         return "bias"
     named = (why for why, patterns in NAMES.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
     return next(named, "vector" if sum(size > 1 for size in shape) < 2 else "")
+
+
+def rules_of(
+    model: nn.Module, plan: OptimiserPlan, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> dict[str, RuleName]:
+    """Of each parameter that is trained how it is updated; `shapes` as above.
+
+    Muon is for what multiplies as a matrix within layers, and not for what is added, scales, convolves or is looked up.
+    """
+    found: dict[str, RuleName] = {}
+    layers = tuple(f"{name}." for name in block_names(model))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            path, _, last = name.rpartition(".")
+            module, shape = model.get_submodule(path), shapes.get(name) or tuple(parameter.shape)
+            matrix = not isinstance(module, NO_MATRICES) and not _why_not(module, last, parameter, shape)
+            found[name] = plan.rule_of(name, shape, in_layer=matrix and name.startswith(layers))
+    return found
 
 
 def _is_bias_of(one: nn.Parameter, other: nn.Parameter) -> bool:
