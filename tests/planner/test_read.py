@@ -36,7 +36,7 @@ def said(path: Path, text: str, changes: dict[str, str] | None = None) -> str:
     [
         (("preset =", "presett ="), ', line {line}: unknown key "model.presett"; did you mean "preset"?'),
         (("[optimiser]", "[optimizer]"), ', line {line}: unknown key "optimizer"; did you mean "optimiser"? (and 1'),
-        (("lr = 2e-3", "zzz = 1\nlr = 2e-3"), ', line {line}: unknown key "optimiser.zzz"; known are lr, betas,'),
+        (("lr = 2e-3", "zzz = 1\nlr = 2e-3"), ', line {line}: unknown key "optimiser.zzz"; known are name, lr, lr_of,'),
         (("seed = 1", "steps = 1"), ', line {line}: unknown key "steps"; did you mean "run.steps"?'),
         (
             ("weight = 2.0", "wieght = 2.0"),

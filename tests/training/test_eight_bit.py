@@ -16,14 +16,15 @@ from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, Region, region
 from tangram.layout.blocks import flat_blocks, refuse_cut_blocks, shape_of_blocks
 from tangram.planner.legality.engine import Facts
-from tangram.planner.legality.trainer_support import MOMENTS, RULES
+from tangram.planner.legality.trainer_support import KINDS, RULES
 from tangram.planner.local.estimate import estimate
 from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.peak_memory import STATES
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.planner.space.grid import grid
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS
 from tangram.schema.files import load
-from tangram.schema.optimiser import Moments
+from tangram.schema.optimiser import OptimiserPlan, RuleName
 from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.parallel.eight_bit_adamw import AT_ONCE, BLOCK
@@ -38,8 +39,8 @@ from tests.training.tuning_tasks import Traced, run_in_turn, write_folder
 
 
 def adamw(p: torch.nn.Parameter, *, lr: float, rule: str = "adamw-8bit", **keys: Any) -> RuledOptimiser:
-    settings = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **keys}
-    return RuledOptimiser([{"params": [p], "rule": rule}], torch.float32, lr=lr, **settings)
+    settings: dict[str, Any] = {"rule": rule, "lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **keys}
+    return RuledOptimiser([p], torch.float32, **settings)
 
 
 def dynamic(signed: bool) -> np.ndarray[Any, Any]:
@@ -277,9 +278,13 @@ def test_a_layout_that_cuts_blocks_apart_is_refused(folder: Path) -> None:
 
 def test_what_is_planned_for_a_cluster_can_be_run() -> None:
     """Row by row: what the planner ranks, and what a job can say."""
-    (rule,) = (one for one in RULES if one.name == "AdamW")
+    (rule,) = (one for one in RULES if one.name == "optimisers")
     some = grid(batch=8, sequence=32, optimiser=np.arange(len(OPTIMISERS)))
     holds = rule.holds(Facts(), some)
-    assert {code for code, one in enumerate(holds) if one} == set(MOMENTS)
-    assert set(MOMENTS.values()) == set(get_args(Moments))
-    assert {OPTIMISERS[code].name for code in MOMENTS} == {"adamw", "adamw-8bit"}
+    assert {code for code, one in enumerate(holds) if one} == set(KINDS)
+    assert {OPTIMISERS[code].name for code in KINDS} == set(get_args(RuleName)) == set(STATES)
+    job = OptimiserPlan(lr=1e-3, betas=(0.8, 0.9), lr_of={"*": 1e-4})
+    for kind in KINDS.values():
+        made = OptimiserPlan.model_validate(job.of_kind(kind))
+        assert (made.kind, made.lr_of, made.mistake(2)) == (kind, job.lr_of, None)
+        assert OptimiserPlan.model_validate(made.of_kind("adamw")).kind == "adamw"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,20 @@ _USED: Mapping[OptimiserName, frozenset[str]] = MappingProxyType(
 _ONLY = frozenset[str]().union(*_USED.values())
 MOMENTUM: Mapping[OptimiserName, float] = MappingProxyType({"sgd": 0.0, "muon": 0.95})
 """Where a job says none: those of torch."""
+TITLES: Mapping[OptimiserName, str] = MappingProxyType(
+    {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon for matrices of layers, else AdamW"}
+)
+_OF_KIND: Mapping[RuleName, Mapping[str, Any]] = MappingProxyType(
+    {
+        "adamw": {"name": "adamw", "moments": "as masters"},
+        "adamw-8bit": {"name": "adamw", "moments": "8-bit"},
+        "sgd": {"name": "sgd", "momentum": None},
+        "sgd-momentum": {"name": "sgd", "momentum": 0.9},
+        "adafactor": {"name": "adafactor"},
+        "muon": {"name": "muon", "momentum": None},
+    }
+)
+"""What a job says of each."""
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -80,14 +94,38 @@ class OptimiserPlan(TomlTable):
         """Of an optimiser that has one."""
         return MOMENTUM.get(self.name, 0.0) if self.momentum is None else self.momentum
 
-    def rule_of(self, name: str, shape: Sequence[int], *, in_layer: bool) -> RuleName:
-        """How a parameter of this shape in all is updated. `in_layer`: of the model's repeated blocks."""
-        if self.name == "muon":
-            hidden = in_layer and len(shape) in (2, 3) and min(shape[-2:]) > 1
-            return "muon" if hidden else "adamw"
+    @property
+    def kind(self) -> RuleName:
+        """How parameters are updated but for those that a rule is not for."""
         if self.name == "sgd":
             return "sgd-momentum" if self.momentum_used else "sgd"
-        return "adamw-8bit" if self.has_codes(name, shape) else self.name
+        return "adamw-8bit" if self.moments == "8-bit" else self.name
+
+    def rule_of(self, name: str, shape: Sequence[int], *, in_layer: bool) -> RuleName:
+        """How a parameter of this shape in all is updated. `in_layer`: of the model's repeated blocks."""
+        if self.name == "muon" and not (in_layer and len(shape) in (2, 3) and min(shape[-2:]) > 1):
+            return "adamw"
+        return "adamw" if self.moments == "8-bit" and not self.has_codes(name, shape) else self.kind
+
+    def of_kind(self, kind: RuleName) -> dict[str, Any]:
+        """The table of another kind, without the keys that it has not."""
+        if kind == self.kind:
+            return self.model_dump()
+        own = _OF_KIND[kind]
+        lost = _ONLY - _USED[own["name"]]
+        return {**{key: value for key, value in self.model_dump().items() if key not in lost}, **own}
+
+    @property
+    def words(self) -> str:
+        """What it is, and the settings that it has."""
+        used, said = _USED[self.name], [TITLES[self.name]]
+        if self.moments == "8-bit":
+            said.append("moments of 8 bits")
+        if "momentum" in used and self.momentum_used:
+            said.append(f"momentum {self.momentum_used:g}")
+        if "betas" in used:
+            said.append(f"betas {', '.join(map(str, self.betas))}")
+        return ", ".join(said)
 
     def peak_lr(self, name: str) -> float:
         """The highest learning rate of a parameter."""

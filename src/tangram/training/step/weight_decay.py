@@ -43,6 +43,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "scale": ("scale", "*_scale", "layer_scale*", "gamma", "beta", "lambda*"),
 }
 """By the last part of the name of a parameter that a module of its own has."""
+RULE_WORDS: Mapping[str, str] = {"muon": "Muon", "adamw": "AdamW"}
+"""Of an optimiser with several rules."""
 _SHOWN = 12
 
 
@@ -111,7 +113,11 @@ def _is_bias_of(one: nn.Parameter, other: nn.Parameter) -> bool:
 
 def groups(model: nn.Module, plan: OptimiserPlan) -> list[DecayGroup]:
     """The groups of a model: those that decay first, then the others by reason."""
-    whys, sizes = why_not(model, plan), {name: one.numel() for name, one in model.named_parameters()}
+    return _grouped(model, why_not(model, plan))
+
+
+def _grouped(model: nn.Module, whys: Mapping[str, str]) -> list[DecayGroup]:
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
     found: list[DecayGroup] = []
     for why in sorted(set(whys.values())):
         names = [name for name, own in whys.items() if own == why]
@@ -121,18 +127,24 @@ def groups(model: nn.Module, plan: OptimiserPlan) -> list[DecayGroup]:
 
 
 def rows(plan: Job) -> list[tuple[str, str]]:
-    """What `tangram plan show` says of them; of a model that cannot be built here, why."""
+    """What `tangram plan show` says of them, of rates of their own and of rules; of a model that cannot be built here,
+    why."""
+    optimiser = plan.optimiser
     try:
         model = build_on_meta(source_of(plan, tokens_of(plan)).config)
         freeze(model, plan)
     except UserError as error:
-        return [("weight decay", f"of which parameters is not known here: {error}")]
-    return list(_rows(groups(model, plan.optimiser), plan.optimiser.weight_decay))
+        return [("groups of parameters", f"which they are is not known here: {error}")]
+    decay = f"weight decay {optimiser.weight_decay:g}"
+    decays = {name: f"no weight decay: {why}" if why else decay for name, why in why_not(model, optimiser).items()}
+    rates = {name: f"learning rate {optimiser.peak_lr(name):g}" for name in decays}
+    rules = {name: f"by {RULE_WORDS[rule]}" for name, rule in rules_of(model, optimiser).items()}
+    told = ((decays, optimiser.weight_decay), (rates, optimiser.lr_of), (rules, optimiser.name == "muon"))
+    return [row for some, asked in told if asked for row in _rows(_grouped(model, some))]
 
 
-def _rows(found: list[DecayGroup], decay: float) -> Iterator[tuple[str, str]]:
-    for group in found:
-        what = f"no weight decay: {group.why}" if group.why else f"weight decay {decay:g}"
+def _rows(found: list[DecayGroup]) -> Iterator[tuple[str, str]]:
+    for group in sorted(found, key=lambda group: group.why.startswith("no ")):
         more = f" and {len(group.names) - _SHOWN} more" if len(group.names) > _SHOWN else ""
         many = f"{group.tensors:,} tensor{'s' if group.tensors != 1 else ''} of {group.values:,} values"
-        yield what, f"{many}: {', '.join(group.names[:_SHOWN])}{more}"
+        yield group.why, f"{many}: {', '.join(group.names[:_SHOWN])}{more}"
