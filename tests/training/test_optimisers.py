@@ -45,6 +45,10 @@ WAYS: Mapping[str, Strategy] = {
     "fsdp of 3": Strategy("FSDP", "dp=3", ("dp",), shard="dp"),
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EVERY = ("one", "fsdp", "ddp", "tp", "pp")
+ON: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("one", "fsdp"), "momentum": ("one", "fsdp"), "adafactor": EVERY, "muon": EVERY, "rates": ("one", "pp"),
+}  # fmt: skip
 RESUMED = {
     (f"{case} resumed", way): (f"{case} half", "fsdp") for case in ("adafactor", "muon", "sgd") for way in ("tp", "one")
 }
@@ -93,10 +97,7 @@ def run_all(folder: Path, plans: Mapping[tuple[str, str], Plan], name: str = "ru
 
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> dict[tuple[str, str], Traced]:
-    ways = ("one", "fsdp", "ddp", "tp", "pp")
-    plans = {
-        (case, way): planned(folder, case, way) for case in CASES for way in ways if way != "ddp" or case == "muon"
-    }
+    plans = {(case, way): planned(folder, case, way) for case, ways in ON.items() for way in ways}
     plans |= {
         (f"{case} half", "fsdp"): planned(folder, f"{case} half", "fsdp") for case in ("adafactor", "muon", "sgd")
     }
@@ -188,8 +189,9 @@ def test_it_goes_on_elsewhere(ran: dict[tuple[str, str], Traced]) -> None:
 def test_experts_have_the_losses_of_one_process(folder: Path, case: str) -> None:
     plans = {(f"{case} moe", way): planned(folder, case, way, "moe") for way in ("one", "fsdp", "ep")}
     found = run_all(folder, plans)
+    near = 2e-5 if case == "muon" else 1e-5  # of the last digits of bfloat16, as above
     for key, one in found.items():
-        assert one.losses == pytest.approx(found[f"{case} moe", "one"].losses, rel=1e-5), key
+        assert one.losses == pytest.approx(found[f"{case} moe", "one"].losses, rel=near), key
 
 
 @pytest.mark.slow
@@ -204,7 +206,7 @@ def test_what_is_kept_is_what_is_predicted(folder: Path, ran: dict[tuple[str, st
     from tangram.hardware.measuring.rates import rates
 
     for case in CASES:
-        for way in ("one", "fsdp", "tp"):
+        for way in {"one", "fsdp", "tp"} & {*ON[case]}:
             plan, costs = planned(folder, case, way), counted_for(folder, "dense").costs(2)
             memory = estimate(plan, costs, costs, rates()).memory
             assert ran[case, way].kept_bytes == pytest.approx(memory.parameters + memory.optimiser, rel=0.02), (
