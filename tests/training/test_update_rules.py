@@ -19,8 +19,10 @@ from tangram.schema.optimiser import OptimiserPlan
 from tangram.training.parallel import update_rules
 from tangram.training.parallel.ruled_optimiser import RuledOptimiser
 from tangram.training.parallel.update_rules import RULES
+from tangram.training.run.launch import run_ranks
 from tangram.training.step.optimiser_step import lr_at, make_adamw
 from tangram.training.step.weight_decay import rules_of
+from tests.training.optimiser_tasks import PARTS, differences
 
 SETTINGS: dict[str, Any] = {
     "lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "momentum": 0.9, "adjust_lr": "original",
@@ -121,6 +123,15 @@ def test_stacked_matrices_are_one_each_to_muon() -> None:
             one.grad = grad.clone()
         own.step()
     assert torch.equal(stacked.detach(), torch.stack([one.detach() for one in apart]))
+
+
+def test_parts_on_ranks_are_updated_as_the_whole_is() -> None:
+    """Cut along any dims, evenly or not, by groups of ranks of their own."""
+    work = {rule: {**SETTINGS, "rule": rule} for rule in RULES if rule != "adamw-8bit"}
+    for found in run_ranks(differences, work, world=4, on_event=print, device="cpu"):
+        far = {key: off for key, off in found.items() if off > (2e-4 if key[0] == "muon" else 1e-6)}
+        assert not far
+        assert len(found) == len(work) * len(PARTS) - 1  # no vector is Muon's
 
 
 # ---------------------------------------------------------------- which parameter has which

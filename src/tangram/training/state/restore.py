@@ -111,7 +111,7 @@ def _refuse_other_model(path: Path, found: Mapping[str, TensorSpec], target: Map
         a, b = found[name], target[name]
         if a != b:
             differences.append(f"its {name} is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}")
-    others = [name for name in found.keys() ^ target.keys() if name.startswith("optim.")]
+    others = [name for name in sorted(found.keys() ^ target.keys()) if name.startswith("optim.")]
     if differences and len(others) == len(differences):
         raise UserError(
             f'the checkpoint "{path}" has the states of another optimiser, as {others[0]}: resume with the one that it '
