@@ -18,7 +18,7 @@ from tangram.layout import Region
 from tangram.models.lora import nf4
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import ADAM_4BIT, ADAM_8BIT, SAME, SHARED, States, StateSpec, with_states
-from tangram.training.parallel.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
 from tests.training.test_quantised_base import kept, some_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries warn of accelerators that are not here

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tangram.training.parallel.parameter_shards import ParameterShards
-from tangram.training.parallel.ruled_optimiser import RuledOptimiser
 from tangram.training.run.launch import Rank
+from tangram.training.updates.parameter_shards import ParameterShards
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
 
 Cuts = tuple[tuple[int, str, int], ...]
 """Dims, the axis that cuts each, and how many of it that axis's first rank has."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tangram.training.parallel.ruled_optimiser import MASTER, RuledOptimiser
+from tangram.training.updates.ruled_optimiser import MASTER, RuledOptimiser
 from tests.training.policies import LITTLE, Found
 
 KEYS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -16,12 +16,12 @@ from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
 from tangram.models.building.source import read_source
 from tangram.schema.optimiser import OptimiserPlan
-from tangram.training.parallel import update_rules
-from tangram.training.parallel.ruled_optimiser import RuledOptimiser
-from tangram.training.parallel.update_rules import RULES
 from tangram.training.run.launch import run_ranks
 from tangram.training.step.optimiser_step import lr_at, make_adamw
 from tangram.training.step.weight_decay import rules_of
+from tangram.training.updates import update_rules
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.update_rules import RULES
 from tests.training.optimiser_tasks import PARTS, differences
 
 SETTINGS: dict[str, Any] = {

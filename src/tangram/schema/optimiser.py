@@ -16,7 +16,7 @@ LEAST_CODED = 4096
 """Numbers of a parameter whose moments become codes: few bytes are saved by others."""
 OptimiserName = Literal["adamw", "sgd", "adafactor", "muon"]
 RuleName = Literal["adamw", "adamw-8bit", "sgd", "sgd-momentum", "adafactor", "muon"]
-"""How one parameter is updated (`training.parallel.update_rules`)."""
+"""How one parameter is updated (`training.updates.update_rules`)."""
 _USED: Mapping[OptimiserName, frozenset[str]] = MappingProxyType(
     {
         "adamw": frozenset({"betas", "eps", "moments", "moments_skip"}),
@@ -26,6 +26,8 @@ _USED: Mapping[OptimiserName, frozenset[str]] = MappingProxyType(
     }
 )
 """The keys that not every optimiser has."""
+SHARED_UPDATES = frozenset[RuleName]({"adafactor", "muon"})
+"""The rules by which ranks update what they have together."""
 _ONLY = frozenset[str]().union(*_USED.values())
 MOMENTUM: Mapping[OptimiserName, float] = MappingProxyType({"sgd": 0.0, "muon": 0.95})
 """Where a job says none: those of torch."""

@@ -31,6 +31,7 @@ from tangram.layout import intervals
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.relayout.collectives import one_collective
+from tangram.schema.optimiser import SHARED_UPDATES
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import Routed
 from tangram.sharding.derive.transitions import Change, Joint
@@ -54,7 +55,6 @@ from tangram.training.parallel.data_parallel import in_buckets
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import dtype_of
 from tangram.training.parallel.schedule_runtime import times_gathered
-from tangram.training.parallel.update_rules import SHARED_UPDATES
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV = (
     OPS.index(op) for op in ("all-reduce", "all-gather", "reduce-scatter", "send", "recv")

@@ -89,12 +89,10 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "optimiser.name": _REFUSED,
         "optimiser.lr": _RATE,
         "optimiser.lr_of": _REFUSED,
-        "optimiser.betas": _REFUSED,
-        "optimiser.eps": _REFUSED,
-        "optimiser.momentum": _REFUSED,
-        "optimiser.adjust_lr": _REFUSED,
-        "optimiser.weight_decay": _REFUSED,
-        "optimiser.no_decay": _REFUSED,
+        **{
+            f"optimiser.{key}": _REFUSED
+            for key in ("betas", "eps", "momentum", "adjust_lr", "weight_decay", "no_decay")
+        },
         "optimiser.clip_norm": _REFUSED,
         "optimiser.schedule": _RATE,
         "optimiser.warmup_steps": _RATE,

@@ -28,8 +28,8 @@ from tangram.schema.plan import Plan
 from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import reshard
-from tangram.training.parallel.ruled_optimiser import RuledOptimiser
-from tangram.training.parallel.update_rules import ADAMW_STATES
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.update_rules import ADAMW_STATES
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from tangram.errors import UserError
-from tangram.schema.optimiser import OptimiserPlan, RuleName
+from tangram.schema.optimiser import SHARED_UPDATES, OptimiserPlan, RuleName
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.parameter_shards import ParameterShards, shards_of
 from tangram.training.parallel.precision import dtype_of
-from tangram.training.parallel.ruled_optimiser import RuledOptimiser
-from tangram.training.parallel.update_rules import SHARED_UPDATES
 from tangram.training.step.weight_decay import rules_of, why_not
+from tangram.training.updates.parameter_shards import ParameterShards, shards_of
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
 
 
 def make_optimiser(model: ParallelModel) -> Optimizer:

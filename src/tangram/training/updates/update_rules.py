@@ -37,8 +37,8 @@ from torch.optim.adamw import adamw  # pyright: ignore[reportUnknownVariableType
 
 from tangram.relayout.mapping.states import ADAFACTOR, ADAMW, MUON, SHARED, States
 from tangram.schema.optimiser import RuleName
-from tangram.training.parallel import eight_bit_adamw
-from tangram.training.parallel.parameter_shards import ParameterShards, summed
+from tangram.training.updates import eight_bit_adamw
+from tangram.training.updates.parameter_shards import ParameterShards, summed
 
 ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
 _BETA2_DECAY, _LEAST_SCALE = -0.8, 1e-3
@@ -81,8 +81,6 @@ class UpdateRule:
     update: Update
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     """Of states that are not in the type of the masters."""
-    alone: bool = True
-    """Whether a rank needs nothing of others."""
 
 
 def has_no_values(x: Tensor) -> bool:
@@ -209,7 +207,7 @@ def _muon(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
     for part in parts:
         gradient, buffer = part.cast_gradient, part.state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - momentum)
-        update = _orthogonal(part.shards.whole(gradient.lerp(buffer, momentum), (-1, -2)))
+        update = _orthogonal(part.shards.joined(gradient.lerp(buffer, momentum), (-1, -2)))
         if decay := group["weight_decay"]:
             part.master.mul_(1 - lr * decay)
         rate = lr * ADJUSTED[group["adjust_lr"]](*part.shards.shape[-2:])
@@ -240,9 +238,7 @@ RULES: Mapping[RuleName, UpdateRule] = MappingProxyType(
         "adamw-8bit": UpdateRule(lambda dims: eight_bit_adamw.CODED, _coded, eight_bit_adamw.DTYPES),
         "sgd": UpdateRule(lambda dims: {"step": SHARED}, _sgd),
         "sgd-momentum": UpdateRule(lambda dims: MUON, _sgd),
-        "adafactor": UpdateRule(lambda dims: _MATRIX if dims > 1 else _VECTOR, _adafactor, alone=False),
-        "muon": UpdateRule(lambda dims: MUON, _muon, alone=False),
+        "adafactor": UpdateRule(lambda dims: _MATRIX if dims > 1 else _VECTOR, _adafactor),
+        "muon": UpdateRule(lambda dims: MUON, _muon),
     }
 )
-SHARED_UPDATES = frozenset(name for name, rule in RULES.items() if not rule.alone)
-"""The rules by which ranks update what they have together."""

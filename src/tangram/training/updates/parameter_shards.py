@@ -34,7 +34,7 @@ class ParameterShards:
         """The ranks that have the other parts of some dims."""
         return tuple(group for dim in dims for group in self.groups[dim]) if self.groups else ()
 
-    def whole(self, part: Tensor, dims: Sequence[int]) -> Tensor:
+    def joined(self, part: Tensor, dims: Sequence[int]) -> Tensor:
         """A tensor cut like the parameter, with all of some dims. Collective over the ranks that have parts of it."""
         for dim in dims:
             if groups := self.over((dim,)):

@@ -1,4 +1,4 @@
-"""An optimiser whose groups each name a rule (`training.parallel.update_rules`), over masters where there are some.
+"""An optimiser whose groups each name a rule (`training.updates.update_rules`), over masters where there are some.
 
 What an update adds to a weight is a thousandth of it or less, and bfloat16 tells apart numbers that differ by a 256th.
 So of a parameter that is kept in a low type the optimiser keeps a master in its state, updates that, and rounds it to
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from tangram.relayout.mapping.states import SAME, States, StateSpec
 from tangram.training.mesh.local_parts import local
-from tangram.training.parallel.parameter_shards import ParameterShards
-from tangram.training.parallel.update_rules import RULES, UpdatedPart, UpdateRule
+from tangram.training.updates.parameter_shards import ParameterShards
+from tangram.training.updates.update_rules import RULES, UpdatedPart, UpdateRule
 
 MASTER = "master"
 """The name of the state."""
