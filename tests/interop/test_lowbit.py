@@ -18,7 +18,7 @@ from tangram.layout import Region
 from tangram.models.lora import nf4
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import ADAM_4BIT, ADAM_8BIT, SAME, SHARED, States, StateSpec, with_states
-from tangram.training.parallel.eight_bit_adamw import EightBitAdamW
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
 from tests.training.test_quantised_base import kept, some_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries warn of accelerators that are not here
@@ -132,7 +132,7 @@ def test_moments_of_8_bits_are_those_of_bitsandbytes(shape: tuple[int, ...], mon
         torch.manual_seed(0)
         ours, theirs = (torch.nn.Parameter(torch.randn(shape)) for _ in range(2))
         theirs.data.copy_(ours.data)
-        own = EightBitAdamW([ours], torch.float32, [ours], **settings)
+        own = RuledOptimiser([ours], torch.float32, rule="adamw-8bit", **settings)
         other = bnb.optim.AdamW8bit([theirs], **settings)
         found: list[tuple[int, float]] = []
         for step in range(6):

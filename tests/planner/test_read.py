@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tangram.errors import UserError
 from tangram.schema.files import absolute, changes_of, dumps, line_of, load
-from tangram.schema.job import CheckpointPlan, DataPlan, Job, ModelPlan, OptimiserPlan, RunPlan, SourcePlan
+from tangram.schema.job import CheckpointPlan, DataPlan, Job, ModelPlan, RunPlan, SourcePlan
+from tangram.schema.optimiser import OptimiserPlan
 from tangram.schema.parallelism import AxesPlan, LayoutsPlan
 from tangram.schema.plan import Plan
 from tests.planner.small import JOB, PLAN
@@ -35,7 +36,7 @@ def said(path: Path, text: str, changes: dict[str, str] | None = None) -> str:
     [
         (("preset =", "presett ="), ', line {line}: unknown key "model.presett"; did you mean "preset"?'),
         (("[optimiser]", "[optimizer]"), ', line {line}: unknown key "optimizer"; did you mean "optimiser"? (and 1'),
-        (("lr = 2e-3", "zzz = 1\nlr = 2e-3"), ', line {line}: unknown key "optimiser.zzz"; known are lr, betas,'),
+        (("lr = 2e-3", "zzz = 1\nlr = 2e-3"), ', line {line}: unknown key "optimiser.zzz"; known are name, lr, lr_of,'),
         (("seed = 1", "steps = 1"), ', line {line}: unknown key "steps"; did you mean "run.steps"?'),
         (
             ("weight = 2.0", "wieght = 2.0"),

@@ -139,7 +139,7 @@ def test_each_rule_refuses_some_and_not_all(rule: Rule) -> None:
     g = every()
     if rule.name == "EP ranks":  # of a dense model there are none
         g = replace(g, expert=np.where(np.arange(len(g)) % 2, 2.0, 1.0))
-    if rule.name == "AdamW":
+    if rule.name == "optimisers":
         g = replace(g, optimiser=np.arange(len(g)) % 2)
     if rule.name == "on devices":
         g = replace(g, offload=np.arange(len(g)) % 2)

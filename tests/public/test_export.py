@@ -14,7 +14,7 @@ from tangram.checkpoint.conversion.convert import IDENTITY, bound_of, restructur
 from tangram.checkpoint.formats.detect import open_any
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta, read_source
-from tangram.schema.job import OptimiserPlan
+from tangram.schema.optimiser import OptimiserPlan
 from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
 from tangram.training.run.end_proofs import same_export

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tangram.cli import main
 from tangram.models.building.build import build_on_meta, read_source
-from tangram.schema.job import OptimiserPlan
+from tangram.schema.optimiser import OptimiserPlan
 from tangram.schema.plan import matches
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.step.weight_decay import groups, why_not

@@ -16,24 +16,31 @@ from tangram.errors import UserError
 from tangram.layout import Layout, LayoutError, Mesh, Region, region
 from tangram.layout.blocks import flat_blocks, refuse_cut_blocks, shape_of_blocks
 from tangram.planner.legality.engine import Facts
-from tangram.planner.legality.trainer_support import MOMENTS, RULES
+from tangram.planner.legality.trainer_support import KINDS, RULES
 from tangram.planner.local.estimate import estimate
 from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.peak_memory import STATES
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.planner.space.grid import grid
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS
 from tangram.schema.files import load
-from tangram.schema.job import Moments
+from tangram.schema.optimiser import OptimiserPlan, RuleName
 from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of
-from tangram.training.parallel.eight_bit_adamw import AT_ONCE, BLOCK, EightBitAdamW
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
+from tangram.training.updates.eight_bit_adamw import AT_ONCE, BLOCK
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, tokenizer_of
 from tests.training.tuning_tasks import Traced, run_in_turn, write_folder
 
 # ---------------------------------------------------------------- the arithmetic
+
+
+def adamw(p: torch.nn.Parameter, *, lr: float, rule: str = "adamw-8bit", **keys: Any) -> RuledOptimiser:
+    settings: dict[str, Any] = {"rule": rule, "lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **keys}
+    return RuledOptimiser([p], torch.float32, **settings)
 
 
 def dynamic(signed: bool) -> np.ndarray[Any, Any]:
@@ -59,7 +66,7 @@ def coded(values: np.ndarray[Any, Any], signed: bool) -> np.ndarray[Any, Any]:
 def test_it_is_what_plain_numpy_makes(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(shape))
-    own = EightBitAdamW([p], torch.float32, [p], lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    own = adamw(p, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     w = p.detach().numpy().reshape(-1).astype(np.float64)
     first, second = (np.zeros(w.size, np.float32) for _ in range(2))
     for step in range(1, 5):
@@ -81,9 +88,9 @@ def test_parts_of_a_large_parameter_are_updated_in_turn(monkeypatch: pytest.Monk
     values, gradients = torch.randn(3, 1000), [torch.randn(3, 1000) for _ in range(3)]
     found: list[torch.Tensor] = []
     for at_once in (AT_ONCE, 512):
-        monkeypatch.setattr("tangram.training.parallel.eight_bit_adamw.AT_ONCE", at_once)
+        monkeypatch.setattr("tangram.training.updates.eight_bit_adamw.AT_ONCE", at_once)
         p = torch.nn.Parameter(values.clone())
-        own = EightBitAdamW([p], torch.float32, [p], lr=1e-2)
+        own = adamw(p, lr=1e-2)
         for p.grad in gradients:
             own.step()
         found.append(p.detach())
@@ -95,7 +102,7 @@ def test_masters_are_updated_and_rounded() -> None:
     values = torch.randn(64, 256)
     low, high = (torch.nn.Parameter(x) for x in (values.bfloat16(), values.bfloat16().float()))
     for p in (low, high):
-        own = EightBitAdamW([p], torch.float32, [p], lr=1e-4)
+        own = adamw(p, lr=1e-4)
         for step in range(3):
             p.grad = torch.full(values.shape, 0.5 + step, dtype=p.dtype)
             own.step()
@@ -110,7 +117,7 @@ def test_a_run_without_memory_updates_too(kind: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         p = torch.nn.Parameter(torch.zeros(64, 256, dtype=torch.bfloat16))
         p.grad = torch.zeros_like(p)
-        own = EightBitAdamW([p], torch.float32, [p] if kind == "8-bit" else [], lr=1e-3)
+        own = adamw(p, lr=1e-3, rule="adamw-8bit" if kind == "8-bit" else "adamw")
         own.step()
         own.step()
         assert sum(one.nbytes for one in own.state[p].values()) == (4 + (2 if kind == "8-bit" else 8)) * p.numel() + (
@@ -271,9 +278,13 @@ def test_a_layout_that_cuts_blocks_apart_is_refused(folder: Path) -> None:
 
 def test_what_is_planned_for_a_cluster_can_be_run() -> None:
     """Row by row: what the planner ranks, and what a job can say."""
-    (rule,) = (one for one in RULES if one.name == "AdamW")
+    (rule,) = (one for one in RULES if one.name == "optimisers")
     some = grid(batch=8, sequence=32, optimiser=np.arange(len(OPTIMISERS)))
     holds = rule.holds(Facts(), some)
-    assert {code for code, one in enumerate(holds) if one} == set(MOMENTS)
-    assert set(MOMENTS.values()) == set(get_args(Moments))
-    assert {OPTIMISERS[code].name for code in MOMENTS} == {"adamw", "adamw-8bit"}
+    assert {code for code, one in enumerate(holds) if one} == set(KINDS)
+    assert {OPTIMISERS[code].name for code in KINDS} == set(get_args(RuleName)) == set(STATES)
+    job = OptimiserPlan(lr=1e-3, betas=(0.8, 0.9), lr_of={"*": 1e-4})
+    for kind in KINDS.values():
+        made = OptimiserPlan.model_validate(job.of_kind(kind))
+        assert (made.kind, made.lr_of, made.mistake(2)) == (kind, job.lr_of, None)
+        assert OptimiserPlan.model_validate(made.of_kind("adamw")).kind == "adamw"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tangram.training.parallel.master_weights import MasterAdamW
+from tangram.schema.optimiser import OptimiserPlan
 from tangram.training.run.out_of_memory import (
     MemoryInUse,
     NoMemoryError,
@@ -17,6 +17,7 @@ from tangram.training.run.out_of_memory import (
     memory_in_use,
     sentence,
 )
+from tangram.training.step.optimiser_step import make_adamw
 from tests.training.policies import PREDICTED, Found, too_much
 
 WITHIN = MemoryInUse(parameters=2e6, gradients=2e6, optimiser=4e6, flows=4e6)
@@ -67,7 +68,7 @@ def test_without_a_prediction_the_parts_are_told() -> None:
 
 def test_what_a_rank_has_is_measured() -> None:
     model = nn.Linear(300, 300, bias=False).bfloat16()
-    optimiser = MasterAdamW(model.parameters(), torch.float32, lr=1e-3)
+    optimiser = make_adamw(model, OptimiserPlan(lr=1e-3))
     model(torch.ones(1, 300, dtype=torch.bfloat16)).sum().backward()
     optimiser.step()
     found = memory_in_use(model, optimiser, process=0.0)

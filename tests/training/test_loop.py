@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tangram.schema.job import OptimiserPlan
+from tangram.schema.optimiser import OptimiserPlan
 from tangram.training.mesh.drawing import seed_for
 from tangram.training.objective.step_guard import must_be_finite
 from tangram.training.step.optimiser_step import lr_at

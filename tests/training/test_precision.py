@@ -1,12 +1,13 @@
 """Each type that a plan names is the type in which it happens, and the masters are what is updated."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tangram.training.parallel.master_weights import MASTER, MasterAdamW
+from tangram.training.updates.ruled_optimiser import MASTER, RuledOptimiser
 from tests.training.policies import LITTLE, Found
 
 KEYS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -32,6 +33,9 @@ def test_parameters_and_states_have_the_types_that_the_plan_says(policies: list[
     assert kept["lowest"] == {"parameter": "bfloat16", **lowest}
 
 
+adamw = partial(RuledOptimiser, rule="adamw")
+
+
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -41,7 +45,7 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
 def test_masters_are_updated_as_float32_parameters_are(gradients: torch.dtype) -> None:
     low, right = parameters(torch.bfloat16), parameters(torch.float32)
-    ours, theirs = MasterAdamW(low, torch.float32, **KEYS), torch.optim.AdamW(right, **KEYS)
+    ours, theirs = adamw(low, torch.float32, **KEYS), torch.optim.AdamW(right, **KEYS)
     for step in range(20):
         for one, other in zip(low, right, strict=True):
             grad = torch.sin(torch.arange(15.0).view(5, 3) + step).to(gradients)
@@ -56,8 +60,8 @@ def test_masters_are_updated_as_float32_parameters_are(gradients: torch.dtype) -
 
 def test_without_masters_small_updates_are_lost() -> None:
     (low, _), (right, _) = parameters(torch.bfloat16), parameters(torch.float32)
-    ours = MasterAdamW([low], torch.bfloat16, **{**KEYS, "lr": 1e-5, "weight_decay": 0.0})
-    theirs = MasterAdamW([right], torch.float32, **{**KEYS, "lr": 1e-5, "weight_decay": 0.0})
+    ours = adamw([low], torch.bfloat16, **{**KEYS, "lr": 1e-5, "weight_decay": 0.0})
+    theirs = adamw([right], torch.float32, **{**KEYS, "lr": 1e-5, "weight_decay": 0.0})
     before = right.detach().clone()
     for _ in range(100):
         low.grad, right.grad = torch.ones_like(low), torch.ones_like(right)
@@ -69,4 +73,4 @@ def test_without_masters_small_updates_are_lost() -> None:
 
 def test_a_closure_is_refused() -> None:
     with pytest.raises(ValueError, match="takes no closure"):
-        MasterAdamW(parameters(torch.bfloat16), torch.float32, **KEYS).step(lambda: 1.0)
+        adamw(parameters(torch.bfloat16), torch.float32, **KEYS).step(lambda: 1.0)

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
         DataPlan,
         Job,
         ModelPlan,
-        OptimiserPlan,
         PrecisionPlan,
         RunPlan,
         SourcePlan,
     )
+    from tangram.schema.optimiser import OptimiserPlan
     from tangram.schema.plan import Plan
 else:
     __getattr__, __dir__ = lazily(
@@ -54,11 +54,11 @@ else:
                 "DataPlan",
                 "Job",
                 "ModelPlan",
-                "OptimiserPlan",
                 "PrecisionPlan",
                 "RunPlan",
                 "SourcePlan",
             ],
+            "tangram.schema.optimiser": ["OptimiserPlan"],
             "tangram.schema.plan": ["Plan"],
         },
     )

@@ -3,16 +3,14 @@
 All tables are frozen and refuse unknown keys. Loads neither torch nor transformers, so that a mistake shows at once.
 """
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
-from math import prod
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
-from tangram.schema.tables import Beta, Count, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
+from tangram.schema.optimiser import OptimiserPlan
+from tangram.schema.tables import Count, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
 from tangram.schema.tuning import ALONE, ROWS, LoraPlan, PreferencePlan, TaskName, mistake_of_preferences
 
 VERSION = 3
@@ -90,45 +88,6 @@ class DataPlan(TomlTable):
     """Of conversations of more than `sequence` tokens: what is over is left out, or all of it; or it is refused."""
     cache: PathText | None = None
     """Where tokens are kept between runs; the default is the user's cache folder."""
-
-
-Moments = Literal["as masters", "8-bit"]
-"""Of AdamW."""
-LEAST_CODED = 4096
-"""Numbers of a parameter whose moments become codes: few bytes are saved by others."""
-
-
-class OptimiserPlan(TomlTable):
-    """AdamW with a linear warm-up."""
-
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
-    weight_decay: Share = 0.0
-    no_decay: tuple[str, ...] = ("*norm*", "*.bias", "bias")
-    """Name patterns of parameters without weight decay, beside vectors, biases, norms, scans and sinks, which have none
-    by what they are: `tangram plan show` lists them."""
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The largest norm of the whole gradient that is applied unscaled; inf applies every one."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: half a cosine; or constant and then (wsd) linear over the last `decay_steps`."""
-    warmup_steps: Count = 0
-    decay_steps: Count = 0
-    """Of "wsd": the steps at the end in which the rate falls."""
-    final_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The rate at the last step, as a share of `lr`."""
-    states: Literal["as parameters"] = "as parameters"
-    """How the optimiser's states lie: cut like their parameters."""
-    moments: Moments = "as masters"
-    """In which numbers its two moments are kept: in the type of precision.masters, or as codes of 8 bits with a float32
-    for each 256 of them."""
-    moments_skip: tuple[str, ...] = ()
-    """Name patterns of parameters whose moments are as masters all the same; those of fewer than 4,096 numbers are."""
-
-    def has_codes(self, name: str, shape: Iterable[int]) -> bool:
-        """Whether the moments of a parameter, of this shape in all, are codes of 8 bits."""
-        small = self.moments != "8-bit" or prod(shape) < LEAST_CODED
-        return not small and not any(fnmatchcase(name, pattern) for pattern in self.moments_skip)
 
 
 Type = Literal["float32", "bfloat16", "float16"]
@@ -363,24 +322,8 @@ class Job(TomlTable):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        optimiser, steps = self.optimiser, self.run.steps
-        if optimiser.warmup_steps >= steps:
-            raise Mistake(
-                "optimiser.warmup_steps",
-                f"warming up takes {optimiser.warmup_steps} steps of the {steps} in run.steps: take fewer than {steps}",
-            )
-        if optimiser.schedule == "wsd" and not optimiser.decay_steps:
-            raise Mistake("optimiser.schedule", 'the schedule "wsd" needs decay_steps, the steps at the end that decay')
-        if optimiser.schedule != "wsd" and optimiser.decay_steps:
-            raise Mistake(
-                "optimiser.decay_steps", f'only the schedule "wsd" has decay_steps; this is "{optimiser.schedule}"'
-            )
-        if optimiser.warmup_steps + optimiser.decay_steps > steps:
-            raise Mistake(
-                "optimiser.decay_steps",
-                f"warming up and decaying take {optimiser.warmup_steps} + {optimiser.decay_steps} steps, more than the "
-                f"{steps} in run.steps",
-            )
+        if mistake := self.optimiser.mistake(self.run.steps):
+            raise mistake
         if self.run.recompute_keep and not self.run.recompute:
             raise Mistake("run.recompute_keep", "no module is recomputed: name some in run.recompute, or leave it out")
         if self.run.recompute_keep and self.run.compile:

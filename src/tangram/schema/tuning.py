@@ -46,6 +46,9 @@ def with_defaults(tables: dict[str, Any]) -> dict[str, Any]:
     own = DEFAULTS.get(cast(TaskName, str(tables.get("task"))), {})
     there = {name: tables.get(name, {}) for name in own}
     full = {name: {**own[name], **cast("dict[str, Any]", t)} for name, t in there.items() if isinstance(t, dict)}
+    optimiser = there.get("optimiser")
+    if isinstance(optimiser, dict) and "betas" not in optimiser and optimiser.get("name") in ("sgd", "adafactor"):
+        full["optimiser"].pop("betas", None)  # which these have not
     return {**tables, **full}
 
 

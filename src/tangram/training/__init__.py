@@ -25,6 +25,7 @@ __all__ = [
     "eager",
     "load_state",
     "make_adamw",
+    "make_optimiser",
     "make_world",
     "parallelize",
     "run_ranks",
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from tangram.training.state.checkpointer import Checkpointer
     from tangram.training.state.checkpointer import load as load_state
     from tangram.training.state.state import JobState, Progress
-    from tangram.training.step.optimiser_step import make_adamw
+    from tangram.training.step.optimiser_step import make_adamw, make_optimiser
 else:
     __getattr__, __dir__ = lazily(
         __name__,
@@ -52,7 +53,7 @@ else:
             "tangram.training.mesh.drawing": ["drawing"],
             "tangram.training.mesh.eager_marks": ["EagerModel", "eager"],
             "tangram.training.run.launch": ["Rank", "RankError", "run_ranks"],
-            "tangram.training.step.optimiser_step": ["make_adamw"],
+            "tangram.training.step.optimiser_step": ["make_adamw", "make_optimiser"],
             "tangram.training.parallel.parallelized": ["parallelize"],
             "tangram.training.state.state": ["JobState", "Progress"],
             "tangram.training.mesh.world": ["World", "make_world"],

@@ -133,7 +133,7 @@ def show(file: File, change: o.Set = None, json: o.Json = False) -> int:
 
     job = load(file, changes_of(change or []))
     said = rows(job)
-    if job.optimiser.weight_decay:
+    if job.optimiser.weight_decay or job.optimiser.lr_of or job.optimiser.name == "muon":
         from tangram.training.step import weight_decay  # loads torch
 
         said += weight_decay.rows(job)

@@ -15,12 +15,10 @@ from tangram.models.lora.outline import adapted
 from tangram.models.outlines.outline import Outline
 from tangram.models.outlines.outlined import outline_of
 from tangram.planner.imports.tangram import TYPES
-from tangram.planner.legality.trainer_support import MOMENTS
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.search.strategy import Choice
-from tangram.planner.space.optimisers_and_offload import OPTIMISERS
 from tangram.schema.files import dumps, load, mistakes
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
@@ -47,7 +45,7 @@ class JobAndOutline:
     @property
     def optimiser(self) -> str:
         """The planner's name of the kind that the job has."""
-        return next(OPTIMISERS[code].name for code, kept in MOMENTS.items() if kept == self.job.optimiser.moments)
+        return self.job.optimiser.kind
 
     def take(self, choices: Sequence[Choice], taking: Taking, document: dict[str, object]) -> list[Titled]:
         """Write what is taken, and say in the document and in a table what is not run. Raises UserError."""

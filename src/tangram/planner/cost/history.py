@@ -139,7 +139,9 @@ def family_of(plan: Plan) -> str:
 
 def _of_the_plan(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Of a plan's tables what says which model is trained, how it lies, and which states it has."""
-    return {"moments": whole["optimiser"]["moments"], **{name: whole[name] for name in OF_THE_PLAN}}
+    optimiser = whole["optimiser"]
+    other = {} if optimiser["name"] == "adamw" else {"optimiser": [optimiser["name"], optimiser["momentum"]]}
+    return {"moments": optimiser["moments"], **other, **{name: whole[name] for name in OF_THE_PLAN}}
 
 
 def _digest(said: Mapping[str, Any]) -> str:

@@ -46,8 +46,8 @@ def tangram(path: Path, outline: Outline, devices: int) -> ReadStrategy:
     if code(name) < 0:
         raise UserError(f"{path}: the planner's model of time knows no schedule {name}")
     told: list[str] = []
-    if plan.optimiser.moments == "8-bit":
-        told.append("optimiser.moments: its states are counted with --optimiser adamw-8bit")
+    if plan.optimiser.kind != "adamw":
+        told.append(f"optimiser: its states are counted with --optimiser {plan.optimiser.kind}")
     tensor, over = prod(sizes[axis] for axis in plan.axes.tensor), shard_size(plan)
     one = Numbers(
         pipeline=plan.stage_ranks,

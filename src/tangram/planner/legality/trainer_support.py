@@ -8,6 +8,7 @@ a plan's file can say what these refuse; what `UNSAID` refuses no file can say.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 import numpy as np
 
@@ -17,12 +18,11 @@ from tangram.planner.space.grid import Grid
 from tangram.planner.space.optimisers_and_offload import optimisers_of
 from tangram.planner.space.recompute import WHOLE
 from tangram.planner.space.schedule_formulas import SCHEDULES, splits
-from tangram.schema.job import Moments
+from tangram.schema.optimiser import RuleName
 from tangram.schema.schedules import micros_unlike
 
-_KINDS: Mapping[Moments, str] = {"as masters": "adamw", "8-bit": "adamw-8bit"}
-MOMENTS: Mapping[int, Moments] = {code: kept for kept, name in _KINDS.items() for code in optimisers_of(name)}
-"""What `optimiser.moments` is of the kinds of optimisers that are run, by code."""
+KINDS: Mapping[int, RuleName] = {code: name for name in get_args(RuleName) for code in optimisers_of(name)}
+"""The kinds of optimisers that are run, by code."""
 KV_HEADS = even("whole key-value heads", "key-value heads (num_key_value_heads)", "kv_heads", "tensor", "ulysses")
 """The trainer copies none to more ranks."""
 
@@ -57,9 +57,9 @@ SAID = (
 UNSAID = (
     KV_HEADS,
     Rule(
-        "AdamW",
-        lambda f, g: np.isin(g.optimiser, [*MOMENTS]),
-        lambda f, at: "its optimiser is AdamW, with states as masters are kept or in 8 bits",
+        "optimisers",
+        lambda f, g: np.isin(g.optimiser, [*KINDS]),
+        lambda f, at: "its optimisers are AdamW, with states as masters are kept or in 8 bits, SGD, Adafactor and Muon",
     ),
     Rule(
         "on devices",

@@ -19,7 +19,7 @@ layouts, so uneven cuts count):
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from tangram.models.lora import nf4
 from tangram.models.outlines.costs import OUTSIDE, ModelCosts, Parameter, Part
 from tangram.planner.local.stage_shares import Share, kept_bytes, recomputed
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS, optimisers_of
+from tangram.schema.optimiser import RuleName
 from tangram.schema.plan import Plan
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -114,7 +115,7 @@ def memory_of(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> M
     return Memory(
         parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*parameters, *reference]),
         gradients=most.gradients,
-        optimiser=sum(held[one.name] * _states_bytes(plan, one) for one in trained),
+        optimiser=sum(_states_bytes(plan, one, held[one.name]) for one in trained),
         activations=most.activations,
         logits=most.logits,
         gathered=gathered + most.made,
@@ -185,11 +186,32 @@ def _bytes_of(plan: Plan, one: Parameter) -> float:
     return nf4.BYTES if one.quantised else BYTES[plan.precision.parameters]
 
 
-def _states_bytes(plan: Plan, one: Parameter) -> float:
-    """Of the optimiser's states for each number that is trained: two moments, and where it has one the master."""
+def _states_bytes(plan: Plan, one: Parameter, held: int) -> float:
+    """Of the states of a parameter of which a rank holds so many numbers, and where it has one the master."""
     master = BYTES[plan.precision.masters]
-    moments = CODED_BYTES if plan.optimiser.has_codes(one.name, one.shape) else 2.0 * master
-    return moments + (0 if own_masters(plan) else master)
+    rule = plan.optimiser.rule_of(one.name, one.shape, in_layer=one.block != OUTSIDE)
+    states = STATES[rule](plan, one, held) * (1 if rule == "adamw-8bit" else master)
+    return states + (0 if own_masters(plan) else master * held)
+
+
+def _rows_and_columns(plan: Plan, one: Parameter, held: int) -> float:
+    """Numbers of Adafactor: a row and a column of the part of each matrix that a rank has; of a vector all."""
+    if len(one.shape) < 2:
+        return held
+    mesh, layout = Mesh.parse(plan.mesh), Layout.parse(plan.layout_of(one.name)).bind(one.shape, **plan.layouts.sizes)
+    shape = region(layout, mesh, mesh.rank(fullest([layout]))).local_shape or one.shape
+    return prod(shape) / max(1, shape[-1]) + prod(shape) / max(1, shape[-2])
+
+
+STATES: Mapping[RuleName, Callable[[Plan, Parameter, int], float]] = {
+    "adamw": lambda plan, one, held: 2.0 * held,
+    "adamw-8bit": lambda plan, one, held: CODED_BYTES * held,
+    "sgd": lambda plan, one, held: 0.0,
+    "sgd-momentum": lambda plan, one, held: 1.0 * held,
+    "adafactor": _rows_and_columns,
+    "muon": lambda plan, one, held: 1.0 * held,
+}
+"""Numbers of the type of masters that a rank keeps of a parameter; of codes bytes."""
 
 
 def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.legality.engine import facts_of, refusals
-from tangram.planner.legality.trainer_support import MOMENTS, RULES
+from tangram.planner.legality.trainer_support import KINDS, RULES
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import PIPELINE, TENSOR, Strategy, plan_of
@@ -99,8 +99,7 @@ def _with_run(choice: Choice, job: Job, counted: Counted) -> Job:
         changes["recompute_keep"] = ()
     try:
         run = RunPlan.model_validate({**job.run.model_dump(), **changes})
-        kept = MOMENTS.get(int(choice.at["optimiser"]), job.optimiser.moments)
-        optimiser = {**job.optimiser.model_dump(), "moments": kept}
+        optimiser = job.optimiser.of_kind(KINDS.get(int(choice.at["optimiser"]), job.optimiser.kind))
         return Job.model_validate({**job.model_dump(), "run": run, "optimiser": optimiser})
     except ValidationError as error:
         raise UserError(mistakes(error)) from None

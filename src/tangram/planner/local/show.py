@@ -123,18 +123,15 @@ def _training(plan: Job) -> list[Row]:
     )
     after = {
         "cosine": f"then half a cosine down to {optimiser.lr * optimiser.final_lr:g}",
+        "linear": f"then linear down to {optimiser.lr * optimiser.final_lr:g} after the last",
         "wsd": f"constant, then {optimiser.decay_steps} steps down to {optimiser.lr * optimiser.final_lr:g}",
         "constant": "constant",
     }[optimiser.schedule]
     decay = f", weight decay {optimiser.weight_decay:g}" if optimiser.weight_decay else ""
-    coded = "moments of 8 bits, " if optimiser.moments == "8-bit" else ""
     limit = f", or {run.max_seconds:g} s if that is sooner" if run.max_seconds != inf else ""
     often = f"every {run.evaluate_every} steps and at the end" if run.evaluate_every else "at the end"
     return [
-        (
-            "optimiser",
-            f"AdamW, {coded}betas {', '.join(map(str, optimiser.betas))}{decay}, norm at most {optimiser.clip_norm:g}",
-        ),
+        ("optimiser", f"{optimiser.words}{decay}, norm at most {optimiser.clip_norm:g}"),
         ("learning rate", f"{warm}{after}"),
         ("length", f"{run.steps} steps{limit}; {run.steps * plan.data.global_batch * plan.data.sequence:,} tokens"),
         (

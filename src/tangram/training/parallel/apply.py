@@ -15,6 +15,7 @@ What moves between ranks in a module is moved again with it, in the same order o
 does not depend on the rank.
 """
 
+import difflib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,8 +129,21 @@ def freeze(model: nn.Module, plan: Job) -> None:
     for name, parameter in model.named_parameters():
         if matches(plan.model.freeze, name):
             parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
         raise UserError("model.freeze leaves no parameter to train")
+    for pattern in plan.optimiser.lr_of:
+        if not any(matches((pattern,), name) for name in trained):
+            raise UserError(
+                f'optimiser.lr_of names "{pattern}", which fits no parameter that is trained{_near(pattern, trained)}'
+            )
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """Of names the nearest to a pattern, whole or by a part, for a sentence."""
+    parts = {part: name for name in reversed(names) for part in (name, *name.split("."))}
+    found = difflib.get_close_matches(pattern.strip("*."), parts, n=1)
+    return f': did you mean "{parts[found[0]]}"?' if found else f': the first is "{names[0]}"'
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

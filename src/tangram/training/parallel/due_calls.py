@@ -11,7 +11,8 @@ Nothing is asked of FSDP2 or of the runtime of pipelines, so that what they do c
 said here is learned from the first steps (`tracing.conformance`): gathers of models whose layers do not surely run
 once and in order; derived programs of compiled models, of stages of pipelines
 and of keys that go round in rings; adapters, frozen and quantised
-parameters, of which FSDP2 leaves some out; buffers that steps change; the losses of routers.
+parameters, of which FSDP2 leaves some out; buffers that steps change; the losses of routers; updates by what ranks have
+together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tangram.layout import intervals
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.relayout.collectives import one_collective
+from tangram.schema.optimiser import SHARED_UPDATES
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import Routed
 from tangram.sharding.derive.transitions import Change, Joint
@@ -87,7 +89,8 @@ def due_calls(model: ParallelModel, wishes: int = WISHES) -> PlannedCalls:
 
 def _is_learned(model: ParallelModel) -> bool:
     """Whether the calls of a step do not follow from the plan alone."""
-    beside = model.plan.lora is not None or model.plan.preference is not None  # whose calls are others
+    plan = model.plan  # of adapters, preferences and shared updates calls are others
+    beside = plan.lora is not None or plan.preference is not None or plan.optimiser.name in SHARED_UPDATES
     if model.world.size == 1 or beside or not all(p.requires_grad for p in model.module.parameters()):
         return True
     buffers = any(isinstance(module, tuple(RULES)) for module in model.module.modules())

@@ -33,7 +33,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     # a file and a function on the stack (as ends of their names), the phase; the first that is there decides
     ("training/state/checkpointer.py", "", "saving a checkpoint"),
     ("training/step/evaluate.py", "held_out", "measuring the held-out loss"),
-    ("training/parallel/master_weights.py", "step", "the update"),
+    ("training/updates/ruled_optimiser.py", "step", "the update"),
     ("torch/optim/adamw.py", "", "the update"),
     ("torch/optim/optimizer.py", "", "the update"),
     ("training/objective/loss.py", "", "the loss"),

@@ -50,7 +50,7 @@ from tangram.training.state.pace import Pace
 from tangram.training.state.reference_digest import REFERENCE, reference_digest, refuse_other_reference
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
-from tangram.training.step.optimiser_step import make_adamw
+from tangram.training.step.optimiser_step import make_optimiser
 
 PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
 
@@ -138,7 +138,7 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     if begun is not None and job.resume is not None:
         refuse_other_reference(job.resume, begun)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
-    optimiser = make_adamw(model.module, plan.optimiser, plan.precision.masters, model.plain)
+    optimiser = make_optimiser(model)
     state = JobState(model.module, optimiser, plain=model.plain)
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)

@@ -86,11 +86,13 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "data.micro_batch": _MICRO,
         "data.packing": _REFUSED,
         "data.cache": _FREE,
+        "optimiser.name": _REFUSED,
         "optimiser.lr": _RATE,
-        "optimiser.betas": _REFUSED,
-        "optimiser.eps": _REFUSED,
-        "optimiser.weight_decay": _REFUSED,
-        "optimiser.no_decay": _REFUSED,
+        "optimiser.lr_of": _REFUSED,
+        **{
+            f"optimiser.{key}": _REFUSED
+            for key in ("betas", "eps", "momentum", "adjust_lr", "weight_decay", "no_decay")
+        },
         "optimiser.clip_norm": _REFUSED,
         "optimiser.schedule": _RATE,
         "optimiser.warmup_steps": _RATE,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 import tangram.checkpoint.saving.save as engine
 from tangram.checkpoint.saving import async_saver
@@ -81,7 +81,7 @@ class Checkpointer:
         self._kept: dict[str, Tensor] = {}
         self._config: tuple[Any, Mapping[str, str]] = None, {}
         """Of the model, and the file that says it."""
-        self._fenced: AdamW | None = None
+        self._fenced: Optimizer | None = None
         self._ring: Ring | None = None
         self._last: int | None = None
         self._pace = pace

@@ -111,6 +111,12 @@ def _refuse_other_model(path: Path, found: Mapping[str, TensorSpec], target: Map
         a, b = found[name], target[name]
         if a != b:
             differences.append(f"its {name} is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}")
+    others = [name for name in sorted(found.keys() ^ target.keys()) if name.startswith("optim.")]
+    if differences and len(others) == len(differences):
+        raise UserError(
+            f'the checkpoint "{path}" has the states of another optimiser, as {others[0]}: resume with the one that it '
+            "was trained with"
+        )
     if differences:
         more = f" ({len(differences)} differences in all)" if len(differences) > 1 else ""
         raise UserError(f'the checkpoint "{path}" is of another model than the plan\'s: {differences[0]}{more}')

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 from tangram.checkpoint.state.describe import frozen as frozen_of
 from tangram.checkpoint.state.entries import StateEntry, replicas, uneven_share
@@ -23,15 +23,13 @@ from tangram.layout import LayoutError, Region, region
 from tangram.layout.blocks import flat_blocks, shape_of_blocks
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.relayout import TensorSpec
-from tangram.relayout.mapping.states import ADAMW, SAME, States
+from tangram.relayout.mapping.states import SAME, SHARED, States, StateSpec, state_layout
 from tangram.schema.plan import Plan
 from tangram.training.mesh.local_parts import PlainPart, PlainParts
 from tangram.training.mesh.world import World
-from tangram.training.parallel.eight_bit_adamw import CODED, EightBitAdamW
 from tangram.training.parallel.fsdp import reshard
-from tangram.training.parallel.master_weights import MASTER, MasterAdamW
-
-ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.update_rules import ADAMW_STATES
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class JobState:
     """All that a job needs to go on: what `Checkpointer.save` writes and `load` fills."""
 
     model: nn.Module
-    optimiser: AdamW | None
+    optimiser: Optimizer | None
     """None: only the model, to evaluate or export it."""
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -87,25 +85,34 @@ class TensorPlaces:
     def __init__(self, plan: Plan, world: World | None) -> None:
         self._plan = plan
         self._world = world
-        self._known: dict[tuple[str, tuple[int, ...], bool], TensorPlace] = {}
+        self._known: dict[tuple[str, tuple[int, ...], StateSpec], TensorPlace] = {}
 
-    def of(self, name: str, shape: tuple[int, ...], *, alike: bool) -> TensorPlace:
-        """The place of a tensor that lies like the parameter `name`, or else whole on every rank that has that."""
-        known = self._known.get((name, shape, alike))
+    def of(self, name: str, shape: tuple[int, ...], spec: StateSpec) -> TensorPlace:
+        """The place of a tensor made so of the parameter `name`, of this shape in all: like that, or reduced from it;
+        else whole on every rank that has that."""
+        known = self._known.get((name, shape, spec))
         if known is None:
-            known = self._known[name, shape, alike] = self._place_of(name, shape, alike)
+            known = self._known[name, shape, spec] = self._place_of(name, shape, spec)
         return known
 
-    def _place_of(self, name: str, shape: tuple[int, ...], like: bool) -> TensorPlace:
+    def _place_of(self, name: str, shape: tuple[int, ...], spec: StateSpec) -> TensorPlace:
         if self._world is None:
-            return TensorPlace(Region.full(shape), (0,), "")
+            return TensorPlace(Region.full(_shape_of(shape, spec)), (0,), "")
         mesh, rank = self._world.mesh, self._world.index
-        if not like:
+        if spec.kind == "shared":
             there = tuple(mesh.ranks(tuple((axis, at[0]) for axis, at in self._plan.stages_of(name))))
             return TensorPlace(Region.full(shape), there, "")
         layout = bound_layout(self._plan, name, shape)
+        if spec.kind == "reduced":
+            layout = state_layout(layout, mesh, spec)
         alike, share = replicas(mesh, layout.axes, rank, layout.at), uneven_share(layout, mesh, rank)
         return TensorPlace(region(layout, mesh, rank), alike, str(layout), share)
+
+
+def _shape_of(shape: tuple[int, ...], spec: StateSpec) -> tuple[int, ...]:
+    """Of a state that has all dims of its parameter, or 1 of those that it is reduced over."""
+    gone = {dim % len(shape) for dim in spec.dims}
+    return tuple(1 if dim in gone else n for dim, n in enumerate(shape))
 
 
 def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
@@ -117,10 +124,10 @@ def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
     shapes = {name: part.shape for name, part in state.plain.items()}
     still = frozen_of(state.model) if state.optimiser is not None else set[str]()
     found = [
-        replace(_entry(f"model.{name}", tensor, name, places, shapes.get(name)), frozen=name in still)
+        replace(_entry(f"model.{name}", tensor, name, places, SAME, shapes.get(name)), frozen=name in still)
         for name, tensor in parameters.items()
     ]
-    found += [_entry(f"model.{name}", tensor, name, places, alike=False) for name, tensor in buffers.items()]
+    found += [_entry(f"model.{name}", tensor, name, places, SHARED) for name, tensor in buffers.items()]
     if state.optimiser is not None:
         make_missing_states(state.optimiser)
         for name in trained(state):
@@ -132,12 +139,10 @@ def entries(state: JobState, places: TensorPlaces) -> list[StateEntry]:
             for key, spec in states.items():
                 full = f"optim.{name}.{key}"
                 if spec.kind == "blocks":
-                    found.append(
-                        _blocks_entry(full, values[key], places.of(name, shape, alike=True), shape, spec.block)
-                    )
+                    found.append(_blocks_entry(full, values[key], places.of(name, shape, SAME), shape, spec.block))
                 else:
-                    alike = spec.kind == "same"
-                    found.append(_entry(full, values[key], name, places, shape if alike else None, alike=alike))
+                    of_all = tuple(values[key].shape) if spec.kind == "shared" else shape
+                    found.append(_entry(full, values[key], name, places, spec, of_all))
     return found
 
 
@@ -177,21 +182,20 @@ def _entry(
     tensor: Tensor,
     owner: str,
     places: TensorPlaces,
+    spec: StateSpec,
     shape: tuple[int, ...] | None = None,
-    *,
-    alike: bool = True,
 ) -> StateEntry:
-    """`owner`: the parameter (or buffer) whose ranks have it, and that it lies like if it is `alike`; `shape`: of the
-    whole, where the tensor does not say it."""
+    """`owner`: the parameter (or buffer) whose ranks have it, and that it is made of as `spec` says; `shape`: of all of
+    that, where the tensor does not say it."""
     shape = shape or tuple(tensor.shape)
     local = local_of(tensor)
-    place = places.of(owner, shape, alike=alike)
+    place = places.of(owner, shape, spec)
     if local.numel() != place.region.size or (place.region and tuple(local.shape) != place.region.local_shape):
         raise RuntimeError(
             f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {place.region}"
         )
-    spec = TensorSpec(shape, str(tensor.dtype).removeprefix("torch."))
-    return StateEntry(name, spec, place.region, local, place.replicas, place.layout, place.uneven_share)
+    of_all = TensorSpec(_shape_of(shape, spec), str(tensor.dtype).removeprefix("torch."))
+    return StateEntry(name, of_all, place.region, local, place.replicas, place.layout, place.uneven_share)
 
 
 def trained(state: JobState) -> list[str]:
@@ -209,20 +213,18 @@ def frozen(state: JobState) -> tuple[str, ...]:
     return tuple(name for name, _ in state.model.named_parameters() if name not in some)
 
 
-def states_of(optimiser: AdamW, parameter: Tensor) -> States:
+def states_of(optimiser: Optimizer, parameter: Tensor) -> States:
     """The states that the optimiser keeps of a parameter."""
-    own = CODED if isinstance(optimiser, EightBitAdamW) and optimiser.has_codes(parameter) else ADAMW_STATES
-    has_master = isinstance(optimiser, MasterAdamW) and parameter.dtype != optimiser.masters
-    return {**own, MASTER: SAME} if has_master else own
+    return optimiser.states_of(parameter) if isinstance(optimiser, RuledOptimiser) else ADAMW_STATES
 
 
-def make_missing_states(optimiser: AdamW) -> None:
-    """Give every parameter the states that AdamW gives it at its first gradient; with step 0 they mean the same."""
+def make_missing_states(optimiser: Optimizer) -> None:
+    """Give every parameter the states that it gets at its first gradient; before an update they mean the same."""
     for group in optimiser.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad or optimiser.state.get(parameter):
                 continue
-            if isinstance(optimiser, MasterAdamW):
+            if isinstance(optimiser, RuledOptimiser):
                 optimiser.make_state(parameter)
                 continue
             there = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")

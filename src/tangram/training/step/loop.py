@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 from tangram.errors import UserError
 from tangram.hardware.host.machine import resident_mb
@@ -298,7 +298,7 @@ class StepResult:
 
 def train_step(
     model: ParallelModel,
-    optimiser: AdamW,
+    optimiser: Optimizer,
     batches: RankBatches,
     *,
     lr: float,
@@ -351,7 +351,7 @@ def train_step(
         buffers.undo(modules, before)
         return StepResult(loss, norm, stops, reason, guard.astray > strayed, of_routers, dropped, figures)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
-    set_lr(optimiser, lr)
+    set_lr(optimiser, lr, plan.optimiser.lr)
     optimiser.step()
     return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped, figures=figures)
 

@@ -6,60 +6,88 @@ all-reduce that a step makes anyway.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from tangram.errors import UserError
-from tangram.schema.job import OptimiserPlan
+from tangram.schema.optimiser import SHARED_UPDATES, OptimiserPlan, RuleName
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
-from tangram.training.parallel.eight_bit_adamw import EightBitAdamW
-from tangram.training.parallel.master_weights import MasterAdamW
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import dtype_of
-from tangram.training.step.weight_decay import why_not
+from tangram.training.step.weight_decay import rules_of, why_not
+from tangram.training.updates.parameter_shards import ParameterShards, shards_of
+from tangram.training.updates.ruled_optimiser import RuledOptimiser
 
 
-def make_adamw(model: nn.Module, plan: OptimiserPlan, masters: str = "float32", plain: PlainParts = NO_PARTS) -> AdamW:
-    """AdamW over the parameters that are trained, with weight decay on those that `decay.why_not` says it is for.
+def make_optimiser(model: ParallelModel) -> Optimizer:
+    """The optimiser of a model's plan, over the parameters that are trained. Collective where ranks share updates."""
+    plan = model.plan
+    return _made(model.module, plan.optimiser, plan.precision.masters, model.plain, partial(shards_of, model))
 
-    Parameters that lie over different meshes stand in groups of their own: one fused update takes one mesh. Where some
-    are of a lower type than float32, the optimiser keeps moments and masters in the type `masters`. Else torch's fused
-    update takes all parameters of a group at once, unless moments are codes (`parallel.eight_bit_adamw`).
+
+def make_adamw(
+    model: nn.Module, plan: OptimiserPlan, masters: str = "float32", plain: PlainParts = NO_PARTS
+) -> Optimizer:
+    """AdamW for a loop of one's own: `make_optimiser` has all. Raises UserError for a plan with another optimiser."""
+    if plan.name != "adamw":
+        raise UserError(f'make_adamw makes AdamW, and the plan has "{plan.name}": take make_optimiser(model)')
+    return _made(model, plan, masters, plain)
+
+
+def _made(
+    model: nn.Module,
+    plan: OptimiserPlan,
+    masters: str,
+    plain: PlainParts,
+    shards: Callable[[], Mapping[Tensor, ParameterShards]] | None = None,
+) -> Optimizer:
+    """With weight decay on those parameters that `weight_decay.why_not` says it is for.
+
+    Parameters of other rules, rates or decays stand in groups of their own, and those that lie over other meshes: one
+    fused update takes one mesh. Where all are AdamW's in float32, torch's fused update takes all parameters of a group
+    at once; else the rules of `update_rules` do, with masters and states in the type `masters`.
     """
-    groups: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = {}
-    coded: list[nn.Parameter] = []
-    whys = why_not(model, plan, {name: part.shape for name, part in plain.items()})
+    groups: dict[tuple[RuleName, float, float, tuple[str, ...]], list[nn.Parameter]] = {}
+    shapes = {name: part.shape for name, part in plain.items()}
+    whys, rules = why_not(model, plan, shapes), rules_of(model, plan, shapes)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = not whys[name]
             mesh = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-            groups.setdefault((decays, mesh), []).append(parameter)
-            if plan.has_codes(name, plain[name].shape if name in plain else parameter.shape):
-                coded.append(parameter)
-    tables = [
-        {"params": parameters, "weight_decay": plan.weight_decay if decays else 0.0}
-        for (decays, _), parameters in groups.items()
+            decay = 0.0 if whys[name] else plan.weight_decay
+            groups.setdefault((rules[name], decay, plan.peak_lr(name), mesh), []).append(parameter)
+    tables: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay, **({"peak_lr": peak} if plan.lr_of else {})}
+        for (_, decay, peak, _), parameters in groups.items()
     ]
-    if coded:
-        return EightBitAdamW(tables, dtype_of(masters), coded, lr=plan.lr, betas=plan.betas, eps=plan.eps)
-    if all(parameter.dtype == torch.float32 for parameters in groups.values() for parameter in parameters):
-        return AdamW(tables, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=True)
-    return MasterAdamW(tables, dtype_of(masters), lr=plan.lr, betas=plan.betas, eps=plan.eps)
+    keys: dict[str, Any] = {"lr": plan.lr, "betas": plan.betas, "eps": plan.eps}
+    in_float32 = all(one.dtype == torch.float32 for some in groups.values() for one in some)
+    if in_float32 and {*rules.values()} == {"adamw"}:
+        return AdamW(tables, **keys, fused=True)
+    ruled = [{**table, "rule": rule} for table, (rule, *_) in zip(tables, groups, strict=True)]
+    own = None if shards is None or SHARED_UPDATES.isdisjoint(rules.values()) else shards()
+    return RuledOptimiser(ruled, dtype_of(masters), own, **keys, momentum=plan.momentum_used, adjust_lr=plan.adjust_lr)
 
 
 def lr_at(step: int, steps: int, plan: OptimiserPlan) -> float:
     """The learning rate of step number `step` (from 0) of `steps`: linear warm-up, then the plan's schedule.
 
-    cosine: half a cosine that reaches `final_lr` x `lr` at the last step. wsd (warm-up, stable, decay): constant, then
-    linear to the same over the last `decay_steps`. constant: as it says.
+    cosine: half a cosine that reaches `final_lr` x `lr` at the last step. linear: to the same at the step that would
+    follow the last, as transformers has it. wsd (warm-up, stable, decay): constant, then linear to the same over the
+    last `decay_steps`. constant: as it says.
     """
     if step < plan.warmup_steps:
         return plan.lr * (step + 1) / plan.warmup_steps
     if plan.schedule == "cosine":
         done = (step - plan.warmup_steps) / max(1, steps - 1 - plan.warmup_steps)
         high = 0.5 + 0.5 * math.cos(math.pi * min(1.0, done))
+    elif plan.schedule == "linear":
+        high = (steps - step) / (steps - plan.warmup_steps)
     elif plan.schedule == "wsd" and plan.decay_steps:
         high = min(1.0, (steps - 1 - step) / plan.decay_steps)
     else:
@@ -67,10 +95,11 @@ def lr_at(step: int, steps: int, plan: OptimiserPlan) -> float:
     return plan.lr * (plan.final_lr + (1 - plan.final_lr) * max(0.0, high))
 
 
-def set_lr(optimiser: AdamW, lr: float) -> None:
-    """Use this learning rate from now on."""
+def set_lr(optimiser: Optimizer, lr: float, peak: float) -> None:
+    """Use this learning rate from now on, of which `peak` is the highest; of groups with another one their share."""
     for group in optimiser.param_groups:
-        group["lr"] = lr
+        own = group.get("peak_lr", peak)
+        group["lr"] = lr if own == peak else lr * (own / peak)
 
 
 def local_gradients(model: nn.Module, plain: PlainParts) -> list[tuple[Tensor, int]]:

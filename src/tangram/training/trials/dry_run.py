@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tangram.errors import UserError
@@ -52,7 +52,7 @@ from tangram.training.parallel.apply import apply, freeze, give_storage
 from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
-from tangram.training.step.optimiser_step import clip, local_gradients, make_adamw, norms_of, square_sum
+from tangram.training.step.optimiser_step import clip, local_gradients, make_optimiser, norms_of, square_sum
 from tangram.training.trials.dry_run_counts import Tally
 
 _NUMBER = re.compile(r"\d+")
@@ -195,7 +195,7 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
 def counted_steps(model: ParallelModel) -> list[CountedStep]:
     """The steps of a rank whose model has storage, of whatever kind. Collective."""
     plan, module = model.plan, model.module
-    optimiser = make_adamw(module, plan.optimiser, plan.precision.masters, model.plain)
+    optimiser = make_optimiser(model)
     module.train()
     if plan.has_reference:
         model = replace(model, reference=Reference(module))
@@ -223,7 +223,7 @@ def counted_steps(model: ParallelModel) -> list[CountedStep]:
     return found
 
 
-def _step(model: ParallelModel, optimiser: AdamW, micros: int, tally: Tally) -> list[int]:
+def _step(model: ParallelModel, optimiser: Optimizer, micros: int, tally: Tally) -> list[int]:
     """As `loop.train_step`, but for what reads a value; the numbers of the gradients' storages."""
     plan, world = model.plan, model.world
     rows, length = plan.data.micro_batch * plan.rows_per_sample, plan.data.sequence

@@ -1,0 +1,1 @@
+"""The optimiser: rules of updates, their states, and what ranks put together for them."""

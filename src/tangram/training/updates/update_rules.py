@@ -1,0 +1,244 @@
+"""How parameters are updated: one row for each rule, with the states that it keeps and its arithmetic.
+
+    rule          states of a parameter                    needs of other ranks            the same as
+    adamw         exp_avg, exp_avg_sq, step                nothing                         torch.optim.AdamW
+    adamw-8bit    codes and scales (`eight_bit_adamw`)     nothing                         bitsandbytes' AdamW8bit
+    sgd           step                                     nothing                         torch.optim.SGD
+    sgd-momentum  momentum_buffer                          nothing                         torch.optim.SGD
+    adafactor     row_var, col_var, step of matrices;      sums over the axes that cut     torch.optim.Adafactor
+                  variance, step of vectors                rows, columns or both
+    muon          momentum_buffer                          the matrix, put together over   torch.optim.Muon
+                                                           the axes that cut its two dims
+
+A rule updates local tensors: the masters of a rank's parts by its gradients. Stacked matrices, as of experts, are a
+matrix each to Muon and to the rows and columns of Adafactor, whose norms are of the whole parameter, as torch has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _zeropower_via_newtonschulz,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+)
+from torch.optim.adamw import adamw  # pyright: ignore[reportUnknownVariableType]  typed in part
+
+from tangram.relayout.mapping.states import ADAFACTOR, ADAMW, MUON, SHARED, States
+from tangram.schema.optimiser import RuleName
+from tangram.training.updates import eight_bit_adamw
+from tangram.training.updates.parameter_shards import ParameterShards, summed
+
+ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
+_BETA2_DECAY, _LEAST_SCALE = -0.8, 1e-3
+"""Of Adafactor, as torch has them: how the second moment's beta falls, and the least root mean square that scales."""
+_norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
+AT_ONCE = 1 << 24
+"""Numbers of parameters, of all ranks, that Adafactor updates together: in as many sums, with as much memory."""
+
+
+@dataclass(frozen=True)
+class UpdatedPart:
+    """What a rank updates of a parameter, all of it local."""
+
+    master: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+    shards: ParameterShards
+
+    @property
+    def cast_gradient(self) -> Tensor:
+        """In the type of the master."""
+        return self.gradient.to(self.master.dtype)
+
+    @property
+    def dims(self) -> range:
+        """All of the parameter's."""
+        return range(len(self.shards.shape))
+
+
+Update = Callable[[Sequence[UpdatedPart], Mapping[str, Any]], None]
+"""Of the parts of a group of the optimiser, by the group's settings."""
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """A row of the table."""
+
+    states: Callable[[int], States]
+    """Of a parameter of so many dims; masters beside them are no part of it."""
+    update: Update
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+    """Of states that are not in the type of the masters."""
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Whether it is of a run without memory, so that nothing can be read of it."""
+    return isinstance(x, FakeTensor)
+
+
+def _advance(step: Tensor) -> float:
+    """One step more; how many there are now."""
+    step += 1
+    return 1.0 if has_no_values(step) else float(step.item())
+
+
+def _adamw(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    adamw(
+        [part.master for part in parts],
+        [part.cast_gradient for part in parts],
+        [part.state["exp_avg"] for part in parts],
+        [part.state["exp_avg_sq"] for part in parts],
+        [],
+        [part.state["step"] for part in parts],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        fused=has_no_values(parts[0].state["step"]),  # which reads no step
+    )
+
+
+def _coded(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
+    for part in parts:
+        eight_bit_adamw.update(part.master, part.gradient, part.state, _advance(part.state["step"]), group)
+
+
+def _sgd(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
+    for part in parts:
+        gradient = part.cast_gradient
+        if decay := group["weight_decay"]:  # of the gradient, as torch has it
+            gradient = gradient.add(part.master, alpha=decay)
+        if (momentum := part.state.get("momentum_buffer")) is None:
+            _advance(part.state["step"])
+        else:
+            gradient = momentum.mul_(group["momentum"]).add_(gradient)
+        part.master.add_(gradient, alpha=-group["lr"])
+
+
+# ---------------------------------------------------------------- Adafactor
+
+
+def _adafactor(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
+    some: list[UpdatedPart] = []
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        some.append(part)
+        if following is None or sum(math.prod(one.shards.shape) for one in (*some, following)) > AT_ONCE:
+            _adafactor_of(some, group)
+            some = []
+
+
+def _adafactor_of(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
+    matrices = [part for part in parts if "row_var" in part.state]
+    steps = [_advance(part.state["step"]) for part in parts]
+    every = [part.shards.over(part.dims) for part in parts]
+    squares = [_squares(part, dim) for part in matrices for dim in (-1, -2)]
+    sums = iter(summed(squares, [_over(part, dim) for part in matrices for dim in (-1, -2)]))
+    for part, step in zip(parts, steps, strict=True):
+        _move_moments(part, sums, step**_BETA2_DECAY)
+    rows = [part.state["row_var"].sum(-2, keepdim=True, dtype=torch.float32) for part in matrices]
+    totals = iter(summed(rows, [_over(part, -2) for part in matrices]))
+    updates = [_scaled(part, totals) for part in parts]
+    sizes = summed([_square_sum(part.master) for part in parts], every)
+    norms = summed([_square_sum(update) for update in updates], every)
+    for part, step, update, size, norm in zip(parts, steps, updates, sizes, norms, strict=True):
+        lr, numbers = group["lr"], math.prod(part.shards.shape)
+        rate = (size / numbers).sqrt().clamp_(min=_LEAST_SCALE) * min(lr, step**-0.5)
+        if decay := group["weight_decay"]:
+            part.master.mul_(1 - lr * decay)
+        share = rate / (norm / numbers).sqrt().clamp_(min=1.0)
+        part.master.addcmul_(update, share.to(update.dtype), value=-1)
+
+
+def _over(part: UpdatedPart, dim: int) -> tuple[Any, ...]:
+    return part.shards.over((dim,))
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    """Of all numbers of a part: float32."""
+    return _norm(x, dtype=torch.float32).square()
+
+
+def _squares(part: UpdatedPart, dim: int) -> Tensor:
+    """The sum of the gradient's squares along a dim of what lies here."""
+    return _norm(part.cast_gradient, dim=dim, keepdim=True, dtype=torch.float32).square_()
+
+
+def _move_moments(part: UpdatedPart, sums: Iterator[Tensor], share: float) -> None:
+    if "variance" in part.state:
+        part.state["variance"].lerp_(part.cast_gradient.square(), share)
+        return
+    for name, dim in (("row_var", -1), ("col_var", -2)):
+        own = part.state[name]
+        own.lerp_(next(sums).div_(part.shards.shape[dim]).to(own.dtype), share)
+
+
+def _scaled(part: UpdatedPart, totals: Iterator[Tensor]) -> Tensor:
+    """The gradient by the root of its estimated variance."""
+    least = torch.finfo(part.master.dtype).eps
+    if "row_var" in part.state:
+        variance = part.state["row_var"] @ part.state["col_var"]
+        variance.div_((next(totals) / part.shards.shape[-2]).clamp_(min=least))
+    else:
+        variance = part.state["variance"].clone()
+    return variance.clamp_(min=least * least).rsqrt_().mul_(part.cast_gradient)
+
+
+# ---------------------------------------------------------------- Muon
+
+
+def _muon(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
+    lr, momentum = group["lr"], group["momentum"]
+    for part in parts:
+        gradient, buffer = part.cast_gradient, part.state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - momentum)
+        update = _orthogonal(part.shards.joined(gradient.lerp(buffer, momentum), (-1, -2)))
+        if decay := group["weight_decay"]:
+            part.master.mul_(1 - lr * decay)
+        rate = lr * ADJUSTED[group["adjust_lr"]](*part.shards.shape[-2:])
+        part.master.add_(part.shards.own(update, (-1, -2)), alpha=-rate)
+
+
+ADJUSTED: Mapping[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""What the rate of a matrix is multiplied by."""
+
+
+def _orthogonal(update: Tensor) -> Tensor:
+    """Each matrix by five steps of Newton and Schulz: bfloat16, by torch's own function."""
+    coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+    flat = update.reshape(-1, *update.shape[-2:])
+    found = [_zeropower_via_newtonschulz(one, coefficients, DEFAULT_NS_STEPS, EPS) for one in flat]
+    return torch.stack(found).view_as(update) if found else update
+
+
+_MATRIX: States = {name: ADAFACTOR[name] for name in ("row_var", "col_var", "step")}
+_VECTOR: States = {name: ADAFACTOR[name] for name in ("variance", "step")}
+
+RULES: Mapping[RuleName, UpdateRule] = MappingProxyType(
+    {
+        "adamw": UpdateRule(lambda dims: ADAMW_STATES, _adamw),
+        "adamw-8bit": UpdateRule(lambda dims: eight_bit_adamw.CODED, _coded, eight_bit_adamw.DTYPES),
+        "sgd": UpdateRule(lambda dims: {"step": SHARED}, _sgd),
+        "sgd-momentum": UpdateRule(lambda dims: MUON, _sgd),
+        "adafactor": UpdateRule(lambda dims: _MATRIX if dims > 1 else _VECTOR, _adafactor),
+        "muon": UpdateRule(lambda dims: MUON, _muon),
+    }
+)
