@@ -8,13 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 from pydantic import ValidationError
-from tangram.models.building.source import read_source
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import optimization
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta
+from tangram.models.building.build import build_on_meta, read_source
 from tangram.schema.optimiser import OptimiserPlan
 from tangram.training.run.launch import run_ranks
 from tangram.training.step.optimiser_step import lr_at, make_adamw
