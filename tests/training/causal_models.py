@@ -265,7 +265,7 @@ def plain(plan: Plan, packing: str) -> Ran:
         loss = total / counted
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), plan.optimiser.clip_norm)
-        optimiser_step.set_lr(optimiser, 1e-3)
+        optimiser_step.set_lr(optimiser, 1e-3, plan.optimiser.lr)
         optimiser.step()
         losses.append(float(loss.detach()))
         gradients.append({name: _whole(p) for name, p in model.named_parameters()})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from tangram.training.data import Batch, RankBatches
 from tangram.training.parallel import fsdp
@@ -265,10 +265,10 @@ def not_cut_again_after_an_evaluation(setting: Setting) -> Planted:
     models: list[nn.Module] = []
     real = loop.set_lr
 
-    def after_a_forward(optimiser: AdamW, lr: float) -> None:
+    def after_a_forward(optimiser: Optimizer, lr: float, peak: float) -> None:
         with torch.no_grad():
             models[0](input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-        real(optimiser, lr)
+        real(optimiser, lr, peak)
 
     setting.built.append(models.append)
     with swapped(loop, "set_lr", after_a_forward):

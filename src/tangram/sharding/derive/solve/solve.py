@@ -106,14 +106,9 @@ def eliminated(
     solved: list[_Solved] = []
     bound = 0.0
     parted: dict[Name, None] = {}
-    # The smallest table first. A room that changed leaves its old entry behind, which is passed over: to look at all
-    # variables for each would be quadratic in the length of a model.
     queue = [(room, order[name], name) for name, room in size.items()]
     heapq.heapify(queue)
-    while queue:
-        room, _, name = heapq.heappop(queue)
-        if size.get(name) != room:
-            continue
+    while (name := _smallest(queue, size)) is not None:
         if time.monotonic() > stop:
             limit = min(limit, late)
         if exact and size[name] > limit:
@@ -141,11 +136,22 @@ def eliminated(
                 tables[other].append(left)
         for other in others:
             near[other] = {o for names, _ in tables[other] for o in names if o != other}
-            room = _room(other, near, costs.sizes)
-            if room != size[other]:
-                size[other] = room
-                heapq.heappush(queue, (room, order[other], other))
+            size[other] = _room(other, near, costs.sizes)
+            heapq.heappush(queue, (size[other], order[other], other))
     return Solution(_read_back(solved), bound, tuple(parted))
+
+
+def _smallest(queue: list[tuple[int, int, Name]], size: Mapping[Name, int]) -> Name | None:
+    """The variable of the smallest table, of several the first.
+
+    A table that has changed leaves its old entry in the queue, which is passed over: to look at all variables each time
+    would be quadratic in the length of a model.
+    """
+    while queue:
+        room, _, name = heapq.heappop(queue)
+        if size.get(name) == room:
+            return name
+    return None
 
 
 def _by_variable(costs: SolverCosts) -> tuple[dict[Name, list[Table]], dict[Name, set[Name]]]:
