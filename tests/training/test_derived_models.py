@@ -12,7 +12,7 @@ from tangram.layout import Mesh
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.derive.of_model import derive_model, graph_of
 from tangram.sharding.runtime.lower import refuse_cut_inputs
-from tangram.training.run.launch import RankError, run_ranks
+from tangram.training.run.launch import run_ranks
 from tests.training.derived_models import MISTAKES, Ran, Work, inputs_of, model_of, named, run_all
 from tests.training.oracle.warm import once as run_once
 
@@ -183,10 +183,11 @@ def test_four_ranks(once: Callable[[str], Results], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    raises=RankError, strict=True, reason="the mask of packed documents is asked with the whole's numbers"
-)
 @pytest.mark.parametrize("name", CUT_TWICE)
-def test_samples_cut_over_two_axes_in_a_mixture(name: str) -> None:
-    """Known to fail, by name, not in silence; docs/sharding-limits.md says so."""
-    _is_right(_run({name: CUT_TWICE[name]}, 4)[name])
+def test_experts_cut_over_two_axes_in_a_mixture(name: str) -> None:
+    """By marks without a published plan; of samples that both axes cut a mask of packed documents cannot be made."""
+    if "dp=2 ep=2" not in name:
+        _is_right(_run({name: CUT_TWICE[name]}, 4)[name])
+        return
+    with pytest.raises(UserError, match=r"Qwen3MoeForCausalLM cannot be run on parts: .*masking_utils\.py"):
+        _run({name: CUT_TWICE[name]}, 4)

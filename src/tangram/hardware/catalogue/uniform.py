@@ -41,7 +41,9 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
     within, between = like["links"]
     links: list[dict[str, Any]] = []
     if near > 1:
-        links.append({**within, "ranks": near, "rate": _within(name, one, near)})
+        domain = one.link_domain or near
+        rate = _within(name, one, near, f"{given}-{domain}x{near * nodes // domain}")
+        links.append({**within, "ranks": near, "rate": rate})
     if nodes > 1:
         links.append({**between, "ranks": near * nodes, "rate": _between(name, one)})
     if not links:  # of one device, which sends nothing
@@ -86,8 +88,11 @@ def _device(name: str, given: str) -> Figures:
     return devices()[given]
 
 
-def _within(name: str, one: Figures, ranks: int) -> float:
-    """Bytes per second from devices of the same node: of more cards than a bridge joins, those between the bridges."""
+def _within(name: str, one: Figures, ranks: int, as_many: str) -> float:
+    """Bytes per second from devices of the same node: of more cards than a bridge joins, those between the bridges.
+
+    `as_many`: the name of as many devices in nodes as they are built.
+    """
     if one.link_bandwidth is None or one.link_domain is None:
         raise UserError(
             f"{name}: the catalogue knows no link within a node of {one.label}: write a file of the cluster"
@@ -97,7 +102,7 @@ def _within(name: str, one: Figures, ranks: int) -> float:
     if ranks > one.link_domain:
         raise UserError(
             f"{name}: the catalogue knows {one.label} to be linked to {one.link_domain - 1} others at most: give nodes "
-            f"of {one.link_domain}, or write a file"
+            f"of {one.link_domain}, as {as_many}, or write a file"
         )
     return one.link_bandwidth
 
