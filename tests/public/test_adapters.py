@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
+from tangram.cli import main
 from tests.checkpoint.peers.models import save
 from tests.checkpoint.test_adapter_kinds import merged
 
@@ -15,6 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),  # of peft about parameters
     pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -76,3 +79,42 @@ def test_experts_whose_matrices_are_square(row: str, sizes: Mapping[str, int], t
     is_merged(
         tmp_path, adapted(tmp_path, row, {"target_modules": ["q_proj"], "target_parameters": PARAMETERS}, **sizes)
     )
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"target_modules": ["q_proj", "down_proj"]}),
+    "dora": ("llama", {"target_modules": ["v_proj"], "use_dora": True}),
+    "embeddings": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "a head in full": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "experts": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": PARAMETERS}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_in_the_checkpoint_of_its_model(kind: str, tmp_path: Path, capsys: Any) -> None:
+    """pytorch/pytorch#151556: a DCP has a model of peft's with its optimiser, which nothing made a model of."""
+    row, options = KINDS[kind]
+    peft = adapted(tmp_path, row, options)
+    state = {"app": {"model": peft.state_dict()}, "epoch": 20}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "adapter/adapter_model.safetensors").unlink()
+    convert = ["checkpoint", "convert", str(tmp_path / "dcp"), str(tmp_path / "merged"), "--to", "hf"]
+    assert main([*convert, "--config", str(tmp_path / "hf")]) == 2
+    assert "to merge the pairs of LoRA among them, give --adapter DIR" in capsys.readouterr().err
+    assert main([*convert, "--config", str(tmp_path / "hf"), "--adapter", str(tmp_path / "adapter")]) == 0
+    assert "left out, no tensors" not in capsys.readouterr().out
+    tokens = torch.arange(40).view(2, 20)
+    loaded: Any = __import__("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, peft(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_two_adapters_in_a_checkpoint(tmp_path: Path, capsys: Any) -> None:
+    """pytorch/pytorch#151556, with a second adapter: which of them is meant is not said anywhere."""
+    peft = adapted(tmp_path, "llama", {"target_modules": ["q_proj"]})
+    peft.add_adapter("second", peft.peft_config["default"])
+    torch.save(peft.state_dict(), tmp_path / "model.pt")
+    (tmp_path / "adapter/adapter_model.safetensors").unlink()
+    names = [str(tmp_path / one) for one in ("model.pt", "merged", "hf", "adapter")]
+    assert main(["checkpoint", "convert", *names[:2], "--to", "hf", "--config", names[2], "--adapter", names[3]]) == 2
+    assert "has 2 adapters (default, second), and one can be merged" in capsys.readouterr().err

@@ -109,14 +109,14 @@ class Changes:
     """The head was the embeddings, and is no longer: as in a model that has the adapter beside its weights."""
 
 
-def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps) -> Changes:
-    """What an adapter changes. `maps`: of its folder.
+def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps, inner: Mapping[str, Tensor] | None = None) -> Changes:
+    """What an adapter changes. `maps`: of its folder. `inner`: its tensors, where they are not in the folder's file.
 
     A head that is tied to the embeddings stays so where both are changed alike, and comes apart where they are not.
     Raises UserError for another kind of adapter, and for tensors that fit nothing in the source.
     """
     config = _config(folder)
-    pairs, full = _sorted(_tensors(folder, maps), config, folder)
+    pairs, full = _sorted(inner or _tensors(folder, maps), config, folder)
     embedding = _embedding(source) if HEAD not in source.specs or _tied(source) else None
     table: dict[str, WeightChange] = {}
     own = _names_in_memory(source, [f"{_owner(one)}.weight" for one in pairs] + [*full])

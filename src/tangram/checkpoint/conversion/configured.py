@@ -44,6 +44,7 @@ DERIVED = re.compile(
 AVERAGE = re.compile(r"(^|_)(ema|swa|shadow|averaged?)(_|$)")
 """What programs call the module that has moving averages."""
 LORA = re.compile(r"\.lora_(embedding_)?A(\.|$)")
+MERGE = "give --adapter DIR with the adapter_config.json that peft wrote for it"
 MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
 """A causal mask of four dims where an attention has one; a bias has one dim."""
 
@@ -101,8 +102,12 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
     if found.surplus:
         raise UserError(
             f"{len(found.surplus):,} of {len(params):,} names are not those of the configuration "
-            f"({type(model).__name__}): {_some(found.surplus)}; give the --config DIR of this model, or a "
-            "--mapping FILE"
+            f"({type(model).__name__}): {_some(found.surplus)}; "
+            + (
+                f"to merge the pairs of LoRA among them, {MERGE}"
+                if any(map(LORA.search, found.surplus))
+                else "give the --config DIR of this model, or a --mapping FILE"
+            )
         )
     if found.unlike:
         raise UserError(f"the weights are not those of the configuration ({type(model).__name__}): {found.unlike[0]}")
@@ -161,7 +166,7 @@ def _beside(specs: Collection[str]) -> list[str]:
     ]
     if pairs := sum(LORA.search(name) is not None for name in specs):
         has = "has a pair of LoRA beside it" if pairs == 1 else "have a pair of LoRA beside them"
-        notes.append(f"not merged: {pairs:,} of the weights {has}, which peft's merge_and_unload merges")
+        notes.append(f"not merged: {pairs:,} of the weights {has}: {MERGE}")
     return notes
 
 

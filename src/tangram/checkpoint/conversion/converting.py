@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tangram.checkpoint.conversion.adapter_files import WEIGHTS
 from tangram.checkpoint.conversion.configured import fitted
 from tangram.checkpoint.conversion.convert import (
     ConvertOptions,
@@ -27,6 +28,7 @@ from tangram.checkpoint.conversion.convert import (
     target_of,
 )
 from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of, structure_of
+from tangram.checkpoint.conversion.inner_adapters import taken_apart
 from tangram.checkpoint.conversion.lora_adapters import with_adapter
 from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
@@ -135,6 +137,11 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     if source.states and all(name.endswith(tuple(f".{state}" for state in source.states)) for name in source.specs):
         raise UserError(f'"{source.path}" has states of an optimiser and no weights: give the checkpoint of the model')
     small = small_of(options.config) if options.config else dict(source.small)
+    left, inner = (), None
+    if options.adapter:
+        source, left = model_of(source)
+        inner = taken_apart(source, read=not (options.adapter / WEIGHTS).is_file())
+        source = inner.source
     also = [word for word, on in (("an adapter", options.adapter), ("a mapping", options.mapping)) if on]
     source, small, rounding = prepared(source, small, to, dequantise=options.dequantise, dtype=options.dtype, also=also)
     notes: tuple[str, ...] = ()
@@ -142,10 +149,8 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
         check = names == "hf" and to == "hf" and (source.format != "hf" or options.config is not None)
         fit = fitted(source, config_of(small) if names == "hf" else None, check)
         source, notes = fit.source, fit.notes
-    left: tuple[str, ...] = ()
-    if options.adapter:
-        _, left = model_of(source)
-        source = with_adapter(replace(source, small=small), options.adapter)
+    if options.adapter and inner:
+        source = with_adapter(replace(source, small=small), options.adapter, inner.tensors)
         small = dict(source.small)
     source = _with_settings(source, options)
     chosen = choose(

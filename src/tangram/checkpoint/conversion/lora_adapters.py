@@ -27,7 +27,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.conversion.adapter_files import WEIGHTS, Changes, LowRankPair, WeightChange, changes_of
+from tangram.checkpoint.conversion.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    Changes,
+    LowRankPair,
+    WeightChange,
+    changes_of,
+)
 from tangram.checkpoint.conversion.find_mapping import model_of
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
@@ -61,10 +68,13 @@ class Full:
     """The place of a tensor that the adapter has in full."""
 
 
-def with_adapter(source: OpenCheckpoint, folder: Path, *, block: int = BLOCK) -> OpenCheckpoint:
+def with_adapter(
+    source: OpenCheckpoint, folder: Path, inner: Mapping[str, Tensor] | None = None, *, block: int = BLOCK
+) -> OpenCheckpoint:
     """The same checkpoint with an adapter merged into its weights; states of the optimiser are of the old, and go.
 
-    `block`: bytes of a block at most. Raises UserError for what is not merged: another kind of adapter than LoRA and
+    `inner`: the adapter's tensors by the names of its file, where they are not in the folder. `block`: bytes of a
+    block at most. Raises UserError for what is not merged: another kind of adapter than LoRA and
     DoRA, tensors that fit nothing in the source, and a source with Megatron-core's names.
     """
     source, _ = model_of(source)
@@ -74,7 +84,7 @@ def with_adapter(source: OpenCheckpoint, folder: Path, *, block: int = BLOCK) ->
             "--to hf first"
         )
     maps = Maps(folder)
-    found = changes_of(source, folder, maps)
+    found = changes_of(source, folder, maps, inner)
     changes = found.tensors
     specs = {**source.specs, **{name: _spec(source, change) for name, change in changes.items()}}
     pieces = [piece for piece in source.pieces if piece.tensor not in changes]
@@ -87,7 +97,7 @@ def with_adapter(source: OpenCheckpoint, folder: Path, *, block: int = BLOCK) ->
         maps.release()
         source.release()
 
-    with (folder / WEIGHTS).open("rb") as stream:
+    with (folder / (CONFIG if inner else WEIGHTS)).open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     about = {"folder": folder.resolve().name, "sha256": digest, "tensors": len(changes)}
     objects, small = {**source.objects, "adapter": about}, _small(source, specs, found)
