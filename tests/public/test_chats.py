@@ -4,6 +4,8 @@ huggingface/trl#4922          of Phi-3.5's template only the last answer of a ch
 axolotl-ai-cloud/axolotl#1703 a message of weight 0 is not to be learnt
 THUDM/slime#1742              a template that wants a question before each answer, and drops earlier thoughts
 huggingface/trl#1911          of an odd batch one answer stood beside its own prompt (hiyouga/LlamaFactory#7509)
+huggingface/datasets#8241     in a table a call of a tool has the arguments of others, as null
+microsoft/graphrag#2423       lines that are blank, or end within a text as Unicode has it, lost a file of rows
 huggingface/trl#1380          a batch of good answers alone, or of bad ones, made no number of the loss
 """
 
@@ -18,8 +20,11 @@ import pytest
 import torch
 
 from tangram.schema.files import load
+from tangram.schema.job import SourcePlan
 from tangram.schema.tuning import PreferencePlan
 from tangram.training.data import IGNORE, Batch, open_corpus, prepare, step_batches, tokens_of
+from tangram.training.data.files import list_files
+from tangram.training.data.sources import documents
 from tangram.training.objective.preferences import FORMULAS, Labelled, labelled_figures, labelled_scores
 from tests.training.data.test_chat import END_TEXT, encoded, tokenizer_of, tokens_at
 
@@ -111,3 +116,28 @@ def test_answers_of_one_kind_alone_have_a_loss(bad: bool) -> None:
     assert slope_B.isfinite().all()
     assert slope_B[2] == 0
     assert labelled_figures(logps_B, compared, bad_B, counts_B, 0.1).isfinite().all()
+
+
+CALLS = [
+    {"messages": [
+        {"role": "user", "content": "a\u2028b\u0085c"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]},
+        {"role": "assistant", "content": "done"},
+    ]}
+    for name, arguments in (("first", {"x": 1, "of": [{"a": 1}]}), ("second", {"content": "z", "of": [{"b": 2}]}))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
+def test_calls_of_tools_have_their_own_arguments(kind: str, tmp_path: Path) -> None:
+    if kind == "jsonl":
+        lines = "\n\n \n".join(json.dumps(row, ensure_ascii=False) for row in CALLS)
+        (tmp_path / "rows.jsonl").write_text(f"\ufeff{lines}\n")
+    elif kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow.parquet")
+        pyarrow.write_table(pytest.importorskip("pyarrow").Table.from_pylist(CALLS), tmp_path / "rows.parquet")
+    else:
+        pytest.importorskip("datasets").Dataset.from_list(CALLS).save_to_disk(str(tmp_path / "rows"))
+    path = tmp_path if kind != "datasets" else tmp_path / "rows"
+    rows = documents(list_files(SourcePlan(path=str(path))), "*")
+    assert [json.loads(row.text) for row in rows] == CALLS

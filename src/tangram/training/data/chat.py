@@ -34,7 +34,7 @@ from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 KINDS = "conversations"
 CUT = "cut"
 OPEN = "answers"
-VERSION = 3
+VERSION = 4
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]

@@ -246,7 +246,21 @@ def _refuse_twice(names: list[str], field: str, path: Path) -> None:
 
 def _texts(rows: list[dict[str, object]], field: str) -> list[object]:
     """The column of some rows, or each as a whole."""
-    return [row_text(row) if field == ROW else row[field] for row in rows]
+    return [
+        row_text({name: _own(value) for name, value in row.items()}) if field == ROW else row[field] for row in rows
+    ]
+
+
+def _own(value: Any) -> Any:
+    """A cell with the keys of its own: a table gives all dicts of a column the same, with null where a row had none.
+
+    A null that was written cannot be told from those and goes, too; not a message's `content`: templates look for it.
+    """
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        kept = "content" if table.get("role") else None
+        return {key: _own(one) for key, one in table.items() if one is not None or key == kept}
+    return [_own(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def needs_extra(what: str, package: str) -> UserError:

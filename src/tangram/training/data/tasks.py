@@ -32,7 +32,7 @@ from tangram.training.data.chat import (
 from tangram.training.data.files import LEFT_OUT
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
-VERSION = ["pairs", 1]
+VERSION = ["pairs", 2]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
 _COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
