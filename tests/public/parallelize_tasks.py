@@ -62,6 +62,20 @@ class Recurrent(nn.Module):
         return self.down(F.silu(h))
 
 
+class Unused(nn.Module):
+    """Operators of several results, of which some are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scan = nn.Linear(8, 32), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, _, c, _ = self.up(x).chunk(4, -1)
+        most, _ = torch.max(a, dim=-1)
+        y, _ = self.scan(a * torch.sigmoid(c))
+        return y + most[..., None] + torch.topk(c, 3).values.sum(-1, keepdim=True)
+
+
 class Masked(nn.Module):
     """Code that does without a mask where there is nothing to mask."""
 
@@ -144,6 +158,7 @@ WORKS: Mapping[str, Work] = {
     "recurrent": Work(Recurrent, ("up.weight: c/tp h", "mix.weight: c/tp _ k")),
     "one way": Work(Residual, ("norm: b/dp s h", *BLOCK), "dp=2 tp=1"),
     "compiled": Work(Residual, BLOCK, compiled=True),
+    "unused": Work(Unused, ("up.weight: f/tp h",), compiled=True),
     "partly": Work(
         lambda: nn.Sequential(nn.Linear(8, 8), Residual(), nn.LayerNorm(8)),
         ("1.up.weight: f/tp h",),

@@ -55,6 +55,11 @@ def test_an_axis_of_one_rank(ranks: Ranks) -> None:
     _right(ranks, "one way")
 
 
+def test_results_that_nothing_uses(ranks: Ranks) -> None:
+    """pytorch/pytorch#173123: compiled, the gradient of a result that nothing used had another type."""
+    _right(ranks, "unused")
+
+
 def test_compiled_once_it_is_parallel(ranks: Ranks) -> None:
     """pytorch/pytorch#108840: a compiled model had all of every weight on each rank."""
     for one in _right(ranks, "compiled"):

@@ -28,7 +28,7 @@ from tangram.checkpoint.conversion.convert import (
     target_of,
 )
 from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of, structure_of
-from tangram.checkpoint.conversion.inner_adapters import taken_apart
+from tangram.checkpoint.conversion.inner_adapters import without_adapter
 from tangram.checkpoint.conversion.lora_adapters import with_adapter
 from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
@@ -140,7 +140,7 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     left, inner = (), None
     if options.adapter:
         source, left = model_of(source)
-        inner = taken_apart(source, read=not (options.adapter / WEIGHTS).is_file())
+        inner = without_adapter(source, read=not (options.adapter / WEIGHTS).is_file())
         source = inner.source
     also = [word for word, on in (("an adapter", options.adapter), ("a mapping", options.mapping)) if on]
     source, small, rounding = prepared(source, small, to, dequantise=options.dequantise, dtype=options.dtype, also=also)

@@ -32,7 +32,7 @@ class Adapted:
     tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
-def taken_apart(source: OpenCheckpoint, read: bool) -> Adapted:
+def without_adapter(source: OpenCheckpoint, read: bool) -> Adapted:
     """The base and the adapter of a checkpoint that has both; any other as it is. Without states of an optimiser.
 
     `read`: whether the adapter's values are needed. Raises UserError where several adapters are there.
