@@ -112,12 +112,14 @@ class Own(nn.Module):
         self.matrix, self.shift = nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(1, 1, 8))
         self.heads = nn.LayerNorm((4, 8))
         self.mix = nn.MultiheadAttention(8, 2)
+        self.pos_bias_u = nn.Parameter(torch.ones(4, 3))  # of Transformer-XL's kin: one for each head
 
 
 def test_a_model_of_ones_own_is_told_by_types_and_shapes() -> None:
     whys = why_not(Own(), PLAN.model_copy(update={"no_decay": ("*out_proj.weight",)}))
     assert {name: why for name, why in whys.items() if not name.startswith("mix.")} == {
         "up": "", "more": "bias", "matrix": "", "shift": "vector", "heads.weight": "norm", "heads.bias": "norm",
+        "pos_bias_u": "bias",
     }  # fmt: skip
     assert whys["mix.in_proj_weight"] == ""
     assert whys["mix.in_proj_bias"] == whys["mix.out_proj.bias"] == "bias"

@@ -37,7 +37,7 @@ MATRICES = (nn.Linear, nn.Bilinear, Conv1D, *NO_MATRICES)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
 """Those of transformers are told by the names of their classes, which end in Norm."""
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "bias": ("bias", "*_bias", "bias_*"),
+    "bias": ("*bias*",),
     "scan": ("A_log", "A", "D", "dt_bias", "time_decay", "time_first", "time_mix*", "time_maa*"),
     "sink": ("sinks", "*_sinks"),
     "scale": ("scale", "*_scale", "layer_scale*", "gamma", "beta", "lambda*"),
