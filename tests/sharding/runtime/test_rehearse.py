@@ -260,3 +260,45 @@ def test_what_an_operator_refuses_of_parts_is_one_sentence(
             r".*test_rehearse.py:\d+: view cannot be run on the parts \(2, 4, 8\) of rank 1: sizes differ",
             str(error.value),
         )
+
+
+class Derivative(Code):
+    """What the code makes of both products, with biases, and the tensor itself."""
+
+    def __init__(self, code: Callable[..., Tensor]) -> None:
+        super().__init__(code)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return self.code(self, x_BSH)
+
+
+def _within(module: Code, x: Tensor) -> Tensor:
+    return module.down(torch.tanh(module.up(x)))
+
+
+def _by_autograd(module: Code, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(_within(module, x).sum(), x, create_graph=True)[0]
+
+
+def _by_transform(module: Code, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: _within(module, x).sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (_by_autograd, "torch.autograd.grad goes back through layers that lie in parts"),
+        (_by_transform, "a tensor would move between ranks within a transform of torch.func"),
+    ],
+)
+@pytest.mark.parametrize("mark", COLUMNS)
+def test_derivatives_and_transforms_over_parts_are_refused_by_their_line(
+    code: Callable[[Code, Tensor], Tensor], why: str, mark: str
+) -> None:
+    model, inputs = Derivative(code), {"x_BSH": torch.zeros(2, 4, 8)}
+    found = derive_model(graph_of(model, inputs, torch.float32), [Mark.parse(mark)], Mesh.parse("tp=2"))
+    with pytest.raises(UserError, match=rf"test_rehearse.py:\d+: {why}"):
+        rehearsed(found, model, inputs, torch.float32)

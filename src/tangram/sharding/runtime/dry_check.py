@@ -208,6 +208,7 @@ class _Rehearsal:
 
     def bring(self, x: Tensor, change: Change) -> Tensor:
         """What would come, of the size that it has then."""
+        _refuse_transforms()
         sizes = sizes_after(x.shape, change, self.sizes, self.found.mesh.coords(self.rank))
         before = [*self.record.ran]
         part = x.new_empty(sizes)
@@ -216,6 +217,7 @@ class _Rehearsal:
 
     def instead(self, action: OpAction, leaves: Sequence[Any]) -> Any:
         """What the operators on parts would give, of the sizes that it has then."""
+        _refuse_transforms()
         call = self.graph.calls[action.call]
         _see_what_is_written(self.graph, action)
         self.operators.refuse_unknown(call, action)
@@ -372,6 +374,16 @@ class _Rehearsal:
             if _plain(ran.arguments[name]) != _plain(want):
                 return f"{step.call.name} is told {name}={ran.arguments[name]} on a part, not {want}"
         return ""
+
+
+def _refuse_transforms() -> None:
+    """Raise UserError within a transform of torch.func: its tensors stand for others, which no collective takes."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        raise UserError(
+            f"{line_of(caller(sys._getframe(1)))}: a tensor would move between ranks within a transform of "  # pyright: ignore[reportPrivateUsage]
+            "torch.func (vmap, grad, jacrev, ...), which no collective can: call the layers that lie in parts outside "
+            "of it"
+        )
 
 
 def _has_tensors(value: Any) -> bool:

@@ -129,6 +129,11 @@ class Operators:
         live = [self.graph.nodes[i] for i in self.live(call)]
         made = {v for node in live for v in node.results}
         taken = {v for node in live for v in ([node.renews[0]] if node.renews else node.inputs)}
+        if call.function == "grad":  # what moves in the forward moves back by itself, and would once more
+            raise UserError(
+                f"{call.line}: torch.autograd.grad goes back through layers that lie in parts, which is not derived: "
+                "leave the parameters of what it goes through whole, as DDP and FSDP do"
+            )
         said = f"{call.line}: {call.function} cannot be replaced ({action.why}):"
         if unknown := sorted(v for v in taken - made if v not in call.takes):
             what = self.graph.values[unknown[0]].name or "a tensor that another function has made"
