@@ -26,7 +26,7 @@ from tangram.models.building.build import read_source
 from tangram.planner.local.own_rules import code_digest
 from tangram.schema.files import loads
 from tangram.schema.plan import Plan
-from tangram.schema.tuning import PreferencePlan
+from tangram.schema.tuning import DistillPlan, PreferencePlan
 from tangram.training.data import Corpus
 from tangram.training.observe.events import Note, TableEvent
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE
@@ -62,6 +62,8 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "model.change": _MODEL,
         "model.freeze": _REFUSED,
         **{f"preference.{key}": _REFUSED for key in PreferencePlan.model_fields},
+        **{f"distill.{key}": _REFUSED for key in DistillPlan.model_fields},
+        "distill.teacher": _REPORTED,  # whose values are compared
         "lora.rank": _REFUSED,
         "lora.alpha": _REFUSED,
         "lora.dropout": _REFUSED,
