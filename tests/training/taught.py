@@ -24,13 +24,14 @@ PADDED = 7
 """Classes of the teacher beyond the student's, as a directory of a larger model has."""
 
 
-def write_taught(folder: Path, *, padded: int = 0, tied: bool = False) -> Path:
+def write_taught(folder: Path, *, padded: int = 0, tied: bool = False, family: str = "qwen3") -> Path:
     """A chat model, a wider and deeper one of the same tokenizer, conversations of unequal lengths, and a job of six
-    lines. `padded`: the teacher's classes beyond the student's."""
+    lines. `padded`: the teacher's classes beyond the student's; `family`: the teacher's."""
     write_folder(folder, tied=tied)
     vocabulary = AutoModelForCausalLM.from_pretrained(folder / "chat-model").config.vocab_size
     fields = {"vocab_size": vocabulary + padded, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
-    tokenizer_of(write_chat(folder / "teacher", fields=fields, seed=7))
+    fields["attention_dropout"] = 0.5  # which it computes without
+    tokenizer_of(write_chat(folder / "teacher", fields=fields, seed=7, family=family))
     (folder / "teacher" / "chat_template.jinja").write_text(CHATML)
     (folder / "distill.toml").write_text(
         'version = 3\ntask = "distill"\nmodel.path = "chat-model"\ndistill.teacher = "teacher"\n'
