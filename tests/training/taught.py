@@ -102,8 +102,10 @@ def _loss(model: Any, teacher: Any, some: list[tuple[list[int], list[int]]], pla
     logp_NV = (theirs_NV / temperature).log_softmax(-1)[:, :shared]
     if mistake != "padding counted":
         logp_NV = logp_NV.log_softmax(-1)
-    sides = (logits_NV / temperature).log_softmax(-1), logp_NV
-    far_N = LOSSES[distill.loss_type](*(sides[::-1] if mistake == "sides swapped" else sides), distill.beta)
+    logq_NV = (logits_NV / temperature).log_softmax(-1)
+    if mistake == "sides swapped":
+        logp_NV, logq_NV = logq_NV, logp_NV
+    far_N = LOSSES[distill.loss_type](logq_NV, logp_NV, distill.beta)
     times = 1 if mistake == "no squared temperature" else temperature**2
     own = torch.nn.functional.cross_entropy(logits_NV, labels_N)
     return distill.alpha * own + (1 - distill.alpha) * times * far_N.mean()

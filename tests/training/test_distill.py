@@ -74,8 +74,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Plan]:
             found[job, way] = plan_of(WAYS[way], asked, counted, 6 if way == "one" else 2)
     found["forward", "half"], found["forward", "rest"] = found["forward", "tp"], found["forward", "fsdp"]
     found[OTHER, "half"], found[OTHER, "rest"] = found[OTHER, "ddp"], found[OTHER, "one"]
+    steps = {key: HALF if key[1] == "half" else STEPS for key in found} | {("jsd", "one"): LONG}
     return {
-        key: plan.model_copy(update={"run": plan.run.model_copy(update={"steps": HALF if key[1] == "half" else STEPS})})
+        key: plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps[key]})})
         for key, plan in found.items()
     }
 
@@ -108,8 +109,9 @@ def test_losses_and_gradients_are_those_of_formulas_on_any_mesh(
     for way in [way for way in WAYS if (job, way) in ran]:
         ranks = ran[job, way]
         for rank in ranks:
-            assert rank.losses == pytest.approx(expected.losses, rel=1e-6 if way == "one" else 1e-5), way
-        assert ranks[0].norms == pytest.approx(expected.norms, rel=1e-4), way
+            some = expected.losses[: len(rank.losses)]
+            assert rank.losses == pytest.approx(some, rel=1e-6 if way == "one" else 1e-5), way
+        assert ranks[0].norms == pytest.approx(expected.norms[: len(ranks[0].norms)], rel=1e-4), way
         gradients = {name: value for rank in ranks for name, value in rank.gradients.items()}
         assert gradients.keys() == expected.gradients.keys(), way
         for name, value in expected.gradients.items():
@@ -187,8 +189,8 @@ def test_a_run_beside_another_teacher_is_refused(
     assert plan.distill is not None
     shutil.copytree(str(plan.distill.teacher), tmp_path / "teacher")
     moved = plan.model_copy(update={"distill": plan.distill.model_copy(update={"teacher": str(tmp_path / "teacher")})})
-    key = OTHER, "moved"
-    before = {key: (OTHER, "half")}
+    key: Key = (OTHER, "moved")
+    before: dict[Key, Key] = {key: (OTHER, "half")}
     (done,) = run_ranks(run_in_turn, ({key: moved}, runs, before), world=1, on_event=print, device="cpu")
     assert done[key].losses == ran[OTHER, "rest"][0].losses
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
