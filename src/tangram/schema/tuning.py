@@ -71,9 +71,9 @@ class LoraPlan(TomlTable):
     """Train the length of each output's weights, too (Liu et al. 2024)."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of names of modules that are trained whole, and saved with the adapters."""
-    base: Literal["parameters", "nf4"] = "parameters"
+    base: Literal["parameters", "nf4", "int8", "fp8"] = "parameters"
     """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
-    bits with scales (`models.lora.nf4`), of which a layer's weight is made again whenever it is used."""
+    or 8 bits with scales (`models.lora.bases`), of which a layer's weight is made again whenever it is used."""
     base_skip: tuple[str, ...] = ()
     """Ends of names of linear layers, or patterns, whose weights stay numbers beside a quantised base."""
     start: PathText | None = None
@@ -179,7 +179,7 @@ def mistake_of_distillation(task: TaskName, distill: DistillPlan | None, packing
     return None
 
 
-COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64})
+COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64, "_int8": 1, "_fp8": 1})
 """By the end of the name of a tensor that a quantised weight is kept in, for how many of its columns one of that is."""
 
 

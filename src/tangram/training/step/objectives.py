@@ -107,7 +107,9 @@ class Objective:
         if self.taught:
             if model.teacher is None:
                 raise UserError("this loss compares with a teacher: give the ParallelModel one before it is trained")
-            return _Taught(model.teacher, batches) if model.pipeline is None else _said(model.teacher, batches)
+            return (
+                _Taught(model.teacher, batches) if model.pipeline is None else _teacher_logits(model.teacher, batches)
+            )
         if rows is None:
             return [None for _ in batches]
         if model.reference is None:
@@ -156,10 +158,10 @@ class _Taught(Sequence[Logits]):
         return len(self.batches)
 
     def __getitem__(self, at: Any) -> Any:
-        return _said(self.teacher, [cast(Batch, self.batches[at])])[0]
+        return _teacher_logits(self.teacher, [cast(Batch, self.batches[at])])[0]
 
 
-def _said(teacher: ParallelModel, batches: Sequence[Batch]) -> Sequence[Logits | None]:
+def _teacher_logits(teacher: ParallelModel, batches: Sequence[Batch]) -> Sequence[Logits | None]:
     with evaluating(teacher.module):
         return _each(teacher, batches, lambda logits, _: logits)
 

@@ -205,7 +205,7 @@ def counted_steps(model: ParallelModel) -> list[CountedStep]:
         model = replace(model, reference=Reference(module))
     kept = [] if model.reference is None else model.reference.kept
     if model.teacher is not None:
-        kept = [*kept, *_local(model.teacher.module.parameters())]
+        kept = [*kept, *_local([*model.teacher.module.parameters()])]
     with Tally() as tally:
         tally.watch(_local([*module.parameters(), *module.buffers()]) + kept)
         for parameter in module.parameters():
