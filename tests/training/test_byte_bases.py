@@ -50,7 +50,7 @@ def by_hand(base: str, weight_OI: Tensor) -> Tensor:
     """What is left of a weight."""
     if base == "int8":
         most_O1 = weight_OI.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        return (weight_OI * 127 / most_O1).round() * (most_O1 / 127)
+        return (weight_OI * (127 / most_O1)).round() * (most_O1 / 127)  # as bitsandbytes rounds
     found = weight_OI.clone()
     for top in range(0, weight_OI.shape[0], 128):
         for left in range(0, weight_OI.shape[1], 128):
