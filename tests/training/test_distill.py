@@ -15,7 +15,7 @@ from tangram.errors import UserError
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
-from tangram.planner.local.teacher import teacher_costs
+from tangram.planner.local.teacher import teacher_costs, teacher_plan
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import DistillPlan, LoraPlan
@@ -23,6 +23,7 @@ from tangram.training.data import prepare, tokens_of
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import teacher_source
+from tangram.training.trials.dry_run import dry_run
 from tests.training.taught import PADDED, Mistake, oracle, write_taught
 from tests.training.tuning_tasks import Traced, run_in_turn
 
@@ -212,3 +213,28 @@ def test_memory_and_time_of_a_teacher_are_predicted(plans: dict[Key, Plan]) -> N
         whole = 4 * sum(p.numel() for p in counted.teacher.model.parameters())
         assert found.nbytes == pytest.approx(whole * share, rel=0.01) if share else found.nbytes < 0.8 * whole
         assert 1.5 < found.forwards < 4  # three layers of 48 beside two of 32
+
+
+def test_a_teacher_is_not_cut_over_expert_axes(plans: dict[Key, Plan]) -> None:
+    plan = plans["jsd", "one"]
+    teacher = Counted(plan, source_of(plan, tokens_of(plan)).config).teacher
+    assert teacher is not None
+    other = plan.model_copy(update={"axes": plan.axes.model_copy(update={"expert": ("ep",)})})
+    with pytest.raises(UserError, match=r"distill\.teacher, on the mesh of its student: .* expert axes"):
+        teacher_plan(other, teacher)
+
+
+@pytest.mark.parametrize("way", ["one", "fsdp", "tp"])
+def test_a_dry_run_has_the_bytes_that_are_predicted_of_a_teacher(plans: dict[Key, Plan], way: str) -> None:
+    plan = plans["forward", way]
+    alone = plan.model_copy(update={"task": "sft", "distill": None})
+    (beside,), (without,) = dry_run(plan), dry_run(alone)
+    costs = teacher_costs(plan, Counted(plan, source_of(plan, tokens_of(plan)).config))
+    assert costs is not None
+    assert beside.memory["parameters"] - without.memory["parameters"] == pytest.approx(costs.nbytes, rel=0.01)
+
+
+def test_documents_are_learnt_from_as_they_are(folder: Path) -> None:
+    text = load(folder / "distill.toml", {"distill.on": "text", "data.packing": "packed"})
+    assert tokens_of(text).context is None
+    assert tokens_of(load(folder / "distill.toml")).context is not None
