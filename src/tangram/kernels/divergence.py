@@ -94,11 +94,12 @@ class _Divergence(torch.autograd.Function):
         totals_2N, sums_2N = torch.empty_like(tops_2N), torch.empty_like(tops_2N)
         for some in chunks(student_NV):
             for side, x_NV in enumerate((student_NV, teacher_NV)):
-                tops_2N[side, some] = _logits(x_NV[some], shared_V, how).amax(1)
+                own_NV = x_NV[some] if shared_V is None else torch.where(shared_V, x_NV[some], FAR)
+                tops_2N[side, some] = own_NV.amax(1).to(tops_2N.dtype) / how.temperature
         tops_2N = tops_2N if classes is None else classes.largest(tops_2N)
         for some in chunks(student_NV):
             for side, x_NV in enumerate((student_NV, teacher_NV)):
-                totals_2N[side, some] = _logits(x_NV[some], shared_V, how).sub_(tops_2N[side, some, None]).exp_().sum(1)
+                totals_2N[side, some] = _less(x_NV[some], tops_2N[side, some, None], shared_V, how).exp_().sum(1)
         totals_2N = totals_2N if classes is None else classes.summed(totals_2N)
         less_2N = tops_2N + totals_2N.log()
         for some in chunks(student_NV):
@@ -130,10 +131,13 @@ def _shared(x_NV: Tensor, how: Comparison, classes: Classes | None) -> Tensor | 
     return numbers < how.shared
 
 
-def _logits(x_NV: Tensor, shared_V: Tensor | None, how: Comparison) -> Tensor:
-    """In a copy of their own."""
-    x_NV = x_NV.to(computed(x_NV)) / how.temperature
-    return x_NV if shared_V is None else torch.where(shared_V, x_NV, FAR)
+def _less(x_NV: Tensor, less_N1: Tensor, shared_V: Tensor | None, how: Comparison) -> Tensor:
+    """Some logits over the temperature, less a number of their row."""
+    if how.temperature == 1:
+        found_NV = torch.sub(x_NV, less_N1)  # in float32, without a copy of the logits in it
+    else:
+        found_NV = torch.mul(x_NV.to(less_N1.dtype), 1 / how.temperature).sub_(less_N1)
+    return found_NV if shared_V is None else torch.where(shared_V, found_NV, FAR)
 
 
 def _summands(
@@ -141,7 +145,7 @@ def _summands(
 ) -> tuple[Tensor, Summands]:
     """log q of some rows, and what the formula says of them."""
     logq_NV, logp_NV = (
-        _logits(x_NV[some], shared_V, how).sub_(less_2N[side, some, None])
+        _less(x_NV[some], less_2N[side, some, None], shared_V, how)
         for side, x_NV in enumerate((student_NV, teacher_NV))
     )
     return logq_NV, how.formula(logp_NV, logq_NV, how.beta)
