@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tangram.layout import Region
 from tangram.models.lora import nf4
+from tangram.models.lora.bases import BASES
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
 from tangram.relayout.mapping.states import ADAM_4BIT, ADAM_8BIT, SAME, SHARED, States, StateSpec, with_states
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
@@ -152,3 +153,14 @@ def test_moments_of_8_bits_are_those_of_bitsandbytes(shape: tuple[int, ...], mon
     assert 0 < with_kernel[0][0] < 0.05 * 2 * torch.Size(shape).numel()
     assert with_kernel[0][1] == 0
     assert with_kernel[-1][1] < 0.1 * settings["lr"] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_in_int8_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional: Any = pytest.importorskip("bitsandbytes").functional
+    torch.manual_seed(0)
+    weight = (0.02 * torch.randn(160, 320)).to(dtype)
+    codes, rows, _ = functional.int8_vectorwise_quant(weight)
+    kept = BASES["int8"].keep(weight, lambda name, whole: whole)
+    assert torch.equal(kept["weight_int8"], codes)
+    assert torch.equal(kept["weight_rows"], rows)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tangram.kernels.divergence import FORMULAS, Comparison, divergence
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import Strategy, plan_of
 from tangram.schema.files import load
@@ -160,3 +161,20 @@ def test_preferences_are_learnt_as_by_trl(tmp_path: Path, loss: str) -> None:
     for key, values in mine.figures.items():
         if key.startswith("rewards/"):
             assert values == pytest.approx([one[key] for one in theirs], rel=1e-4, abs=3e-6), key
+
+
+@pytest.mark.parametrize(("loss", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3)])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_divergences_from_a_teacher_are_those_of_trl(loss: str, beta: float, temperature: float) -> None:
+    gkd: Any = pytest.importorskip("trl.experimental.gkd")
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 9, 19, requires_grad=True), torch.randn(2, 9, 19)
+    labels = torch.randint(0, 19, (2, 9))
+    labels[0, :4] = -100
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta, temperature)
+    how = Comparison(FORMULAS[loss], beta if loss == "jsd" else 0.5, temperature, 19)
+    counted = labels.flatten() != -100
+    own = divergence(student.flatten(0, 1), teacher.flatten(0, 1), counted, how).sum() / counted.sum()
+    assert own.item() == pytest.approx(theirs.item(), rel=1e-6)
+    slopes = [torch.autograd.grad(one, student)[0] for one in (own, theirs)]
+    torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-7)

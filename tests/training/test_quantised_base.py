@@ -26,6 +26,7 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.blocks import in_blocks
 from tangram.models.lora import dynamic_codes, nf4
+from tangram.models.lora.bases import BASES
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load, loads
@@ -149,7 +150,7 @@ def test_a_part_stands_for_the_part(cut: str) -> None:
         boxes = [region(in_blocks(layout, n, MESH), MESH, rank).boxes[0] for n in (2, 64)]
         own, blocks = ([torch.cat([torch.arange(*span) for span in some]) for some in box] for box in boxes)
         layer = Kept(codes[own[0]][:, own[1]], scales.codes[blocks[0]][:, blocks[1]], scales)
-        one = QuantisedWeight("x", (rows, columns), *boxes[1], torch.float32, torch.float32)
+        one = QuantisedWeight(BASES["nf4"], "x", (rows, columns), *boxes[1], torch.float32, torch.float32)
         its = [torch.cat([torch.arange(*span) for span in some]) for some in region(layout, MESH, rank).boxes[0]]
         assert torch.equal(one.made(layer), whole[its[0]][:, its[1]])
         alone = replace(one, rows=((0, len(blocks[0])),), blocks=((0, len(blocks[1])),))  # as if it were the first part

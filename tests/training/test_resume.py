@@ -15,7 +15,7 @@ from tangram.schema.files import dumps
 from tangram.schema.job import Job
 from tangram.schema.parallelism import PipelinePlan
 from tangram.schema.plan import Plan
-from tangram.schema.tuning import LoraPlan, PreferencePlan
+from tangram.schema.tuning import DistillPlan, LoraPlan, PreferencePlan
 from tangram.training.observe.events import Note
 from tangram.training.run.resume import (
     ON_RESUME,
@@ -101,7 +101,12 @@ def test_the_page_says_the_same() -> None:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     whole = small_plan(tmp_path_factory.mktemp("text"))
-    more = {"pipeline": PipelinePlan(stages=(("a",), ("b",))), "lora": LoraPlan(), "preference": PreferencePlan()}
+    more = {
+        "pipeline": PipelinePlan(stages=(("a",), ("b",))),
+        "lora": LoraPlan(),
+        "preference": PreferencePlan(),
+        "distill": DistillPlan(teacher="teacher"),
+    }
     return whole.model_copy(update=more)
 
 

@@ -60,10 +60,10 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV = logits_NV.detach()
         count = logits_NV.shape[1] if classes is None else classes.count
         at_N, own_N = _columns(labels_N, logits_NV.shape[1], classes)
-        top_N = logits_NV.amax(1).to(_computed(logits_NV))
+        top_N = logits_NV.amax(1).to(computed(logits_NV))
         top_N = top_N if classes is None else classes.largest(top_N)
         sums_2N = top_N.new_empty(2, len(top_N))
-        for some in _chunks(logits_NV):
+        for some in chunks(logits_NV):
             away_NV = torch.sub(logits_NV[some], top_N[some, None])  # in float32, without a copy of the logits in it
             label_N = away_NV.gather(1, at_N[some, None]).squeeze(1)
             sums_2N[1, some] = torch.where(own_N[some], label_N, 0.0)
@@ -83,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradient_N = torch.where(kept_N, gradients[0], 0.0)
         scale_N, less_N = gradient_N / total_N, torch.where(own_N, gradient_N, 0.0)
         found_NV = torch.empty_like(logits_NV)
-        for some in _chunks(logits_NV):
+        for some in chunks(logits_NV):
             part_NV = torch.sub(logits_NV[some], top_N[some, None]).exp_().mul_(scale_N[some, None])
             at_N1 = at_N[some, None]
             part_NV.scatter_(1, at_N1, part_NV.gather(1, at_N1) - less_N[some, None])
@@ -99,7 +99,7 @@ def _columns(labels_N: Tensor, width: int, classes: Classes | None) -> tuple[Ten
     return at_N, classes.numbers[at_N] == labels_N
 
 
-def _computed(x: Tensor) -> torch.dtype:
+def computed(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -108,8 +108,8 @@ def chunk_bytes(kind: str) -> int:
     return SOME_BYTES.get(kind, OTHERS_BYTES)
 
 
-def _chunks(logits_NV: Tensor) -> Iterator[slice]:
+def chunks(logits_NV: Tensor) -> Iterator[slice]:
     rows, width = logits_NV.shape
     most = chunk_bytes(logits_NV.device.type)
-    size = max(1, most // (_computed(logits_NV).itemsize * max(1, width)))
+    size = max(1, most // (computed(logits_NV).itemsize * max(1, width)))
     return (slice(first, first + size) for first in range(0, rows, size))

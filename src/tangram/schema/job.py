@@ -11,7 +11,16 @@ from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.schema.optimiser import OptimiserPlan
 from tangram.schema.tables import Count, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
-from tangram.schema.tuning import ALONE, ROWS, LoraPlan, PreferencePlan, TaskName, mistake_of_preferences
+from tangram.schema.tuning import (
+    ALONE,
+    ROWS,
+    DistillPlan,
+    LoraPlan,
+    PreferencePlan,
+    TaskName,
+    mistake_of_distillation,
+    mistake_of_preferences,
+)
 
 VERSION = 3
 
@@ -283,6 +292,8 @@ class Job(TomlTable):
     """None: the model's own parameters are trained."""
     preference: PreferencePlan | None = None
     """Of the tasks "dpo" and "kto"."""
+    distill: DistillPlan | None = None
+    """Of the task "distill"."""
     data: DataPlan
     optimiser: OptimiserPlan
     precision: PrecisionPlan = PrecisionPlan()
@@ -299,6 +310,27 @@ class Job(TomlTable):
         """Whether what is trained is compared with the model as it began."""
         return self.preference is not None and self.preference.loss_type not in ALONE
 
+    @property
+    def by_token(self) -> bool:
+        """Whether the loss is the cross-entropy of the next token."""
+        return self.preference is None and self.distill is None
+
+    def of_teacher(self) -> Self:
+        """What the teacher is asked for: a forward only, with parameters in the type in which it computes."""
+        assert self.distill is not None  # the task says so
+        off = {"recompute": (), "recompute_keep": (), "router_loss": 0.0, "expert_capacity": 0.0, "count_experts": 0}
+        return self.model_copy(
+            update={
+                "task": "pretrain",
+                "model": ModelPlan(path=self.distill.teacher, code=self.model.code, rules=self.model.rules),
+                "lora": None,
+                "distill": None,
+                "optimiser": self.optimiser.model_copy(update={"lr_of": {}}),
+                "precision": self.precision.model_copy(update={"parameters": self.precision.compute}),
+                "run": self.run.model_copy(update={**off, "reshard": "after forward", "reduce_every": "micro-batch"}),
+            }
+        )
+
     @model_validator(mode="after")
     def _base_fits(self) -> Self:
         if self.lora is None or self.lora.base == "parameters":
@@ -311,12 +343,9 @@ class Job(TomlTable):
 
     @model_validator(mode="after")
     def _task_fits(self) -> Self:
-        if self.task == "sft" and self.data.packing == "packed":
-            raise Mistake(
-                "data.packing",
-                'windows of packed text cut conversations: for the task "sft" take "best-fit", or "single"',
-            )
-        if mistake := mistake_of_preferences(self.task, self.preference, self.data.packing, self.data.global_batch):
+        data = self.data
+        mistake = mistake_of_preferences(self.task, self.preference, data.packing, data.global_batch)
+        if mistake := mistake or mistake_of_distillation(self.task, self.distill, data.packing):
             raise mistake
         return self
 

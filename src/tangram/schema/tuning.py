@@ -1,4 +1,4 @@
-"""Fine-tuning in a job: adapters beside frozen weights, preferences, and what a task takes where its user says nothing.
+"""Fine-tuning in a job: adapters, preferences, a teacher, and what a task takes where its user says nothing.
 
 Adapters are peft's, so tensors have the names that peft gives them: `X.base_layer.weight` is the frozen `X.weight`,
 `X.lora_A.default.weight` (rank x in) and `X.lora_B.default.weight` (out x rank) lie beside it. A plan's layouts speak
@@ -17,23 +17,25 @@ from tangram.layout import Layout
 from tangram.layout.syntax import REST, VOID, Dim
 from tangram.schema.tables import Mistake, PathText, Positive, TomlTable
 
-TaskName = Literal["pretrain", "sft", "dpo", "kto"]
+TaskName = Literal["pretrain", "sft", "dpo", "kto", "distill"]
 """What is trained on: documents from end to end; conversations, of which only the answers are in the loss; pairs of
-answers, of which one was preferred; or single answers with a label, good or bad."""
-ROWS: Mapping[TaskName, int] = MappingProxyType({"pretrain": 1, "sft": 1, "dpo": 2, "kto": 1})
+answers, of which one was preferred; single answers with a label, good or bad; or as the first two, beside a teacher."""
+ROWS: Mapping[TaskName, int] = MappingProxyType({"pretrain": 1, "sft": 1, "dpo": 2, "kto": 1, "distill": 1})
 """How many rows of tokens a sample of a task is."""
 
-_COMPARED = {
+_ANSWERS = {
     "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
+    "optimiser": {"lr": 2e-4, "betas": [0.9, 0.999]},
+}
+_COMPARED = {
+    "data": _ANSWERS["data"],
     "optimiser": {"lr": 1e-6, "betas": [0.9, 0.999]},
 }
 DEFAULTS: Mapping[TaskName, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "pretrain": {},
-        "sft": {
-            "data": {"sequence": 1024, "global_batch": 16, "held_out": 0.0, "packing": "single"},
-            "optimiser": {"lr": 2e-4, "betas": [0.9, 0.999]},
-        },
+        "sft": _ANSWERS,
+        "distill": {**_ANSWERS, "distill": {}},
         "dpo": {**_COMPARED, "preference": {}},
         "kto": {**_COMPARED, "preference": {"loss_type": "kto"}},
     }
@@ -69,9 +71,9 @@ class LoraPlan(TomlTable):
     """Train the length of each output's weights, too (Liu et al. 2024)."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of names of modules that are trained whole, and saved with the adapters."""
-    base: Literal["parameters", "nf4"] = "parameters"
+    base: Literal["parameters", "nf4", "int8", "fp8"] = "parameters"
     """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
-    bits with scales (`models.lora.nf4`), of which a layer's weight is made again whenever it is used."""
+    or 8 bits with scales (`models.lora.bases`), of which a layer's weight is made again whenever it is used."""
     base_skip: tuple[str, ...] = ()
     """Ends of names of linear layers, or patterns, whose weights stay numbers beside a quantised base."""
     start: PathText | None = None
@@ -137,7 +139,47 @@ def mistake_of_preferences(
     return None
 
 
-COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64})
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+"""Of a student from its teacher; `kernels.divergence` has the formula and the source of each."""
+
+
+class DistillPlan(TomlTable):
+    """How a student learns what a teacher says of each next token."""
+
+    teacher: PathText | None = None
+    """A Hugging Face directory with weights and a tokenizer, relative to the file. Every job has to give one."""
+    loss_type: Divergence = "forward_kl"
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of "jsd": the teacher's share of the mixture."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """What the logits of both are divided by."""
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """The share of the cross-entropy of the data's own tokens in the loss."""
+    on: Literal["answers", "text"] = "answers"
+    """What is learnt: the answers of conversations, as by the task "sft"; or documents, as by "pretrain"."""
+
+    @model_validator(mode="after")
+    def _all_is_used(self) -> Self:
+        if self.loss_type != "jsd" and self.beta != 0.5:
+            raise ValueError(f'beta is of the loss "jsd" only: leave it out for "{self.loss_type}"')
+        return self
+
+
+def mistake_of_distillation(task: TaskName, distill: DistillPlan | None, packing: str) -> Mistake | None:
+    """What does not go together of a task and its teacher, or of answers and how they are packed."""
+    if (task == "distill") != (distill is not None):
+        return Mistake("distill", 'a teacher is what the task "distill" learns from: give both, or none of them')
+    if distill is not None and distill.teacher is None:
+        return Mistake("distill.teacher", 'the task "distill" learns from a teacher: give the directory of its weights')
+    if packing == "packed" and (task == "sft" or (distill is not None and distill.on == "answers")):
+        return Mistake(
+            "data.packing",
+            f'windows of packed text cut conversations: for the task "{task}" take "best-fit", or "single"',
+        )
+    return None
+
+
+COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64, "_int8": 1, "_fp8": 1})
 """By the end of the name of a tensor that a quantised weight is kept in, for how many of its columns one of that is."""
 
 

@@ -50,6 +50,7 @@ from tangram.training.run.run_folder import CHECKPOINTS, PLAN_FILE, alone, refus
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
 from tangram.training.run.uploads import bring_here
 from tangram.training.state.build_model import source_of
+from tangram.training.state.teacher import teacher_source
 from tangram.training.trials.auto import remembering, try_plans
 from tangram.training.trials.local_plans import planned, plans_of, rows_of_steps
 
@@ -166,6 +167,7 @@ def choose(request: TrainRequest, meeting: Meeting | None, on_event: OnEvent) ->
     read_source(job.model.preset, job.model.path, {})  # a model that is not there is told of before its tokenizer
     tokens = tokens_of(job)
     config = source_of(job, tokens).config
+    teacher_source(job, tokens)  # refused before anything is planned
     model = build_on_meta(config)
     freeze(model, job)
     router_loss.refuse(model, job)

@@ -1,4 +1,4 @@
-"""The layers beside adapters whose frozen weights may be kept as codes of few bits (`models.lora.nf4`)."""
+"""The layers beside adapters whose frozen weights may be kept as codes of few bits (`models.lora.bases`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from transformers.pytorch_utils import Conv1D
 from tangram.errors import UserError
 from tangram.models.lora.adapters import named_by
 from tangram.models.lora.expert_adapters import stacked_weights
-from tangram.models.lora.nf4 import BLOCK
 
 BASE = ".base_layer"
 """What peft puts after the name of a layer that has an adapter."""
 
 
-def base_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Module]:
+def base_layers(model: nn.Module, skip: Sequence[str] = (), block: int = 1) -> dict[str, nn.Module]:
     """Frozen linear layers by name, of a model or a stage with adapters, but for the head and those that `skip` names.
 
-    `skip`: ends of names or patterns. Raises UserError where a weight has rows that blocks do not fill, a name fits no
-    layer, or experts lie in one tensor and are not skipped.
+    `skip`: ends of names or patterns. Raises UserError where a weight has rows that blocks of so many numbers do not
+    fill, a name fits no layer, or experts lie in one tensor and are not skipped.
     """
     modules = dict(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
     named = {name.removesuffix(BASE): one for name, one in modules.items() if ".lora_" not in name}
@@ -37,9 +36,9 @@ def base_layers(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, nn.Modu
         weight = cast(nn.Parameter, layer.weight)
         if weight.requires_grad:
             continue
-        if weight.shape[1] % BLOCK:
+        if weight.shape[1] % block:
             raise UserError(
-                f"{plain} has rows of {weight.shape[1]} numbers, which are no whole blocks of {BLOCK}: name it in "
+                f"{plain} has rows of {weight.shape[1]} numbers, which are no whole blocks of {block}: name it in "
                 "lora.base_skip"
             )
         found[name] = layer

@@ -78,7 +78,7 @@ def group_of(rows: Tensor, columns: Tensor, across: int) -> Tensor:
 def encode(weight: Tensor, found: Tensor) -> Tensor:
     """The codes of a part of a weight in whole blocks, whose largest values these are: uint8, [out, in / 2]."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
-    for rows in _some_rows(weight):
+    for rows in some_rows(weight):
         blocks = weight[rows].float().reshape(-1, BLOCK)
         places = dynamic_codes.places(
             dynamic_codes.shares(blocks, found[rows].reshape(-1)), _table(weight.device)
@@ -90,13 +90,14 @@ def encode(weight: Tensor, found: Tensor) -> Tensor:
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] that codes [out, in / 2] and scales (float32, [out, in / 64]) stand for."""
     weight = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
-    for rows in _some_rows(weight):
+    for rows in some_rows(weight):
         both = _pairs(codes.device)[codes[rows].int()]  # [rows, in / 2, 2]
         weight[rows] = (both.view(*scales[rows].shape, BLOCK) * scales[rows].unsqueeze(-1)).view(-1, weight.shape[1])
     return weight
 
 
-def _some_rows(weight: Tensor) -> Iterator[slice]:
+def some_rows(weight: Tensor) -> Iterator[slice]:
+    """As many rows as are encoded or decoded at a time."""
     step = max(1, AT_ONCE // max(1, weight.shape[1]))
     return (slice(first, first + step) for first in range(0, weight.shape[0], step))
 

@@ -46,7 +46,7 @@ class Parameter:
     block: str
     """The name of the repeated block that it belongs to, "" outside all blocks."""
     trained: bool = True
-    quantised: bool = False  # kept as `models.lora.nf4` says, and made for its layer alone
+    quantised: bool = False  # kept as `models.lora.bases` says, and made for its layer alone
 
     @property
     def size(self) -> int:

@@ -42,7 +42,19 @@ PATIENCE = 10.0
 """Seconds that are waited for another process's row."""
 OUTCOMES = ("measured", "out of memory", "not done", "failed")
 
-OF_THE_PLAN = ("task", "lora", "preference", "model", "precision", "mesh", "axes", "layouts", "pipeline", "context")
+OF_THE_PLAN = (
+    "task",
+    "lora",
+    "preference",
+    "distill",
+    "model",
+    "precision",
+    "mesh",
+    "axes",
+    "layouts",
+    "pipeline",
+    "context",
+)
 OF_DATA = ("sequence", "global_batch", "micro_batch", "packing")
 NOT_OF_RUN = {
     "steps", "max_seconds", "evaluate_every", "patience", "on_nonfinite", "skips_in_a_row", "diverged", "trace",

@@ -34,6 +34,7 @@ from tangram.models.capturing.capture import capture
 from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.stages import refuse_unlike_chain, refuse_unlike_modules
 from tangram.models.lora.base_layers import base_layers
+from tangram.models.lora.bases import BASES
 from tangram.models.outlines.costs import block_names
 from tangram.models.outlines.outline import Group
 from tangram.planner.legality.constraints import EXCHANGED, HEADS, RULES
@@ -44,7 +45,7 @@ from tangram.planner.space.schedule_formulas import code
 from tangram.relayout.mapping.states import ADAM_8BIT
 from tangram.schema.parallelism import marked
 from tangram.schema.plan import Plan
-from tangram.schema.tuning import COLUMNS, packed
+from tangram.schema.tuning import packed
 from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, matching
 from tangram.sharding.derive.problem.states import scaled
 
@@ -79,11 +80,12 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
         _covers(layout, name, mesh)
         if parameter.requires_grad and plan.optimiser.has_codes(name, parameter.shape):
             _refuse_cut_codes(plan, layout, name, tuple(parameter.shape))
-    if plan.lora is not None and plan.lora.base == "nf4":
-        for name, layer in base_layers(model, plan.lora.base_skip).items():
+    if plan.lora is not None and plan.lora.base != "parameters":
+        base = BASES[plan.lora.base]
+        for name, layer in base_layers(model, plan.lora.base_skip, base.block).items():
             rows, columns = cast(nn.Parameter, layer.weight).shape
-            for end, count in COLUMNS.items():
-                bound_layout(plan, f"{name}.weight{end}", (rows, columns // count))
+            for own in (f"{name}.{key}" for key in base.tensors):
+                bound_layout(plan, own, (rows, columns // packed(own)[1]))
     if len(cutting) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(sorted(cutting))}: one of them may")
     _refuse_uneven(plan, model, mesh)

@@ -20,7 +20,7 @@ else. Recomputation inside a block is not seen, only that of layers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tangram.hardware.measuring import overheads
 from tangram.hardware.measuring.rates import Rates
@@ -104,6 +104,16 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
+@dataclass(frozen=True)
+class TeacherCosts:
+    """What a teacher adds to a step of its student."""
+
+    nbytes: float
+    """Of its parameters, on the rank that has most of them."""
+    forwards: float
+    """How many forwards of the student one of its own is."""
+
+
 def estimate(
     plan: Plan,
     whole: ModelCosts,
@@ -111,6 +121,7 @@ def estimate(
     rates: Rates,
     moves: Sequence[CollectiveTraffic] = (),
     timed: ModelCosts | None = None,
+    teacher: TeacherCosts | None = None,
 ) -> Estimate:
     """What the plan needs on this machine.
 
@@ -122,16 +133,27 @@ def estimate(
     held = largest_parts(plan, whole.parameters)
     stages, timed = shares(plan, whole.parameters, local), timed or local
     timed_stages = stages if timed is local else shares(plan, whole.parameters, timed)
+    more = teacher.forwards if teacher else 0.0
+    memory = max((memory_of(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total)
+    if teacher is not None:  # of stages the last keeps what it says of all micro-batches
+        said = local.logits_bytes * (plan.micro_steps if plan.pipeline is not None else 1)
+        memory = replace(memory, parameters=memory.parameters + teacher.nbytes, logits=memory.logits + said)
     return Estimate(
-        max((memory_of(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total),
-        max((_seconds(plan, stage, held, rates, moves) for stage in timed_stages), key=lambda seconds: seconds.total),
+        memory,
+        max((_seconds(plan, one, held, rates, moves, more) for one in timed_stages), key=lambda seconds: seconds.total),
         plan.data.global_batch * plan.rows_per_sample * timed.sequence,
     )
 
 
 def _seconds(
-    plan: Plan, stage: Share, held: Mapping[str, int], rates: Rates, derived: Sequence[CollectiveTraffic]
+    plan: Plan,
+    stage: Share,
+    held: Mapping[str, int],
+    rates: Rates,
+    derived: Sequence[CollectiveTraffic],
+    more: float,
 ) -> Seconds:
+    """`more`: forwards of a teacher."""
     parameters, local = stage.parameters, stage.local
     over_tensor = stage.work * _communication_seconds(plan, derived, rates, local.sequence / plan.data.sequence)
     products, moves = 0.0, 0.0
@@ -140,7 +162,7 @@ def _seconds(
     kept = sum(part.made[kind].flops for part in parts for kind in plan.run.recompute_keep)
     all_flops = stage.work * local.forward.flops
     extra, extra_products = (again / all_flops, (again - kept) / all_flops) if all_flops else (0.0, 0.0)
-    first = 1 + plan.other_forwards
+    first = 1 + plan.other_forwards + more
     for work, times, times_products in (
         (local.forward, first + extra, first + extra_products), (local.backward, 1.0, 1.0),
     ):  # fmt: skip

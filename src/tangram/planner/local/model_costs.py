@@ -13,10 +13,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta
+from tangram.models.building.build import build_on_meta, read_source
+from tangram.models.capturing.attention import by_tokens
 from tangram.models.capturing.graph import Graph
 from tangram.models.lora.adapters import add_adapters
 from tangram.models.lora.base_layers import base_layers
+from tangram.models.lora.bases import BASES
 from tangram.models.outlines.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.legality.check_plan import refused_heads
@@ -64,6 +66,15 @@ class Counted:
         self._narrow = cache(self._narrowed)
         dtype = getattr(torch, job.precision.compute)
         self._graph = cache(lambda: sample_graph(self.plain, job.data.sequence, dtype, rules=rules_of(job)))
+
+    @cached_property
+    def teacher(self) -> Counted | None:
+        """The same of what it learns from. Raises UserError for a directory that is none."""
+        if self.job.distill is None:
+            return None
+        config = read_source(None, self.job.distill.teacher, {}).config
+        run = self.job.run
+        return Counted(self.job.of_teacher(), by_tokens(config, run.attention) if run.by_tokens else config, self.rows)
 
     @cached_property
     def timed(self) -> Counted:
@@ -123,7 +134,7 @@ class Counted:
         lora = self.job.lora
         if lora is None or lora.base == "parameters" or model is not self.model:
             return one, two
-        packed = {f"{name}.weight" for name in base_layers(model, lora.base_skip)}
+        packed = {f"{name}.weight" for name in base_layers(model, lora.base_skip, BASES[lora.base].block)}
         parameters = tuple(replace(p, quantised=p.name in packed) for p in one.parameters)
         return replace(one, parameters=parameters), replace(two, parameters=parameters)
 

@@ -6,7 +6,7 @@ layouts, so uneven cuts count):
 
     parameters  4 P        gradients  4 P (trained)        optimiser  8 P (trained), all by the types of [precision]:
                 2 P where they are kept in 16 bits, and then 4 P more of the optimiser's for the masters; of a base in
-                NF4 0.516 P (`models.lora.nf4`)
+                NF4 0.516 P, in 8 bits P (`models.lora.bases`)
     activations what the backward of a micro-batch keeps; of layers in run.recompute only their input, and of the one
                 that is recomputed all
     logits      the gradient of a micro-batch's, in their own type, and what of them is in float32 at a time
@@ -14,7 +14,7 @@ layouts, so uneven cuts count):
                 where run.reshard keeps parameters whole, and all gradients where they are reduced once a step; of a
                 pipeline all of its stages and their gradients. Of full replicas there is no FSDP2, but gradients are
                 there twice where they are summed after each of several micro-batches
-                and of a base in NF4 the weight of the largest layer, while it is made
+                and of a quantised base the weight of the largest layer, while it is made
     process     a constant (`hardware.measuring.overheads`)
 """
 
@@ -28,6 +28,7 @@ from tangram.hardware.measuring import overheads
 from tangram.kernels.cross_entropy import chunk_bytes
 from tangram.layout import Layout, Mesh, region
 from tangram.models.lora import nf4
+from tangram.models.lora.bases import BASES
 from tangram.models.outlines.costs import OUTSIDE, ModelCosts, Parameter, Part
 from tangram.planner.local.stage_shares import Share, kept_bytes, recomputed
 from tangram.planner.space.optimisers_and_offload import OPTIMISERS, optimisers_of
@@ -99,7 +100,7 @@ def unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[st
     shards = shard_size(plan)
     units: dict[str, float] = {OUTSIDE: 0.0}
     for one in parameters:
-        share = nf4.BYTES / BYTES[plan.precision.compute] if one.quantised else 1
+        share = _coded_bytes(plan) / BYTES[plan.precision.compute] if one.quantised else 1
         gathered = min(one.size, held[one.name] * shards) * share
         units[one.block] = units.get(one.block, 0.0) + gathered
     return units
@@ -183,7 +184,13 @@ def _comes_last(one: Parameter, parameters: tuple[Parameter, ...]) -> bool:
 
 def _bytes_of(plan: Plan, one: Parameter) -> float:
     """For each number that a rank keeps of a parameter."""
-    return nf4.BYTES if one.quantised else BYTES[plan.precision.parameters]
+    return _coded_bytes(plan) if one.quantised else BYTES[plan.precision.parameters]
+
+
+def _coded_bytes(plan: Plan) -> float:
+    """The same of a quantised base."""
+    assert plan.lora is not None  # beside which it is
+    return BASES[plan.lora.base].nbytes
 
 
 def _states_bytes(plan: Plan, one: Parameter, held: int) -> float:

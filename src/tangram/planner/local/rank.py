@@ -31,6 +31,7 @@ from tangram.planner.local.strategies import (
     layouts_of,
     make_plan,
 )
+from tangram.planner.local.teacher import teacher_costs
 from tangram.planner.space.schedule_formulas import SCHEDULES
 from tangram.schema.files import mistakes
 from tangram.schema.job import Job
@@ -141,7 +142,8 @@ def predict(plan: Plan, rates: Rates, config: PreTrainedConfig, counted: Counted
     axis = (plan.axes.tensor[0] if plan.axes.tensor else "", tensor)
     local, timed = (one.local_costs(lies, axis, samples) for one in (counted, counted.timed))
     moves = counted.communication(plan) if plan.model_ranks > 1 else ()
-    return estimate(plan, counted.costs(plan.data.micro_batch), local, rates, moves, timed)
+    whole = counted.costs(plan.data.micro_batch)
+    return estimate(plan, whole, local, rates, moves, timed, teacher_costs(plan, counted))
 
 
 def _strategies(processes: int) -> Iterator[Strategy]:
@@ -197,11 +199,12 @@ def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator
         stages = counted.stages(one.stages) if one.stages > 1 else ()
         plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), stages)
         judge(plan, counted)
+        teacher = teacher_costs(plan, counted)
         for micro_batch in _micro_batches(plan):
             plan = make_plan(one, job, lies, micro_batch, stages)
             whole, axis = counted.costs(micro_batch), (TENSOR.name, size)
             local, timed = (at.local_costs(lies, axis, micro_batch) for at in (counted, counted.timed))
-            needs = estimate(plan, whole, local, rates, moves, timed)
+            needs = estimate(plan, whole, local, rates, moves, timed, teacher)
             most = FILLED * rates.memory
             short = (
                 f"needs {megabytes(needs.memory.total)} a rank, and there are {megabytes(most)}"

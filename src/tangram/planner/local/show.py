@@ -30,8 +30,12 @@ def _model(plan: Job) -> list[Row]:
         beside = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
         found.append(("adapters", f"of rank {lora.rank} beside {beside}; all else is frozen{_kept_in(lora)}"))
     if plan.task != "pretrain":
-        loss = f", by the loss {plan.preference.loss_type}" if plan.preference is not None else ""
-        found.append(("task", f"{plan.task}: answers are in the loss{loss}"))
+        by = plan.preference or plan.distill
+        loss = f", by the loss {by.loss_type}" if by is not None else ""
+        of = "documents" if plan.distill is not None and plan.distill.on == "text" else "answers"
+        found.append(("task", f"{plan.task}: {of} are in the loss{loss}"))
+    if plan.distill is not None:
+        found.append(("teacher", str(plan.distill.teacher)))
     total = sum(source.weight for source in plan.data.sources)
     for source in plan.data.sources:
         where = f"{source.path} ({source.pattern})" if source.pattern else source.path

@@ -183,10 +183,12 @@ TOKENS: Mapping[TaskName, Callable[[Tokens, DataPlan], Tokens]] = MappingProxyTy
         "sft": chat_tokens,
         "dpo": pair_tokens,
         "kto": labelled_tokens,
+        "distill": chat_tokens,
     }
 )
 
 
 def tokens_of(job: Job) -> Tokens:
     """The tokens that a job asks for. Raises UserError as `load_tokens`, and where the task cannot take them."""
-    return TOKENS[job.task](load_tokens(job.data, job.model.path), job.data)
+    task = "pretrain" if job.distill is not None and job.distill.on == "text" else job.task
+    return TOKENS[task](load_tokens(job.data, job.model.path), job.data)

@@ -19,13 +19,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tangram.errors import UserError
 from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
+from tangram.kernels.divergence import Comparison, Formula, divergence
 from tangram.relayout.collectives.one_collective import largest, move, summed
-from tangram.sharding.derive.problem.states import SAME, SUM
+from tangram.sharding.derive.problem.states import SAME, SUM, State
 from tangram.training.data import IGNORE
-from tangram.training.mesh.local_parts import ResultPlacement
+from tangram.training.mesh.local_parts import ResultPlacement, own_part
 from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.objective.model_inputs import ModelInputs
 
@@ -62,12 +64,67 @@ def token_loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement
     `logits_BSV`: this rank's part of them, by `placement`; `labels_BS`: all. Collective over the axes that
     cut the logits.
     """
-    loss = _losses(logits_BSV, labels_BS, placement).sum()
+    return _over_ranks(_losses(logits_BSV, labels_BS, placement).sum(), placement)
+
+
+def token_divergence(student: Logits, teacher: Logits, formula: Formula, beta: float, temperature: float) -> Tensor:
+    """The divergence of a student from its teacher in nats, summed over the tokens whose labels count.
+
+    Of both over the classes that both have, from the first: what a vocabulary is padded with has no part. The same
+    number on every rank. Collective over the axes that cut the logits.
+    """
+    placement, labels_BS = student.placement, student.inputs.batch.labels_BS
+    theirs_BSV, shared = _lying_as(student, teacher)
+    counted_BS = labels_BS != IGNORE
+    if placement is not None:
+        counted_BS = placement.part(counted_BS, (0, 1))
+    classes = None if placement is None else _classes(student.values_BSV, placement)
+    how = Comparison(formula, beta, temperature, shared)
+    rows = student.values_BSV.flatten(0, 1), theirs_BSV.flatten(0, 1), counted_BS.flatten()
+    return _over_ranks(divergence(*rows, how, classes).sum(), placement)
+
+
+def _over_ranks(loss: Tensor, placement: ResultPlacement | None) -> Tensor:
+    """Summed over the axes that cut tokens."""
     if placement is None:
         return loss
     for axis in placement.axes_of((0, 1)):
         loss = move(loss, SUM, SAME, placement.groups[axis])
     return loss
+
+
+def _count(logits: Logits) -> int:
+    width = logits.values_BSV.shape[2]
+    return width if logits.placement is None else logits.placement.count(width, 2)
+
+
+@torch.no_grad()
+def _lying_as(student: Logits, teacher: Logits) -> tuple[Tensor, int]:
+    """The teacher's logits as the student's lie, and how many classes both have.
+
+    Where both are cut alike, and have as many classes, nothing moves; what is cut otherwise is gathered.
+    """
+    own, other = ({} if one.placement is None else _cuts(one.placement) for one in (student, teacher))
+    count, theirs = _count(student), _count(teacher)
+    unlike = {axis for axis in {*own, *other} if own.get(axis) != other.get(axis)}
+    dims = {states[axis].dim for axis in unlike for states in (own, other) if axis in states}
+    dims |= {2} if count != theirs else set()
+    x = teacher.values_BSV
+    for axis, state in reversed(other.items()):
+        if state.dim in dims:
+            assert teacher.placement is not None  # it has cuts
+            x = move(x, state, SAME, teacher.placement.groups[axis])
+    if count != theirs:
+        x = x[..., :count] if count < theirs else pad(x, (0, count - theirs))
+    again = {axis: state for axis, state in own.items() if state.dim in dims}
+    if again:
+        assert student.placement is not None  # it has cuts
+        x = own_part(x, again, student.placement.mesh, student.placement.coords)
+    return x, min(count, theirs)
+
+
+def _cuts(placement: ResultPlacement) -> dict[str, State]:
+    return {axis: state for axis, state in placement.states.items() if state.kind == "cut"}
 
 
 def row_losses(

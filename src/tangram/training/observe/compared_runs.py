@@ -81,7 +81,7 @@ def _results(steps: Steps, summary: Mapping[str, Any], job: Job) -> dict[str, st
         else NONE,
         "held-out loss": NONE if last is None else f"{last:.4f}",
         "best held-out loss": NONE if best is None else f"{best:.4f}",
-        "held-out perplexity": NONE if last is None or job.preference else f"{math.exp(min(last, 700)):.5g}",
+        "held-out perplexity": NONE if last is None or not job.by_token else f"{math.exp(min(last, 700)):.5g}",
         "mesh": written("mesh", str),
         "step": written("step_seconds", figures.seconds),
         "tokens/s": written("tokens_per_s", "{:,.0f}".format),

@@ -29,6 +29,7 @@ from tangram.training.observe.events import (
 from tangram.training.observe.text_tables import drawn
 
 PLAIN_SECONDS = 5.0  # between two plain lines, so that a log file stays readable
+WATCHED = ("rewards/margins", "rewards/accuracies", "divergence")  # what the line tells beside the loss
 RECENT = 20  # steps that the shown rate is taken over
 
 
@@ -111,8 +112,7 @@ class ProgressLine:
             f"step {event.step:>{len(str(event.steps))}}/{event.steps}  loss {event.loss:.4f}  {time_left(event)}  "
             f"{self._rates()}  gradient norm {event.gradient_norm:.2f}"
         )
-        shown = {key.rpartition("/")[2]: x for key, x in event.figures.items() if key.startswith("rewards/")}
-        line += "".join(f"  {key} {shown[key]:.3g}" for key in ("margins", "accuracies") if key in shown)
+        line += "".join(f"  {key.rpartition('/')[2]} {x:.3g}" for key, x in event.figures.items() if key in WATCHED)
         if event.dropped:
             line += f"  {event.dropped:.1%} dropped"
         if event.skipped:

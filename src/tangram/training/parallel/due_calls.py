@@ -90,7 +90,7 @@ def due_calls(model: ParallelModel, wishes: int = WISHES) -> PlannedCalls:
 def _is_learned(model: ParallelModel) -> bool:
     """Whether the calls of a step do not follow from the plan alone."""
     plan = model.plan  # of adapters, preferences and shared updates calls are others
-    beside = plan.lora is not None or plan.preference is not None or plan.optimiser.name in SHARED_UPDATES
+    beside = plan.lora is not None or not plan.by_token or plan.optimiser.name in SHARED_UPDATES
     if model.world.size == 1 or beside or not all(p.requires_grad for p in model.module.parameters()):
         return True
     buffers = any(isinstance(module, tuple(RULES)) for module in model.module.modules())

@@ -5,7 +5,7 @@ checkpoint) sees parameters and buffers.
 
 The reference of preferences is the model with the values that its trained parameters began with, kept beside the
 others, on each rank its part of each: of adapters little, else as much as the parameters again. What is computed with
-them is computed by the same model, so it lies and communicates alike on any mesh.
+them is computed by the same model, so it lies and communicates alike on any mesh. A teacher is a model of its own.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class ParallelModel:
     """Where this rank says what it does."""
     reference: Reference | None = None
     """What a loss of preferences compares with."""
+    teacher: ParallelModel | None = None
+    """What a student learns from, on the same mesh."""
 
     @property
     def draw_sources(self) -> Sequence[DrawSource]:

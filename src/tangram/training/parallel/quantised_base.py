@@ -1,8 +1,8 @@
-"""Frozen weights that are kept as NF4: codes and scales in a model's parameters, and the weight while a layer runs.
+"""Frozen weights that are kept as codes: these and scales in a model's parameters, the weight while a layer runs.
 
-    parameters  weight_nf4, weight_absmax: uint8, frozen, cut as the weight would be, in whole blocks (`lora.nf4`); so
-                FSDP2 gathers them, and a checkpoint saves and moves them as they are
-    buffers     weight_groups, weight_mean: whole on every rank, a 4,000th of the weight's numbers
+    parameters  codes (of NF4 scales, too): integers, frozen, cut as the weight would be, in whole blocks
+                (`lora.bases`); so FSDP2 gathers them, and a checkpoint saves and moves them as they are
+    buffers     what else they are made of: whole on every rank, at most some thousandths of the weight's bytes
     forward     the layer's own code runs with the weight, made for it; autograd keeps no copy of it
     backward    where the gradient of what came in needs the weight, it is made again; it has no gradient itself
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tangram.errors import UserError
 from tangram.layout import intervals
 from tangram.layout.intervals import IntSet, span
-from tangram.models.lora import nf4
 from tangram.models.lora.base_layers import base_layers
+from tangram.models.lora.bases import BASES, Base, Picked
 from tangram.models.lora.expert_adapters import made_again
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS
@@ -32,14 +32,12 @@ from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.mesh.world import World
 from tangram.training.parallel.precision import dtype_of
 
-CODES, SCALES = (f"weight{end}" for end in COLUMNS)
-GROUPS, MEAN = "weight_groups", "weight_mean"
-
 
 @dataclass(frozen=True)
 class QuantisedWeight:
     """The weight of a layer, and which of its blocks are here when nothing is cut by FSDP."""
 
+    base: Base
     name: str
     """Of the weight, were it there."""
     shape: tuple[int, ...]
@@ -53,25 +51,22 @@ class QuantisedWeight:
 
     def made(self, layer: nn.Module) -> Tensor:
         """The weight, or what model axes leave of it here, from what the layer has now."""
-        codes, scales = (local(layer.get_parameter(name)) for name in (CODES, SCALES))
-        size = intervals.size(self.rows), intervals.size(self.blocks)
-        if tuple(scales.shape) != size or tuple(codes.shape) != (size[0], size[1] * nf4.BLOCK // COLUMNS["_nf4"]):
-            raise RuntimeError(f"{self.name} has not been gathered: its scales here are {tuple(scales.shape)}")
-        rows, blocks = (_numbers(some, codes.device) for some in (self.rows, self.blocks))
-        group = nf4.group_of(rows, blocks, self.shape[1] // nf4.BLOCK)
-        found = nf4.values_of(scales, layer.get_buffer(GROUPS), layer.get_buffer(MEAN), group)
-        return nf4.decode(codes, found, self.dtype).to(self.compute)
+        kept = {name: local(layer.get_parameter(name)) for name in self.base.tensors}
+        size = intervals.size(self.rows), intervals.size(self.blocks) * self.base.block
+        for name, one in kept.items():
+            if tuple(one.shape) != (size[0], size[1] // COLUMNS[name.removeprefix("weight")]):
+                raise RuntimeError(f"{self.name} has not been gathered: its {name} here is {tuple(one.shape)}")
+        kept |= {name: layer.get_buffer(name) for name in self.base.buffers(*self.shape)}
+        device = next(iter(kept.values())).device
+        rows, blocks = (_numbers(some, device) for some in (self.rows, self.blocks))
+        return self.base.make(kept, rows, blocks, self.shape[1], self.dtype).to(self.compute)
 
-    def keep(self, layer: nn.Module, whole: Tensor, picked: Callable[[str, Tensor], Tensor]) -> None:
-        """Give a layer a weight of which all is known. `picked`: this rank's part of what the tensor of a name keeps,
-        of all of its blocks (codes: of the whole weight)."""
-        largest = nf4.largest(whole)
-        found = nf4.scales_of(largest)
-        layer.get_buffer(GROUPS).copy_(found.groups)
-        layer.get_buffer(MEAN).copy_(found.mean)
-        local(layer.get_parameter(SCALES)).copy_(picked(SCALES, found.codes))
-        codes = nf4.encode(picked(CODES, whole), picked(SCALES, largest))
-        local(layer.get_parameter(CODES)).copy_(codes)
+    def keep(self, layer: nn.Module, whole: Tensor, picked: Picked) -> None:
+        """Give a layer a weight of which all is known."""
+        device = next(layer.buffers(recurse=False)).device
+        for name, value in self.base.keep(whole.to(device), picked).items():
+            target = local(layer.get_parameter(name)) if name in self.base.tensors else layer.get_buffer(name)
+            target.copy_(value)
 
 
 QuantisedWeights = Mapping[str, QuantisedWeight]
@@ -92,13 +87,19 @@ def quantise(
     """
     plain: dict[str, PlainPart] = {}
     lora = plan.lora
-    layers = base_layers(part, lora.base_skip) if lora is not None and lora.base == "nf4" else {}
+    if lora is None or lora.base == "parameters":
+        return plain
+    base = BASES[lora.base]
+    layers = base_layers(part, lora.base_skip, base.block)
     for name, layer in layers.items():
         weight = cast(nn.Parameter, layer.weight)
         if weight.device.type != "meta":
             raise UserError("lora.base quantises weights while they are read from a directory: make the model on meta")
         whole = derived.plain[f"{name}.weight"].shape if derived and f"{name}.weight" in derived.plain else weight.shape
-        own = {key: torch.empty(whole[0], whole[1] // n, dtype=torch.uint8, device="meta") for key, n in _COLUMNS}
+        own = {
+            key: torch.empty(whole[0], whole[1] // COLUMNS[key.removeprefix("weight")], dtype=dtype, device="meta")
+            for key, dtype in base.tensors.items()
+        }
         del layer._parameters["weight"]  # pyright: ignore[reportPrivateUsage]
         lies = {key: cuts_of_one(f"{name}.{key}", tuple(own[key].shape), plan) for key in own} if world else {}
         for key, one in own.items():
@@ -108,16 +109,15 @@ def quantise(
             plain |= {f"{name}.{key}": part for key, part in found.items()}
         for key, cut in lies.items():
             cuts[layer.get_parameter(key)] = cut
-        blocks = whole[0] * whole[1] // nf4.BLOCK
-        layer.register_buffer(GROUPS, torch.empty(-(-blocks // nf4.GROUP), device="meta"))
-        layer.register_buffer(MEAN, torch.empty((), device="meta"))
-        rows, across = span(0, whole[0]), span(0, whole[1] // nf4.BLOCK)
+        for key, size in base.buffers(*whole).items():
+            layer.register_buffer(key, torch.empty(size, device="meta"))
+        shape = whole[0], whole[1] // base.block
+        rows, across = (span(0, n) for n in shape)
         if world is not None:
-            shape = whole[0], whole[1] // nf4.BLOCK
-            at = world.mesh.coords(world.index)
-            rows, across = (over_model_axes(shape, lies[SCALES], world.mesh, at, dim) for dim in (0, 1))
+            at, coarsest = world.mesh.coords(world.index), [*lies.values()][-1]
+            rows, across = (over_model_axes(shape, coarsest, world.mesh, at, dim) for dim in (0, 1))
         made = QuantisedWeight(
-            f"{name}.weight", tuple(whole), rows, across, weight.dtype, dtype_of(plan.precision.compute)
+            base, f"{name}.weight", tuple(whole), rows, across, weight.dtype, dtype_of(plan.precision.compute)
         )
         layer.forward = _With(layer, made, layer.forward)
     return plain
@@ -136,9 +136,9 @@ def dequantise(model: nn.Module) -> None:
         layer: Any = model.get_submodule(name)
         made = replace(one, compute=one.dtype).made(layer)
         layer.forward = layer.forward.plain
-        for key in (CODES, SCALES):
+        for key in one.base.tensors:
             del layer._parameters[key]
-        for key in (GROUPS, MEAN):
+        for key in one.base.buffers(*one.shape):
             del layer._buffers[key]
         layer.register_parameter("weight", nn.Parameter(made, requires_grad=False))
 
@@ -162,6 +162,3 @@ class _With:
 
 def _numbers(some: IntSet, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(first, last, device=device) for first, last in some])
-
-
-_COLUMNS = ((CODES, COLUMNS["_nf4"]), (SCALES, COLUMNS["_absmax"]))

@@ -98,7 +98,7 @@ def prove(
     computed = as_computed(model, plan)
     loss = relative = None
     words = "in one process"
-    if measured.held_out_loss is not None and not plan.has_reference:
+    if measured.held_out_loss is not None and not plan.has_reference and plan.distill is None:
         loss, relative = same_loss(computed, plan, corpus, measured.held_out_loss)
         limit = SAME_LOSS[plan.precision.compute]
         words = f"loss {loss:.6f} in one process; relative difference {relative:.1e}, at most {limit:.0e}"

@@ -47,6 +47,7 @@ from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near
 from tangram.training.run.uploads import sending
 from tangram.training.state.build_model import has_dropout, source_of
 from tangram.training.state.checkpointer import newest
+from tangram.training.state.teacher import teacher_source
 from tangram.training.step import loop
 
 REPORT_FILE = "report.html"
@@ -149,6 +150,9 @@ def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
     corpus = open_corpus(plan.data, tokens)
     counted = model_costs(model, plan.data.sequence, plan.data.micro_batch * plan.rows_per_sample)
     again = counted.forward_flops_per_sample * plan.other_forwards
+    if (teacher := teacher_source(plan, tokens)) is not None:
+        of_teacher = model_costs(build_on_meta(teacher.config), plan.data.sequence, plan.data.micro_batch)
+        again += of_teacher.forward_flops_per_sample
     flops = (counted.flops_per_sample + again) * plan.rows_per_sample
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -233,7 +237,7 @@ def finish(
     on_event(
         Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {figures.seconds(trained.seconds)}")
     )
-    by_token = plan.data.held_out and plan.preference is None  # else no model's entropy bounds the loss
+    by_token = plan.data.held_out and plan.by_token  # else no model's entropy bounds the loss
     entropy = unigram_entropy(ready.corpus, plan.data) if by_token else None
     if (loss := report.held_out_loss) is not None:
         beside = f"; unigram entropy {entropy:.4f}, ratio {loss / entropy:.2f}" if entropy else ""

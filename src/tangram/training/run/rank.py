@@ -47,7 +47,8 @@ from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
 from tangram.training.state.pace import Pace
-from tangram.training.state.reference_digest import REFERENCE, reference_digest, refuse_other_reference
+from tangram.training.state.reference_digest import begin_of_others
+from tangram.training.state.teacher import build_teacher
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.optimiser_step import make_optimiser
@@ -134,9 +135,8 @@ def begin(rank: Rank, job: RankJob) -> Begun:
         compares = plan.has_reference  # with the values of the begin, whatever a checkpoint has
         model = build(plan, source, world, values=job.resume is None or compares)
         model = replace(model, reference=Reference(model.module) if compares else None)
-    begun = reference_digest(model) if compares else None
-    if begun is not None and job.resume is not None:
-        refuse_other_reference(job.resume, begun)
+        model = replace(model, teacher=build_teacher(plan, tokens, world))
+    begun = begin_of_others(model, job.resume)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     optimiser = make_optimiser(model)
     state = JobState(model.module, optimiser, plain=model.plain)
@@ -145,7 +145,7 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     tell(Doing("asking whether the model tells documents apart"))
     settled = settled_packing(model, job.resume, source)
     plan = with_packing(plan, settled.packing)
-    state.about = about(plan, corpus) | ({} if begun is None else {REFERENCE: begun})
+    state.about = about(plan, corpus) | begun
     return Begun(replace(model, plan=plan), corpus, state, settled)
 
 

@@ -26,7 +26,7 @@ from tangram.models.building.build import read_source
 from tangram.planner.local.own_rules import code_digest
 from tangram.schema.files import loads
 from tangram.schema.plan import Plan
-from tangram.schema.tuning import PreferencePlan
+from tangram.schema.tuning import DistillPlan, LoraPlan, PreferencePlan
 from tangram.training.data import Corpus
 from tangram.training.observe.events import Note, TableEvent
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE
@@ -62,16 +62,8 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "model.change": _MODEL,
         "model.freeze": _REFUSED,
         **{f"preference.{key}": _REFUSED for key in PreferencePlan.model_fields},
-        "lora.rank": _REFUSED,
-        "lora.alpha": _REFUSED,
-        "lora.dropout": _REFUSED,
-        "lora.targets": _REFUSED,
-        "lora.rslora": _REFUSED,
-        "lora.dora": _REFUSED,
-        "lora.modules_to_save": _REFUSED,
-        "lora.base": _REFUSED,
-        "lora.base_skip": _REFUSED,
-        "lora.start": _REFUSED,
+        **{f"distill.{key}": _REPORTED if key == "teacher" else _REFUSED for key in DistillPlan.model_fields},
+        **{f"lora.{key}": _REFUSED for key in LoraPlan.model_fields},
         "data.sources.path": _TEXT,
         "data.sources.pattern": _TEXT,
         "data.sources.field": _TEXT,

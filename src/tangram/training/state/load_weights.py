@@ -35,7 +35,7 @@ from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.parallel.apply import fill, put
-from tangram.training.parallel.quantised_base import GROUPS, MEAN, QuantisedWeight, quantised_weights
+from tangram.training.parallel.quantised_base import QuantisedWeight, quantised_weights
 from tangram.training.state import new_embedding_rows
 from tangram.training.state.state import JobState, StateEntry, TensorPlaces, entries
 
@@ -54,7 +54,7 @@ def load_pretrained(
     """
     targets = _targets(model, plan, world, plain)
     opened = _opened(folder, model, plan, targets.keys())
-    dense = {name: entry for name, entry in targets.items() if packed(name)[1] == 1}
+    dense = {name: entry for name, entry in targets.items() if packed(name)[0] == name}
     _copy(opened, dense, {base_of(name)[0] for name, _ in model.named_parameters()})
     for name, weight in quantised_weights(model).items():
         _copy_quantised(opened, model.get_submodule(name), name, weight, targets)
@@ -88,11 +88,11 @@ def _targets(model: nn.Module, plan: Plan, world: World | None, plain: PlainPart
     their own names."""
     found: dict[str, StateEntry] = {}
     quantised = quantised_weights(model)
-    beside = {f"{name}.{key}" for name in quantised for key in (GROUPS, MEAN)}
+    beside = {f"{name}.{key}" for name, weight in quantised.items() for key in weight.base.buffers(*weight.shape)}
     for entry in entries(JobState(model, None, plain=plain), TensorPlaces(plan, world)):
         name = entry.name.removeprefix("model.")
         if not of_adapters(name) and name not in beside:
-            found[name if packed(name)[1] > 1 and quantised else base_of(name)[0]] = entry
+            found[name if packed(name)[0] != name and quantised else base_of(name)[0]] = entry
     return found
 
 
@@ -140,7 +140,7 @@ def _copy_quantised(
             tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim) if slices else tensor[:0]
         return tensor
 
-    weight.keep(layer, whole.to(layer.get_buffer(MEAN).device), picked)
+    weight.keep(layer, whole, picked)
 
 
 def _planned(

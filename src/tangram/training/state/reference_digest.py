@@ -1,12 +1,14 @@
-"""Whether a run that goes on compares with the reference that it began with.
+"""Whether a run that goes on compares with the reference, or learns from the teacher, that it began with.
 
-No checkpoint has the reference: it is read from the model's weights again. Its digest stands in the checkpoint, and is
-the same on any mesh.
+No checkpoint has either: they are read from their weights again. Their digest stands in the checkpoint, and is the same
+on any mesh.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from tangram.training.state.state import JobState, TensorPlaces, entries
 
 REFERENCE = "reference"
 """Its key in what a checkpoint says of its run."""
+TEACHER = "teacher"
 
 
 def reference_digest(model: ParallelModel) -> str:
@@ -39,10 +42,22 @@ def reference_digest(model: ParallelModel) -> str:
     return hashlib.sha256(json.dumps(total, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def refuse_other_reference(checkpoint: Path, now: str) -> None:
-    """Raise UserError where a run began with other values; one that was saved before they were told is believed."""
-    if describe(checkpoint).about.get(REFERENCE, now) != now:
-        raise UserError(
-            f'the reference that "{checkpoint}" was trained against had other values than model.path (or lora.start) '
-            "has now: put back the weights that the run began with"
-        )
+def begin_of_others(model: ParallelModel, checkpoint: Path | None) -> dict[str, str]:
+    """What a checkpoint says of the reference and of the teacher, as they are now. Collective over the world.
+
+    Raises UserError where a run goes on from a checkpoint that began with others; one that was saved before they were
+    told is believed.
+    """
+    others = {
+        REFERENCE: (None if model.reference is None else model, "model.path (or lora.start)"),
+        TEACHER: (model.teacher, "distill.teacher"),
+    }
+    found = {what: reference_digest(other) for what, (other, _) in others.items() if other is not None}
+    before: Mapping[str, Any] = {} if checkpoint is None else describe(checkpoint).about
+    for what, now in found.items():
+        if before.get(what, now) != now:
+            raise UserError(
+                f'the {what} that "{checkpoint}" was trained against had other values than {others[what][1]} '
+                "has now: put back the weights that the run began with"
+            )
+    return found

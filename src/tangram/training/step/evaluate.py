@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,10 @@ def evaluate(model: ParallelModel, batches: Iterable[Batch], loss_sum: LossSum |
 def measure(model: ParallelModel, batches: Iterable[Batch], objective: Objective) -> Measured:
     """The loss over all DP ranks' batches, with what else the objective tells. Collective over all ranks."""
     pipeline = model.pipeline
-    if objective.rows is not None:
+    if objective.taught:  # of one batch at a time, as its logits are large
+        batches = list(batches)
+        references = (objective.references(model, [batch])[0] for batch in batches)
+    elif objective.rows is not None:
         batches = list(batches)
         references = objective.references(model, batches)
     else:
@@ -57,7 +60,7 @@ def measure(model: ParallelModel, batches: Iterable[Batch], objective: Objective
     if pipeline is not None:
         objective.refuse_own()
 
-    def of_batch(batch: Batch, reference: Tensor | None) -> Sums:
+    def of_batch(batch: Batch, reference: Any) -> Sums:
         if pipeline is None:
             return objective.of_part(model.parts[0], batch, reference)
         found = objective.no_sums(batch.inputs_BS.device)
@@ -96,9 +99,9 @@ def _means(
     if totals is None:
         raise ValueError("there is no batch to evaluate")
     found = sum_over(group, totals)  # of tensor-parallel ranks all are multiples
-    terms, over, samples, figures = _cut(found, len(objective.over), len(objective.over), 1)
+    terms, over, per_figure, figures = _cut(found, len(objective.over), len(objective.over), 1)
     loss = sum(term / count for term, count in zip(terms, over, strict=True))
-    return Measured(loss, {name: x / samples[0] for name, x in zip(objective.figures, figures, strict=True)})
+    return Measured(loss, {name: x / per_figure[0] for name, x in zip(objective.figures, figures, strict=True)})
 
 
 def _cut(values: Sequence[float], *sizes: int) -> list[Sequence[float]]:

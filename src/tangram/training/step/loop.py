@@ -41,7 +41,7 @@ from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.backward import backward
 from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
-from tangram.training.step.objectives import LossSum, objective_of
+from tangram.training.step.objectives import LossSum, count_of, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, set_lr, square_sum
 
 BEST, SINCE = "best_held_out_loss", "measured_since_best"
@@ -327,7 +327,7 @@ def train_step(
     if check and world.model_size > 1:
         refuse_unlike_gradients(model.module, world, model.plain)
     gradients = local_gradients(model.module, model.plain)
-    told = 4 + len(found.figures)
+    told, objective = 4 + len(found.figures), objective_of(plan, loss_sum)
     sums = torch.zeros(told + len(stop_requests), dtype=torch.float64, device=world.device)
     sums[0] = found.loss / world.model_size  # the ranks of model axes have all computed the same part
     norms = norms_of(gradients)
@@ -337,13 +337,13 @@ def train_step(
             sums[2] += part.routers.pop_loss()
         if part.capacity is not None:
             sums[3] += part.capacity.pop_dropped() * world.stages / world.size  # all ranks of a stage have the same
-    sums[4:told] = found.figures / (world.model_size * max(1, batches.samples))
+    sums[4:told] = found.figures / (world.model_size * count_of(batches, objective.figures_over))
     sums[told:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
     own = sums[:2].clone()
     loss, square, of_routers, dropped, *others = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     stops = tuple(wish > 0 for wish in others[len(found.figures) :])
-    figures = dict(zip(objective_of(plan, loss_sum).figures, others, strict=False))
+    figures = dict(zip(objective.figures, others, strict=False))
     if model.trace is not UNTRACED:
         _tell_trace(model, batches, math.isfinite(loss + norm), loss, own, norms / scale)
     strayed = guard.astray

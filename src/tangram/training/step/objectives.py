@@ -12,17 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.errors import UserError
+from tangram.kernels.divergence import FORMULAS as DIVERGENCES
 from tangram.schema.job import Job
 from tangram.schema.tuning import TaskName
 from tangram.training.data import IGNORE, Batch, RankBatches
-from tangram.training.objective.loss import Logits, leaving, logits_placement, row_losses, token_loss
+from tangram.training.objective.loss import (
+    Logits,
+    leaving,
+    logits_placement,
+    row_losses,
+    token_divergence,
+    token_loss,
+)
 from tangram.training.objective.model_inputs import model_inputs
 from tangram.training.objective.preferences import (
     FIGURES,
@@ -39,6 +47,7 @@ from tangram.training.parallel.pipeline import ModelPart
 
 Over = Literal["labels", "samples", "first tokens"]
 """What a term is a mean over: counted labels, samples, or all tokens but the begin of the first rows of samples."""
+R = TypeVar("R")
 LossSum = Callable[[nn.Module, Batch], Tensor]
 """The loss of a module on a batch, summed over its counted tokens."""
 
@@ -55,25 +64,29 @@ class Sums(NamedTuple):
 class Objective:
     """What is trained on, and what is told beside the loss."""
 
-    sums: Callable[[Logits, Batch, Tensor | None], Sums]
-    """Of the logits of a batch; with what `rows` gives of it under the reference."""
+    sums: Callable[[Logits, Batch, Any], Sums]
+    """Of the logits of a batch; with what `rows` gives of it under the reference (B), or a teacher's `Logits`."""
     over: tuple[Over, ...] = ("labels",)
     """What each term is divided by."""
     figures: tuple[str, ...] = ()
-    """Names of means over samples."""
+    """Names of means."""
     rows: Callable[[Logits, Batch], Tensor] | None = None
     """What is compared with a reference, for each row of a batch (B); None: there is no reference."""
     rows_per_sample: int = 1
+    taught: bool = False
+    """Whether it is compared with what a teacher says."""
+    figures_over: Over = "samples"
+    """What the figures are means over."""
     labelled: bool = False
     """Whether samples are answers that are good or bad: what they are compared with is `Labelled`, stacked."""
     own: LossSum | None = None
     """In the place of `sums`; of a model without stages."""
 
-    def of_part(self, part: ModelPart, batch: Batch, reference_B: Tensor | None) -> Sums:
+    def of_part(self, part: ModelPart, batch: Batch, compared: Any) -> Sums:
         """The sums of a whole model on a batch."""
         if self.own is not None:
             return Sums((self.own(part.module, batch),))
-        return self.sums(_logits(part, batch), batch, reference_B)
+        return self.sums(_logits(part, batch), batch, compared)
 
     def refuse_own(self) -> None:
         """Raise UserError for a loss of one's own, of a model with stages."""
@@ -85,9 +98,18 @@ class Objective:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return Sums((zero,) * len(self.over), zero.expand(len(self.figures)))
 
-    def references(self, model: ParallelModel, batches: Sequence[Batch]) -> list[Tensor | None]:
-        """What it says of each batch, on ranks that have logits. Raises UserError for a model without one."""
+    def references(self, model: ParallelModel, batches: Sequence[Batch]) -> Sequence[Any]:
+        """What it says of each batch, on ranks that have logits. Raises UserError for a model without one.
+
+        A teacher's logits are made when they are asked for, but in a pipeline, whose stages make them together.
+        """
         rows = self.rows
+        if self.taught:
+            if model.teacher is None:
+                raise UserError("this loss compares with a teacher: give the ParallelModel one before it is trained")
+            return (
+                _Taught(model.teacher, batches) if model.pipeline is None else _teacher_logits(model.teacher, batches)
+            )
         if rows is None:
             return [None for _ in batches]
         if model.reference is None:
@@ -104,12 +126,11 @@ class Objective:
 
     def loss(self, sums: Sums, batches: RankBatches) -> Tensor:
         """This batch's part of the loss of the global batch."""
-        counts = {"labels": batches.counted, "samples": batches.samples, "first tokens": batches.first_tokens}
-        parts = [term / max(1, counts[over]) for term, over in zip(sums.terms, self.over, strict=True)]
+        parts = [term / count_of(batches, over) for term, over in zip(sums.terms, self.over, strict=True)]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
     def counts(self, batch: Batch) -> Tensor:
-        """What a batch has of everything that terms are divided by, and at last its samples (float64)."""
+        """What a batch has of everything that terms are divided by, and at last what figures are (float64)."""
         counted_BS = batch.labels_BS != IGNORE
         first_BS = counted_BS[:: self.rows_per_sample]
         counts: Mapping[Over, Tensor] = {
@@ -117,16 +138,39 @@ class Objective:
             "samples": first_BS.any(1).sum(),
             "first tokens": (every_label(batch)[:: self.rows_per_sample] != IGNORE).sum(),
         }
-        return torch.stack([counts[over] for over in (*self.over, "samples")]).double()
+        return torch.stack([counts[over] for over in (*self.over, self.figures_over)]).double()
 
 
-def _each(
-    model: ParallelModel, batches: Sequence[Batch], rows: Callable[[Logits, Batch], Tensor]
-) -> list[Tensor | None]:
+def count_of(batches: RankBatches, over: Over) -> int:
+    """What the global batch has of it; at least 1."""
+    counts = {"labels": batches.counted, "samples": batches.samples, "first tokens": batches.first_tokens}
+    return max(1, counts[over])
+
+
+@dataclass(frozen=True)
+class _Taught(Sequence[Logits]):
+    """A teacher's logits of each batch, made when they are asked for: all ranks ask alike."""
+
+    teacher: ParallelModel
+    batches: Sequence[Batch]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, at: Any) -> Any:
+        return _teacher_logits(self.teacher, [cast(Batch, self.batches[at])])[0]
+
+
+def _teacher_logits(teacher: ParallelModel, batches: Sequence[Batch]) -> Sequence[Logits | None]:
+    with evaluating(teacher.module):
+        return _each(teacher, batches, lambda logits, _: logits)
+
+
+def _each(model: ParallelModel, batches: Sequence[Batch], rows: Callable[[Logits, Batch], R]) -> list[R | None]:
     """Of each batch, on ranks that have logits; in a pipeline as many go through at once as train, of one size."""
     if model.pipeline is None:
         return [rows(_logits(model.parts[0], batch), batch) for batch in batches]
-    found: dict[int, Tensor] = {}
+    found: dict[int, R] = {}
     at_once = model.plan.micro_steps
     for _, group in groupby(enumerate(batches), lambda one: (one[0] // at_once, one[1].inputs_BS.shape)):
         some = list(group)
@@ -134,7 +178,7 @@ def _each(
         def keep(logits: Logits, micro: int, some: Sequence[tuple[int, Batch]] = some) -> Tensor:
             number, batch = some[micro]
             found[number] = rows(logits, batch)
-            return found[number].sum()
+            return logits.values_BSV.sum()
 
         model.pipeline.losses([batch for _, batch in some], keep)
     return [found.get(number) for number in range(len(batches))]
@@ -210,6 +254,23 @@ def _preferences(plan: Job) -> Objective:
     return Objective(sums, over, FIGURES, _answers if plan.has_reference else None, each)
 
 
+def _distilled(plan: Job) -> Objective:
+    distill = plan.distill
+    assert distill is not None  # the job's tables say so
+    formula, alpha, temperature = DIVERGENCES[distill.loss_type], distill.alpha, distill.temperature
+
+    def sums(logits: Logits, batch: Batch, teacher: Logits) -> Sums:
+        far = token_divergence(logits, teacher, formula, distill.beta, temperature)
+        loss, told = (1 - alpha) * temperature**2 * far, [far]
+        if alpha:
+            told.append(_next_token(logits))
+            loss = loss + alpha * told[1]
+        return Sums((loss,), torch.stack(told).detach().double())
+
+    names = ("divergence", "cross_entropy")[: 1 + bool(alpha)]
+    return Objective(sums, figures=names, taught=True, figures_over="labels")
+
+
 def _labelled(plan: Job) -> Objective:
     preference = plan.preference
     assert preference is not None  # the job's tables say so
@@ -260,5 +321,11 @@ def every_label(batch: Batch) -> Tensor:
 
 
 OBJECTIVES: Mapping[TaskName, Callable[[Job], Objective]] = MappingProxyType(
-    {"pretrain": lambda plan: NEXT_TOKEN, "sft": lambda plan: NEXT_TOKEN, "dpo": _preferences, "kto": _labelled}
+    {
+        "pretrain": lambda plan: NEXT_TOKEN,
+        "sft": lambda plan: NEXT_TOKEN,
+        "dpo": _preferences,
+        "kto": _labelled,
+        "distill": _distilled,
+    }
 )

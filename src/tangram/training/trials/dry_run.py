@@ -51,6 +51,7 @@ from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, freeze, give_storage
 from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.state.build_model import source_of
+from tangram.training.state.teacher import bare_teacher
 from tangram.training.step import loop
 from tangram.training.step.optimiser_step import clip, local_gradients, make_optimiser, norms_of, square_sum
 from tangram.training.trials.dry_run_counts import Tally
@@ -158,7 +159,7 @@ def _kind(plan: Plan, model: nn.Module, place: int) -> object:
         for name, p in model.named_parameters()
         if plan.pipeline is None or plan.place_of(name) == place
     )
-    return place == 0, place == plan.stage_ranks - 1, tuple(own)
+    return place == 0, place == plan.stage_ranks - 1, tuple(own), plan.distill is not None and place  # of the teacher
 
 
 def _needs(plan: Plan, counted: Sequence[CountedStep], rank: int, place: int, alive: float) -> Needs:
@@ -187,8 +188,11 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
     with _fake_ranks(plan.ranks, rank) as group:
         world = make_world(plan, rank, cpu, group, Peers())
         model = apply(build_on_meta(source.config), plan, world)
+        model = replace(model, teacher=bare_teacher(plan, tokens_of(plan), world))
         with FakeTensorMode(allow_non_fake_inputs=True), refusing_values():
             give_storage(model.module, cpu)
+            if model.teacher is not None:
+                give_storage(model.teacher.module, cpu)
             return counted_steps(model)
 
 
@@ -200,6 +204,8 @@ def counted_steps(model: ParallelModel) -> list[CountedStep]:
     if plan.has_reference:
         model = replace(model, reference=Reference(module))
     kept = [] if model.reference is None else model.reference.kept
+    if model.teacher is not None:
+        kept = [*kept, *_local([*model.teacher.module.parameters()])]
     with Tally() as tally:
         tally.watch(_local([*module.parameters(), *module.buffers()]) + kept)
         for parameter in module.parameters():

@@ -1,0 +1,151 @@
+"""How far a student's distribution over classes is from a teacher's, of which a device may hold some of the classes.
+
+    q, p    softmax of the student's and of the teacher's logits, each divided by the temperature T
+    m       beta p + (1 - beta) q
+
+    forward_kl   sum p (log p - log q)                             Hinton et al. 2015; Agarwal et al. 2023 (GKD), eq. 1
+    reverse_kl   sum q (log q - log p)                             Gu et al. 2023 (MiniLLM); GKD
+    jsd          beta KL(p || m) + (1 - beta) KL(q || m)           generalised Jensen-Shannon; GKD, eq. 2
+
+A row of the table gives each class's summand, and s = q dD/dq of it (less multiples of q, which cancel); then the
+gradient of D by the student's logits is (s - q sum(s)) / T, of each part by itself once the sum is known. So over the
+parts go two numbers a row for the largest logits, two for the totals, two for D and sum(s). All is computed in float32,
+of some rows at a time, as by `kernels.cross_entropy`. The teacher gets no gradient.
+"""
+
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tangram.kernels.cross_entropy import Classes, chunks, computed
+
+FAR = -1e4
+"""The logit of a class that has no part: far enough that its share is 0, near enough that no difference is infinite."""
+
+
+class Summands(NamedTuple):
+    """Of each class."""
+
+    divergence: Tensor
+    slope: Tensor
+    """s of the module's docstring."""
+
+
+Formula = Callable[[Tensor, Tensor, float], Summands]
+"""Of log p, log q and beta."""
+
+
+def _forward(logp: Tensor, logq: Tensor, beta: float) -> Summands:
+    p = logp.exp()
+    return Summands(p * (logp - logq), -p)
+
+
+def _reverse(logp: Tensor, logq: Tensor, beta: float) -> Summands:
+    summands = logq.exp() * (logq - logp)
+    return Summands(summands, summands)
+
+
+def _jsd(logp: Tensor, logq: Tensor, beta: float) -> Summands:
+    logm = torch.logaddexp(logp + math.log(beta), logq + math.log1p(-beta))
+    slope = (1 - beta) * logq.exp() * (logq - logm)
+    return Summands(beta * logp.exp() * (logp - logm) + slope, slope)
+
+
+FORMULAS: Mapping[str, Formula] = MappingProxyType({"forward_kl": _forward, "reverse_kl": _reverse, "jsd": _jsd})
+
+
+class Comparison(NamedTuple):
+    """What is compared, and how."""
+
+    formula: Formula
+    beta: float
+    temperature: float
+    shared: int
+    """Of how many classes, from the first: those that both have."""
+
+
+def divergence(
+    student_NV: Tensor, teacher_NV: Tensor, counted_N: Tensor, how: Comparison, classes: Classes | None = None
+) -> Tensor:
+    """The divergence of each row in nats, in float32 (in float64 of such logits); 0 of rows that are not counted.
+
+    Of a part, its columns of both. No second derivative.
+    """
+    return cast(Tensor, _Divergence.apply(student_NV, teacher_NV, counted_N, how, classes))
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, student_NV: Tensor, teacher_NV: Tensor, counted_N: Tensor, how: Comparison, classes: Classes | None
+    ) -> Tensor:
+        student_NV, teacher_NV = student_NV.detach(), teacher_NV.detach()
+        shared_V = _shared(student_NV, how, classes)
+        tops_2N = student_NV.new_empty(2, len(student_NV), dtype=computed(student_NV))
+        totals_2N, sums_2N = torch.empty_like(tops_2N), torch.empty_like(tops_2N)
+        for some in chunks(student_NV):
+            for side, x_NV in enumerate((student_NV, teacher_NV)):
+                own_NV = x_NV[some] if shared_V is None else torch.where(shared_V, x_NV[some], FAR)
+                tops_2N[side, some] = own_NV.amax(1).to(tops_2N.dtype) / how.temperature
+        tops_2N = tops_2N if classes is None else classes.largest(tops_2N)
+        for some in chunks(student_NV):
+            for side, x_NV in enumerate((student_NV, teacher_NV)):
+                totals_2N[side, some] = _less(x_NV[some], tops_2N[side, some, None], shared_V, how).exp_().sum(1)
+        totals_2N = totals_2N if classes is None else classes.summed(totals_2N)
+        less_2N = tops_2N + totals_2N.log()
+        for some in chunks(student_NV):
+            found = _summands(student_NV, teacher_NV, less_2N, some, shared_V, how)[1]
+            sums_2N[0, some], sums_2N[1, some] = found.divergence.sum(1), found.slope.sum(1)
+        sums_2N = sums_2N if classes is None else classes.summed(sums_2N)
+        ctx.save_for_backward(student_NV, teacher_NV, less_2N, sums_2N[1], counted_N, shared_V)
+        ctx.how = how
+        return torch.where(counted_N, sums_2N[0], 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        student_NV, teacher_NV, less_2N, slope_N, counted_N, shared_V = ctx.saved_tensors
+        scale_N = torch.where(counted_N, gradients[0], 0.0) / ctx.how.temperature
+        found_NV = torch.empty_like(student_NV)
+        for some in chunks(student_NV):
+            logq_NV, each = _summands(student_NV, teacher_NV, less_2N, some, shared_V, ctx.how)
+            part_NV = (each.slope - logq_NV.exp_().mul_(slope_N[some, None])).mul_(scale_N[some, None])
+            found_NV[some] = torch.where(counted_N[some, None], part_NV, 0.0)
+        return found_NV, None, None, None, None
+
+
+def _shared(x_NV: Tensor, how: Comparison, classes: Classes | None) -> Tensor | None:
+    """Which columns both have; None: all of them."""
+    if how.shared >= (x_NV.shape[1] if classes is None else classes.count):
+        return None
+    numbers = torch.arange(x_NV.shape[1], device=x_NV.device) if classes is None else classes.numbers
+    return numbers < how.shared
+
+
+def _less(x_NV: Tensor, less_N1: Tensor, shared_V: Tensor | None, how: Comparison) -> Tensor:
+    """Some logits over the temperature, less a number of their row."""
+    if how.temperature == 1:
+        found_NV = torch.sub(x_NV, less_N1)  # in float32, without a copy of the logits in it
+    else:
+        found_NV = torch.mul(x_NV.to(less_N1.dtype), 1 / how.temperature).sub_(less_N1)
+    return found_NV if shared_V is None else torch.where(shared_V, found_NV, FAR)
+
+
+def _summands(
+    student_NV: Tensor, teacher_NV: Tensor, less_2N: Tensor, some: slice, shared_V: Tensor | None, how: Comparison
+) -> tuple[Tensor, Summands]:
+    """log q of some rows, and what the formula says of them."""
+    logq_NV, logp_NV = (
+        _less(x_NV[some], less_2N[side, some, None], shared_V, how)
+        for side, x_NV in enumerate((student_NV, teacher_NV))
+    )
+    return logq_NV, how.formula(logp_NV, logq_NV, how.beta)

@@ -1,0 +1,58 @@
+"""The plan by which a teacher is run beside its student: on the same mesh, cut as its own sizes ask for.
+
+Data axes cut it as they cut the student; over tensor and context axes, and into as many stages of a pipeline, it is cut
+as a plan of its own would be.
+"""
+
+from __future__ import annotations
+
+from tangram.errors import UserError
+from tangram.layout import Layout, Mesh
+from tangram.planner.local.derived_layouts import ModelAxis
+from tangram.planner.local.estimate import TeacherCosts
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.peak_memory import BYTES, largest_parts
+from tangram.planner.local.strategies import Strategy, layouts_of
+from tangram.schema.plan import Plan
+
+
+def teacher_plan(plan: Plan, teacher: Counted) -> Plan:
+    """What the teacher is asked for, with its student's strategy. Raises UserError where it cannot be cut so."""
+    try:
+        return _cut(plan, teacher)
+    except UserError as error:
+        raise UserError(f"distill.teacher, on the mesh of its student: {error}") from None
+
+
+def _cut(plan: Plan, teacher: Counted) -> Plan:
+    if plan.axes.expert:
+        raise UserError("a teacher is not cut over expert axes: take a mesh without them")
+    sizes = Mesh.parse(plan.mesh).axes
+    cutting = {axis for text in plan.layouts.parameters.values() for axis in Layout.parse(text).axes}
+    shard = next((axis for axis in plan.axes.data if axis in cutting), None)
+    way = "ring" if plan.context.keys == "ring" else "gathered"
+    axes = tuple(
+        ModelAxis(axis, "tensor") if axis in plan.axes.tensor else ModelAxis(axis, "context", way)
+        for axis in plan.model_axes
+        if sizes[axis][0] > 1
+    )
+    lies = layouts_of(Strategy("the teacher", plan.mesh, plan.axes.data, axes, shard), teacher)
+    parameters = {**(lies.parameters if lies else {}), "*": f"_/{shard} ..." if shard else "..."}
+    layouts = plan.layouts.model_copy(update={"parameters": parameters, "marks": dict(lies.marks) if lies else {}})
+    pipeline = plan.pipeline
+    if pipeline is not None:
+        pipeline = pipeline.model_copy(update={"stages": teacher.stages(len(pipeline.stages))})
+    return plan.of_teacher().model_copy(update={"layouts": layouts, "pipeline": pipeline})
+
+
+def teacher_costs(plan: Plan, student: Counted) -> TeacherCosts | None:
+    """Beside a student; None for one that has no teacher. Raises UserError as `teacher_plan`."""
+    teacher = student.teacher
+    if teacher is None:
+        return None
+    own, costs = teacher_plan(plan, teacher), teacher.costs(1)
+    held = largest_parts(own, costs.parameters)
+    of_place = [0.0 for _ in range(plan.stage_ranks)]
+    for one in costs.parameters:
+        of_place[own.place_of(one.name)] += held[one.name] * BYTES[own.precision.parameters]
+    return TeacherCosts(max(of_place), costs.forward.flops / student.costs(1).forward.flops)
