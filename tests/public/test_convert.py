@@ -441,6 +441,14 @@ def test_what_is_not_read(tmp_path: Path, capsys: Capture, name: str, said: str)
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert"])
+def test_a_name_on_the_hub(command: str, tmp_path: Path, capsys: Capture) -> None:
+    """meta-llama/llama-cookbook#899: a name on the hub is given where a directory is wanted."""
+    more = {"diff": ["other/model"], "convert": [str(tmp_path / "out"), "--to", "hf"]}.get(command, [])
+    assert main(["checkpoint", command, "nobody/model-8B", *more]) == 2
+    assert "hf download nobody/model-8B --local-dir model-8B" in capsys.readouterr().err
+
+
 def test_looking_into_any_format(
     weights: Mapping[str, Tensor], two_ranks: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -33,6 +33,7 @@ from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, DTYPES, Manifest, ManifestError, StoredFile, checksum
 from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.errors import UserError
+from tangram.models.building.directory import hub_hint
 
 THREADS = max(4, min(16, os.cpu_count() or 1))
 """That read and sum blocks: some wait for the disk while the others compute."""
@@ -300,7 +301,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     if (path / MARKER).exists() or (path / MANIFEST).exists():
         return [path]
     if not path.is_dir():
-        raise UserError(f'there is no checkpoint "{path}"')
+        raise UserError(f'there is no checkpoint "{path}"{hub_hint(path)}')
     found = [
         inner
         for inner in path.iterdir()

@@ -29,6 +29,7 @@ from typing import Any, cast
 from tangram.checkpoint.store import manifest as manifests
 from tangram.checkpoint.store.manifest import FORMAT, Manifest, ManifestError, StoredFile
 from tangram.errors import UserError
+from tangram.models.building.directory import hub_hint
 
 MARKER = "tangram.json"
 MANIFEST = "manifest.json"
@@ -131,7 +132,7 @@ def _plain_size(file: Path) -> int | None:
 
 def _absent(path: Path) -> str:
     if not path.exists():
-        return f'there is no checkpoint "{path}"'
+        return f'there is no checkpoint "{path}"{hub_hint(path)}'
     if path.is_dir() and (found := committed(path)):
         return f'"{path}" holds several checkpoints, give one of them: the newest is "{found[-1][0]}"'
     if not (path / MANIFEST).exists() and any(file.suffix in FOREIGN for file in (path, *path.glob("*"))):

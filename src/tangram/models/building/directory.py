@@ -37,7 +37,8 @@ def hub_hint(name: str | Path) -> str:
     """
     path = Path(name)
     short = "/".join(path.parts[-2:]) if path.is_absolute() and not path.parent.exists() else str(name)
-    if not _HUB.fullmatch(short) or Path(short).suffix in (READ, *PICKLED, *UNREAD, *TEXT, ".toml"):
+    there = len(path.parts) > 1 and path.parent.exists()
+    if there or not _HUB.fullmatch(short) or Path(short).suffix in (READ, *PICKLED, *UNREAD, *TEXT, ".toml"):
         return ""
     own = short.partition("/")[2]
     return (
