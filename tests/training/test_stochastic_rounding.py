@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench._memory.counter import FlowCounter
 from tangram.errors import UserError
-from tangram.schema.optimiser import OptimiserPlan, Rounding
+from tangram.planner.local.peak_memory import ROUNDED_BYTES
+from tangram.schema.optimiser import OptimiserPlan, Rounding, RuleName
 from tangram.training.run.launch import run_ranks
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.updates.parameter_shards import ParameterShards
@@ -44,7 +46,8 @@ def rounded(
 def test_its_mean_is_the_number_and_it_is_one_of_both_neighbours(value: float) -> None:
     values = torch.full((1000, 400), value)
     found = rounded(values, "mean").double()
-    below, above = sorted(float(x) for x in torch.unique(found))
+    below, above = float(found.min()), float(found.max())
+    assert bool(((found == below) | (found == above)).all())
     exact = float(values[0, 0])
     assert below < exact < above
     share = (exact - below) / (above - below)
@@ -156,6 +159,19 @@ def test_other_masters_are_refused(folder: Path) -> None:
             planned(folder, "sgd", "one", **{**masters, "optimiser.rounding": '"stochastic"'})
 
 
+@pytest.mark.parametrize("rule", ROUNDED_BYTES)
+def test_memory_of_an_update_is_what_the_planner_counts(rule: RuleName) -> None:
+    p, one = optimiser(rule, (2048, 2048))
+    one.param_groups[0]["weight_decay"] = 0.1  # which SGD makes a gradient of its own for
+    for step in ("0", "1"):
+        p.grad = torch.ones(2048, 2048)
+        one.round_for(step)
+        states = [x for x in one.state[p].values() if isinstance(x, Tensor)]
+        with FlowCounter([p, p.grad, *states]) as counter:
+            one.step()
+    assert max(counter.flow.peaks.values()) / p.numel() == pytest.approx(ROUNDED_BYTES[rule], rel=0.05)
+
+
 # ---------------------------------------------------------------- on ranks
 
 
@@ -172,8 +188,6 @@ def test_a_run_goes_on_with_the_same_bits_and_is_near_on_ranks(folder: Path) -> 
     ways = [("rates half", "fsdp"), ("rates resumed", "fsdp"), *(("rates", way) for way in ("one", "fsdp", "tp", "pp"))]
     plans = {key: planned(folder, *key, **asked) for key in ways}
     ran = run_all(folder, plans, "rounded", {("rates resumed", "fsdp"): ("rates half", "fsdp")})
-    for key, traced in ran.items():
-        print(key, traced.losses)  # PROVISIONAL
     assert ran["rates resumed", "fsdp"].losses == ran["rates", "fsdp"].losses[HALF:]
-    for way in ("fsdp", "tp", "pp"):
-        assert ran["rates", way].losses == pytest.approx(ran["rates", "one"].losses, rel=2e-2), way
+    for way, near in (("fsdp", 1e-6), ("pp", 1e-6), ("tp", 2e-3)):  # TP's sums in bfloat16 are others
+        assert ran["rates", way].losses == pytest.approx(ran["rates", "one"].losses, rel=near), way

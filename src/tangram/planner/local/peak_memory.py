@@ -170,12 +170,9 @@ def _rounding(plan: Plan, stage: Share, held: Mapping[str, int]) -> float:
     """Of an update that is rounded stochastically, what the largest parameter takes beside it."""
     if plan.optimiser.rounding != "stochastic":
         return 0.0
-    rules = {
-        one.name: plan.optimiser.rule_of(one.name, one.shape, in_layer=one.block != OUTSIDE) for one in stage.parameters
-    }
-    return max(
-        (ROUNDED_BYTES[rules[one.name]] * held[one.name] for one in stage.parameters if one.trained), default=0.0
-    )
+    rule, trained = plan.optimiser.rule_of, [one for one in stage.parameters if one.trained]
+    bytes_of = (ROUNDED_BYTES[rule(x.name, x.shape, in_layer=x.block != OUTSIDE)] * held[x.name] for x in trained)
+    return max(bytes_of, default=0.0)
 
 
 def _flowing(plan: Plan, local: ModelCosts, part: Part) -> float:
