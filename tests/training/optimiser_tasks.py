@@ -43,18 +43,18 @@ def differences(rank: Rank, work: Mapping[str, dict[str, Any]]) -> dict[tuple[st
         torch.manual_seed(1)
         names = [name for name, (shape, _) in PARTS.items() if rule != "muon" or len(shape) > 1]
         wholes = {name: nn.Parameter(torch.randn(PARTS[name][0])) for name in names}
-        parts = {name: nn.Parameter(_part(one.detach(), PARTS[name][1], at)) for name, one in wholes.items()}
-        shards: dict[Tensor, ParameterShards] = {part: _shards(name, at, groups) for name, part in parts.items()}
+        parts = {name: nn.Parameter(part_of(one.detach(), PARTS[name][1], at)) for name, one in wholes.items()}
+        shards: dict[Tensor, ParameterShards] = {part: shards_at(name, at, groups) for name, part in parts.items()}
         one = RuledOptimiser([*wholes.values()], torch.float32, **settings)
         ours = RuledOptimiser([*parts.values()], torch.float32, shards, **settings)
         for _ in range(STEPS):
             for name, whole in wholes.items():
                 whole.grad = torch.randn(whole.shape)
-                parts[name].grad = _part(whole.grad, PARTS[name][1], at)
+                parts[name].grad = part_of(whole.grad, PARTS[name][1], at)
             one.step()
             ours.step()
         for name, part in parts.items():
-            wanted = _part(wholes[name].detach(), PARTS[name][1], at)
+            wanted = part_of(wholes[name].detach(), PARTS[name][1], at)
             found[rule, name] = float((part.detach() - wanted).abs().max()) if part.numel() else 0.0
     return found
 
@@ -63,13 +63,13 @@ def _places(n: int, first: int, index: int) -> Tensor:
     return torch.arange(first) if not index else torch.arange(first, n)
 
 
-def _part(x: Tensor, cuts: Cuts, at: Mapping[str, int]) -> Tensor:
+def part_of(x: Tensor, cuts: Cuts, at: Mapping[str, int]) -> Tensor:
     for dim, axis, first in cuts:
         x = x.index_select(dim, _places(x.shape[dim], first, at[axis]))
     return x.clone()
 
 
-def _shards(name: str, at: Mapping[str, int], groups: Mapping[str, dist.ProcessGroup]) -> ParameterShards:
+def shards_at(name: str, at: Mapping[str, int], groups: Mapping[str, dist.ProcessGroup]) -> ParameterShards:
     shape, cuts = PARTS[name]
     by_dim = {dim: (axis, first) for dim, axis, first in cuts}
     places = [

@@ -83,13 +83,18 @@ def planned(folder: Path, case: str, way: str, kind: str = "dense", **more: str)
     return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
 
 
-def run_all(folder: Path, plans: Mapping[tuple[str, str], Plan], name: str = "runs") -> dict[tuple[str, str], Traced]:
+def run_all(
+    folder: Path,
+    plans: Mapping[tuple[str, str], Plan],
+    name: str = "runs",
+    resumed: Mapping[tuple[str, str], tuple[str, str]] = RESUMED,
+) -> dict[tuple[str, str], Traced]:
     """Of the first rank."""
     found: dict[tuple[str, str], Traced] = {}
     for ranks in sorted({plan.ranks for plan in plans.values()}, key=lambda n: (n == 1, n)):
         work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
         done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_in_turn, (work, folder / name, RESUMED), world=ranks, on_event=print, device="cpu"
+            run_in_turn, (work, folder / name, resumed), world=ranks, on_event=print, device="cpu"
         )
         found.update(done[0])
     return found

@@ -363,6 +363,12 @@ class Job(TomlTable):
             )
         if mistake := self.precision.mistake():
             raise mistake
+        if self.optimiser.rounding == "stochastic" and self.precision.masters != "bfloat16":
+            raise Mistake(
+                "optimiser.rounding",
+                "float32 masters lose no update, so nothing is rounded stochastically: make precision.masters "
+                '"bfloat16", with precision.compute and precision.parameters, or leave it out',
+            )
         if self.lora is not None and self.model.path is None:
             raise Mistake("lora", "adapters stand beside weights that were trained: give their directory as model.path")
         if self.run.evaluate_every and not self.data.held_out:

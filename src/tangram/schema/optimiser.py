@@ -12,6 +12,8 @@ from tangram.schema.tables import Beta, Count, Mistake, Share, TomlTable
 
 Moments = Literal["as masters", "8-bit"]
 """Of AdamW."""
+Rounding = Literal["nearest", "stochastic"]
+"""Of what is updated in bfloat16."""
 LEAST_CODED = 4096
 """Numbers of a parameter whose moments become codes: few bytes are saved by others."""
 OptimiserName = Literal["adamw", "sgd", "adafactor", "muon"]
@@ -85,6 +87,10 @@ class OptimiserPlan(TomlTable):
     float32 for each 256 of them."""
     moments_skip: tuple[str, ...] = ()
     """Name patterns of parameters whose moments are as masters all the same; those of fewer than 4,096 numbers are."""
+
+    rounding: Rounding = "nearest"
+    """How updated numbers become bfloat16, where precision.masters is that: "stochastic" is right on average, so small
+    updates are not lost; it is drawn by seed, step, parameter and place, alike on any mesh."""
 
     def has_codes(self, name: str, shape: Iterable[int]) -> bool:
         """Whether the moments of a parameter, of this shape in all, are codes of 8 bits."""

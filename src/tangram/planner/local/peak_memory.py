@@ -162,9 +162,18 @@ def _moments(
         yield _Moment(there, left + part.kept_bytes + _flowing(plan, local, part), 0.0, made)
         there = before or there + of_block[part.name]
         yield _Moment(there, left + part.input_bytes, 0.0, made + making)
-    yield _Moment(every, 0.0)
+    yield _Moment(every, 0.0, 0.0, _rounding(plan, stage, held))
     if plan.data.held_out:  # whose rows are as long as the plan says, where those of steps are not
         yield _Moment(0.0, 0.0, logits * plan.data.sequence / local.sequence)
+
+
+def _rounding(plan: Plan, stage: Share, held: Mapping[str, int]) -> float:
+    """Of an update that is rounded stochastically, what the largest parameter takes beside it."""
+    if plan.optimiser.rounding != "stochastic":
+        return 0.0
+    rule, trained = plan.optimiser.rule_of, [one for one in stage.parameters if one.trained]
+    bytes_of = (ROUNDED_BYTES[rule(x.name, x.shape, in_layer=x.block != OUTSIDE)] * held[x.name] for x in trained)
+    return max(bytes_of, default=0.0)
 
 
 def _flowing(plan: Plan, local: ModelCosts, part: Part) -> float:
@@ -219,6 +228,10 @@ STATES: Mapping[RuleName, Callable[[Plan, Parameter, int], float]] = {
     "muon": lambda plan, one, held: 1.0 * held,
 }
 """Numbers of the type of masters that a rank keeps of a parameter; of codes bytes."""
+ROUNDED_BYTES: Mapping[RuleName, float] = {
+    "adamw": 20.0, "adamw-8bit": 9.25, "sgd": 8.0, "sgd-momentum": 12.0, "adafactor": 8.0, "muon": 20.0,
+}  # fmt: skip
+"""For each number, while it and its states are in float32 to be rounded stochastically: counted on a CPU."""
 
 
 def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> tuple[float, float]:

@@ -93,6 +93,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "optimiser.states": _REPORTED,
         "optimiser.moments": _REFUSED,
         "optimiser.moments_skip": _REFUSED,
+        "optimiser.rounding": _REFUSED,
         "precision.compute": _REFUSED,
         "precision.parameters": _REFUSED,
         "precision.masters": _REFUSED,

@@ -42,7 +42,7 @@ from tangram.training.step.backward import backward
 from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
 from tangram.training.step.objectives import LossSum, count_of, objective_of
-from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, set_lr, square_sum
+from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, round_for, set_lr, square_sum
 
 BEST, SINCE = "best_held_out_loss", "measured_since_best"
 """Metrics of a run that stops early."""
@@ -352,6 +352,7 @@ def train_step(
         return StepResult(loss, norm, stops, reason, guard.astray > strayed, of_routers, dropped, figures)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
     set_lr(optimiser, lr, plan.optimiser.lr)
+    round_for(optimiser, plan.seed, batches.begin)
     optimiser.step()
     return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped, figures=figures)
 

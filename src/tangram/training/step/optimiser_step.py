@@ -70,8 +70,18 @@ def _made(
     if in_float32 and {*rules.values()} == {"adamw"}:
         return AdamW(tables, **keys, fused=True)
     ruled = [{**table, "rule": rule} for table, (rule, *_) in zip(tables, groups, strict=True)]
-    own = None if shards is None or SHARED_UPDATES.isdisjoint(rules.values()) else shards()
-    return RuledOptimiser(ruled, dtype_of(masters), own, **keys, momentum=plan.momentum_used, adjust_lr=plan.adjust_lr)
+    drawn = plan.rounding == "stochastic"
+    if drawn and shards is None:
+        raise UserError("make_adamw rounds to the nearest: take make_optimiser(model), which knows parts and names")
+    own = None if shards is None or (SHARED_UPDATES.isdisjoint(rules.values()) and not drawn) else shards()
+    keys |= {"momentum": plan.momentum_used, "adjust_lr": plan.adjust_lr}
+    return RuledOptimiser(ruled, dtype_of(masters), own, plan.rounding, **keys)
+
+
+def round_for(optimiser: Optimizer, seed: int, first_row: int) -> None:
+    """Name the step to an optimiser that may round stochastically, by its first row of the job."""
+    if isinstance(optimiser, RuledOptimiser):
+        optimiser.round_for(f"{seed}:{first_row}")
 
 
 def lr_at(step: int, steps: int, plan: OptimiserPlan) -> float:

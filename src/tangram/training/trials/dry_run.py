@@ -53,7 +53,7 @@ from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import bare_teacher
 from tangram.training.step import loop
-from tangram.training.step.optimiser_step import clip, local_gradients, make_optimiser, norms_of, square_sum
+from tangram.training.step.optimiser_step import clip, local_gradients, make_optimiser, norms_of, round_for, square_sum
 from tangram.training.trials.dry_run_counts import Tally
 
 _NUMBER = re.compile(r"\d+")
@@ -210,6 +210,7 @@ def counted_steps(model: ParallelModel) -> list[CountedStep]:
         tally.watch(_local([*module.parameters(), *module.buffers()]) + kept)
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        round_for(optimiser, model.plan.seed, 0)
         optimiser.step()  # makes its states
         optimiser.zero_grad()
         found: list[CountedStep] = []
@@ -245,6 +246,7 @@ def _step(model: ParallelModel, optimiser: Optimizer, micros: int, tally: Tally)
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
     numbers = tally.watch([gradient for gradient, _ in gradients])
+    round_for(optimiser, plan.seed, 0)
     optimiser.step()
     return numbers
 

@@ -29,6 +29,7 @@ class ParameterShards:
     """By dim that is cut, which of it this rank has: int64."""
     groups: tuple[tuple[dist.ProcessGroup, ...], ...] = ()
     """By dim, the ranks between which it is cut."""
+    name: str = ""
 
     def over(self, dims: Iterable[int]) -> tuple[dist.ProcessGroup, ...]:
         """The ranks that have the other parts of some dims."""
@@ -70,7 +71,7 @@ def shards_of(model: ParallelModel) -> dict[Tensor, ParameterShards]:
             places.append(torch.cat([torch.arange(0), *(torch.arange(first, stop) for first, stop in kept)]))
             names = ["shard" if axis in world.axes.shard else dim_of(axis) for axis in sorted(cutting)]
             groups.append(tuple(world.devices.get_group(name) for name in names))
-        found[parameter] = ParameterShards(shape, tuple(places), tuple(groups))
+        found[parameter] = ParameterShards(shape, tuple(places), tuple(groups), name)
     return found
 
 
