@@ -25,18 +25,16 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.hardware.catalogue import curves
 from tangram.hardware.catalogue.devices import devices
 from tangram.planner.cost.intervals import FACTS, Misses
 from tangram.planner.cost.step_time import PARTS
+from tangram.planner.space.grid import Array
 from tangram.planner.space.setting import Setting
-
-Array = NDArray[Any]
 
 WIDTHS = {
     "part": 0.09,

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from tangram.planner.space.grid import Array
 
 FACTS = ("device", "precision", "kind of model", "framework")
 INSIDE = 0.9
