@@ -33,7 +33,8 @@ FILES = {
     "examples/job.toml": "",
     "tests/conftest.py": "",
     "tests/low/conftest.py": "",
-    "tests/low/test_low.py": "from house.low import a\ndef test_a(): ...\ndef test_b(): ...\n",
+    "tests/low/test_low.py": "from house.low import a\ndef test_a(): ...\ndef test_b(): ...\n"
+    "@pytest.mark.slow  # of a part of its own\ndef test_c(): ...\n",
     "tests/high/helper.py": "from house import high\n",
     "tests/high/test_high.py": "from tests.high.helper import x\ndef test_c(): ...\n",
     "tests/high/test_names.py": "import house.by_name\ndef test_d(): ...\n",
