@@ -71,7 +71,7 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
         if number < len(plan.rank_of_stage) - 1:  # of the last the loss is made at once
             own_results(part)
     blocks = {part: [block for block in blocks_of(part) if not isinstance(block, Through)] for part in parts}
-    if plan.run.compile:
+    if plan.run.compile:  # before recompute: what runs again in the backward is the compiled forward, too
         for block in itertools.chain(*blocks.values()):
             block.forward = torch.compile(block.forward)
     recompute(blocks, plan)
@@ -184,7 +184,7 @@ def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]], plain: PlainPar
 def give_storage(model: nn.Module, device: torch.device) -> None:
     """Memory for every tensor of a model on meta, without values; tied parameters stay one."""
     tied = _tied(model)
-    model.to_empty(device=device)
+    model.to_empty(device=device)  # which gives each place a parameter of its own
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:
