@@ -15,7 +15,17 @@ import pytest
 from tests.selection import history, sections, status
 from tests.selection.choose import CHANGED, EARLIER, NEAR, NEW, TURN, Selection, choose, sample
 from tests.selection.cpu import tree_seconds
-from tests.selection.durations import TURNS, Spent, Unit, function, make_table, read_record, read_table, write_table
+from tests.selection.durations import (
+    TURNS,
+    WHOLE,
+    Spent,
+    Unit,
+    function,
+    make_table,
+    read_record,
+    read_table,
+    write_table,
+)
 from tests.selection.graph import Graph, read_graph
 from tests.selection.plugin import IMPORT, START, select
 
@@ -210,6 +220,12 @@ def test_long_files_are_divided_unless_their_tests_have_much_in_common() -> None
     assert {unit.name: unit.cpu for unit in make_table(rows, {})} == {"long.py::test_a": 20.0, "long.py::test_b": 10.0}
     shared = [Spent("long.py::test_a", 30.0, 1.0, 20.0), Spent("long.py::test_b", 1.0, 1.0, 0.0)]
     assert [unit.name for unit in make_table(shared, {})] == ["long.py"]
+    lazily = [Spent(f"{WHOLE[0]}::test_a", 40.0, 1.0, 0.0), Spent(f"{WHOLE[0]}::test_b", 1.0, 1.0, 0.0)]
+    assert [unit.name for unit in make_table(lazily, {})] == [WHOLE[0]]
+
+
+def test_files_that_are_never_divided_exist() -> None:
+    assert all((history.ROOT / file).is_file() for file in WHOLE)
 
 
 def test_a_sample_of_each_turn_and_in_the_end_all() -> None:
