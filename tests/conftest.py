@@ -33,16 +33,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would ranks
 
 
+# Triton is loaded under its interpreter, which has to be asked for before: by the conftest.py of a folder that pytest
+# is told of, which runs between here and pytest_configure, or else there. No longer, for ranks inherit it.
+INTERPRET = "TRITON_INTERPRET"
+_before = os.environ.get(INTERPRET)
+os.environ[INTERPRET] = "1"
+
+
 def _load_kernels() -> None:
-    """Under Triton's interpreter, which is asked for before Triton is loaded; and no longer, for ranks inherit it."""
-    if importlib.util.find_spec("triton") is None:
-        return
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    for module in pkgutil.iter_modules(compiled.__path__):
-        importlib.import_module(f"{compiled.__name__}.{module.name}")
-    if before is None:
-        del os.environ["TRITON_INTERPRET"]
+    if importlib.util.find_spec("triton") is not None:
+        for module in pkgutil.iter_modules(compiled.__path__):
+            importlib.import_module(f"{compiled.__name__}.{module.name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(plugin.ForWorkers())
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         _load_kernels()  # not where others run the tests
+    if _before is None:
+        del os.environ[INTERPRET]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.models.building.named import token_inputs
+from tangram.models.building.build import token_inputs
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.stages import Stages, Through, keep_stages, refuse_unlike_chain, refuse_unlike_modules
 

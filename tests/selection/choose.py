@@ -45,14 +45,29 @@ class Selection:
         )
 
 
-def units_of(graph: Graph, table: Mapping[str, Unit]) -> dict[str, Unit | None]:
-    """All units that there are now; None where the table does not know one."""
+def units_of(graph: Graph, table: Mapping[str, Unit]) -> dict[str, Unit]:
+    """All units that there are now. What the table does not know is taken to cost what its neighbours do."""
     divided = {unit.file for unit in table.values() if "::" in unit.name}
-    out: dict[str, Unit | None] = {}
+    out: dict[str, Unit] = {}
     for file in sorted(file for file in graph.leans if is_test(file)):
         names = {f"{file}::{name}" for name in graph.functions[file]} if file in divided else {file}
-        out |= {name: table.get(name) for name in sorted(names)}
+        out |= {name: table[name] if name in table else _guess(name, graph, table) for name in sorted(names)}
     return out
+
+
+def _guess(name: str, graph: Graph, table: Mapping[str, Unit]) -> Unit:
+    """A unit that was never measured: the mean of a test function nearby, and a turn that follows from its name."""
+    file, _, function = name.partition("::")
+    for nearby in (file, file.rpartition("/")[0] + "/", ""):
+        known = [unit for unit in table.values() if unit.name.startswith(nearby) and unit.file in graph.functions]
+        functions = sum(1 if "::" in unit.name else len(graph.functions[unit.file]) for unit in known)
+        if functions:
+            count = 1 if function else len(graph.functions[file])
+            cpu, wall = (
+                sum(times) * count / functions for times in zip(*((u.cpu, u.wall) for u in known), strict=True)
+            )
+            return Unit(name, int(_mixed(name), 16) % TURNS, cpu, wall)
+    return Unit(name, int(_mixed(name), 16) % TURNS, 0.0, 0.0)
 
 
 def choose(graph: Graph, table: Mapping[str, Unit], changed: Mapping[str, int], turn: int, budget: float) -> Selection:
@@ -65,12 +80,11 @@ def choose(graph: Graph, table: Mapping[str, Unit], changed: Mapping[str, int], 
         file = name.partition("::")[0]
         if changed.get(file) == 0:
             reasons[name] = CHANGED
-        elif unit is None:
+        elif name not in table and file in changed:
             reasons[name] = NEW
         elif unit.turn == turn % TURNS:
             reasons[name] = TURN
-    known = {name: unit for name, unit in units.items() if unit}
-    spent = sum(unit.cpu for name, unit in known.items() if name in reasons)
+    spent = sum(units[name].cpu for name in reasons)
 
     def nearness(unit: Unit) -> tuple[object, ...]:
         return steps[unit.file], _room(unit.file) not in rooms, unit.cpu, unit.name
@@ -78,8 +92,8 @@ def choose(graph: Graph, table: Mapping[str, Unit], changed: Mapping[str, int], 
     def age(unit: Unit) -> tuple[object, ...]:
         return (turn - unit.turn) % TURNS, unit.cpu, unit.name
 
-    near = sorted((unit for unit in known.values() if unit.file in steps), key=nearness)
-    for reason, order in ((NEAR, near), (EARLIER, sorted(known.values(), key=age))):
+    near = sorted((unit for unit in units.values() if unit.file in steps), key=nearness)
+    for reason, order in ((NEAR, near), (EARLIER, sorted(units.values(), key=age))):
         for unit in order:
             if unit.name not in reasons and spent + unit.cpu <= budget:
                 reasons[unit.name] = reason

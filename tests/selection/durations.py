@@ -18,6 +18,9 @@ LONG = 25.0
 IN_COMMON = 0.3
 """if its fixtures take no more than this part of them."""
 
+WHOLE = ("tests/training/test_tuning.py",)
+"""Files that are not: the first of their tests starts, outside of fixtures, what the others look at too."""
+
 TOGETHER = ("tests/training/oracle/",)
 """What ranks measure for all files of these folders takes longer than the files do: they have one turn."""
 
@@ -97,7 +100,7 @@ def function(test: str) -> str:
 
 def _units(file: str, rows: list[Spent]) -> list[tuple[str, float, float]]:
     cpu, setup = sum(row.cpu for row in rows), sum(row.setup for row in rows)
-    if cpu < LONG or setup > IN_COMMON * cpu:
+    if cpu < LONG or setup > IN_COMMON * cpu or file in WHOLE:
         return [(file, cpu, sum(row.wall for row in rows))]
     parts: dict[str, list[Spent]] = defaultdict(list)
     for row in rows:

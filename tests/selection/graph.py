@@ -18,7 +18,7 @@ EVERYWHERE = ("pyproject.toml", "constraints.txt")
 
 @dataclass(frozen=True)
 class Graph:
-    """`leans`: the files that a file leans on. `functions`: the names of its test functions, by test file."""
+    """`leans`: the files that a file leans on. `functions`: the names of its usual tests' functions, by test file."""
 
     leans: Mapping[str, frozenset[str]]
     functions: Mapping[str, tuple[str, ...]]
@@ -58,15 +58,18 @@ def read_graph(root: Path, files: Iterable[str]) -> Graph:
         below = {*_imports(nodes, module, modules), *names.named(nodes), *names.beside(file)}
         if is_test(file):
             below |= names.above(file)
-            functions[file] = tuple(
-                node.name
-                for node in nodes
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
-            )
+            functions[file] = tuple(node.name for node in nodes if _is_usual_test(node))
         if file == "tests/conftest.py":
             below |= known & {*EVERYWHERE}
         leans[file] = frozenset(below - {file})
     return Graph(leans, functions)
+
+
+def _is_usual_test(node: ast.AST) -> bool:
+    """Slow tests and cells of the matrix are chosen by parts of their own (`make slow`, `make matrix`)."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test"):
+        return False
+    return not {"pytest.mark.slow", "pytest.mark.matrix"} & {ast.unparse(mark) for mark in node.decorator_list}
 
 
 def _module(file: str) -> str:

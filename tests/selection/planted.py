@@ -1,8 +1,16 @@
 """A test that fails and one that does not; pytest collects them only where it is told to."""
 
 import sys
+import time
 
 import pytest
+
+IMPORT = 1.0
+"""CPU seconds that whoever imports this pays."""
+
+begin = time.process_time()
+while time.process_time() < begin + IMPORT:
+    pass
 
 
 def test_it_fails(capsys: pytest.CaptureFixture[str]) -> None:

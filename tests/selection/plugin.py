@@ -7,6 +7,7 @@ process that hands out the tests chooses, once, and its workers take over what i
 import json
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from tests.selection import history
 from tests.selection.choose import Selection, choose, sample
 from tests.selection.durations import TABLE, function, read_table
 from tests.selection.graph import is_test, read_graph
+
+START = 20.0
+"""CPU seconds until workers import tests: to read the graph, and for three of them to load torch and Triton."""
+IMPORT = 0.2
+"""CPU seconds that three workers, each of which collects all tests that run, take to import a file."""
 
 CHOSEN = pytest.StashKey[Selection]()
 
@@ -28,11 +34,13 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def select(budget: float, root: Path = history.ROOT) -> Selection:
-    """What is chosen of the tests in the repository at `root` as it stands now."""
+    """What is chosen of the tests in the repository at `root` as it stands now, for `budget` CPU seconds in all."""
     turn = history.turn(root)
     changed = history.changed(root, history.base(root))
     graph = read_graph(root, history.files(root))
-    return choose(graph, read_table(root / TABLE), changed, turn, budget)
+    table = {name: replace(unit, cpu=unit.cpu + IMPORT) for name, unit in read_table(root / TABLE).items()}
+    chosen = choose(graph, table, changed, turn, budget - START)
+    return replace(chosen, seconds=chosen.seconds + START)
 
 
 def configure(config: pytest.Config) -> None:

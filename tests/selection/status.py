@@ -32,7 +32,7 @@ def table_of(line: Sequence[Commit], units: Counter[int], new: int) -> list[str]
         when = f"{commit.day:12}{commit.name:12}{head - commit.number:<14}" if commit else f"{'never yet':38}"
         out.append(when + what)
     if new:
-        out.append(f"{'each time':38}{new} units that the table does not know (`make durations` adds them)")
+        out.append(f"{'in their turn':38}{new} units whose cost is a guess (`make durations` measures them)")
     return out
 
 
@@ -41,11 +41,12 @@ def main() -> int:
     if not history.is_repository(root):
         print("This is no clone of the repository: it has no commits to tell the turns by.")
         return 1
-    units = units_of(read_graph(root, history.files(root)), read_table(root / TABLE))
+    table = read_table(root / TABLE)
+    units = units_of(read_graph(root, history.files(root)), table)
     added = history.git(root, "log", "--first-parent", "--diff-filter=A", "--format=%H", "--", TABLE).split("\n")[-1]
     line = history.main_line(root, f"{added}^") if added else []
-    turns = Counter(unit.turn for unit in units.values() if unit)
-    print("\n".join(table_of(line, turns, sum(unit is None for unit in units.values()))))
+    turns = Counter(unit.turn for unit in units.values())
+    print("\n".join(table_of(line, turns, len(units.keys() - table.keys()))))
     return 0
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,19 @@ import pytest
 from tests.selection import history, sections, status
 from tests.selection.choose import CHANGED, EARLIER, NEAR, NEW, TURN, Selection, choose, sample
 from tests.selection.cpu import tree_seconds
-from tests.selection.durations import TURNS, Spent, Unit, function, make_table, read_record, read_table, write_table
+from tests.selection.durations import (
+    TURNS,
+    WHOLE,
+    Spent,
+    Unit,
+    function,
+    make_table,
+    read_record,
+    read_table,
+    write_table,
+)
 from tests.selection.graph import Graph, read_graph
-from tests.selection.plugin import select
+from tests.selection.plugin import IMPORT, START, select
 
 FILES = {
     "src/house/__init__.py": "",
@@ -32,7 +43,8 @@ FILES = {
     "examples/job.toml": "",
     "tests/conftest.py": "",
     "tests/low/conftest.py": "",
-    "tests/low/test_low.py": "from house.low import a\ndef test_a(): ...\ndef test_b(): ...\n",
+    "tests/low/test_low.py": "from house.low import a\ndef test_a(): ...\ndef test_b(): ...\n"
+    "@pytest.mark.slow  # of a part of its own\ndef test_c(): ...\n",
     "tests/high/helper.py": "from house import high\n",
     "tests/high/test_high.py": "from tests.high.helper import x\ndef test_c(): ...\n",
     "tests/high/test_names.py": "import house.by_name\ndef test_d(): ...\n",
@@ -118,10 +130,29 @@ def test_a_change_runs_what_it_touches_the_nearest_first(graph: Graph) -> None:
     assert "1 that lean on the change wait for their turn" in small.sentence()
 
 
-def test_changed_tests_and_unknown_ones_run_whatever_the_budget(graph: Graph) -> None:
+def test_changed_tests_and_new_ones_run_whatever_the_budget(graph: Graph) -> None:
     known = {name: unit for name, unit in table().items() if name != "tests/high/test_docs.py"}
-    chosen = choose(graph, known, {"tests/low/test_low.py": 0}, turn=0, budget=0.0)
+    changed = {"tests/low/test_low.py": 0, "tests/high/test_docs.py": 1}
+    chosen = choose(graph, known, changed, turn=0, budget=0.0)
     assert chosen.units == {"tests/low/test_low.py": CHANGED, "tests/high/test_docs.py": NEW}
+
+
+def test_what_the_table_does_not_know_costs_what_its_neighbours_do(graph: Graph) -> None:
+    known = {name: unit for name, unit in table(cpu=4.0).items() if name != "tests/high/test_docs.py"}
+    chosen = choose(graph, known, {"tests/high/test_docs.py": 0}, turn=0, budget=6.0)
+    assert chosen.units == {"tests/high/test_docs.py": CHANGED}, "of 6 s it is taken to need 4, as one test beside it"
+    assert chosen.seconds == 4.0
+    two = {name: unit for name, unit in known.items() if "test_low" not in name}
+    assert choose(graph, two, {"tests/low/test_low.py": 0}, turn=0, budget=0.0).seconds == 8.0, "it has two tests"
+
+
+def test_unknown_ones_that_did_not_change_wait_for_a_turn_that_stays(graph: Graph) -> None:
+    known = {TESTS[0]: Unit(TESTS[0], 3, 1.0, 1.0)}
+    runs = [choose(graph, known, {}, turn=turn, budget=0.0) for turn in range(TURNS)]
+    assert Counter(file for run in runs for file in run.units) == Counter(TESTS)
+    assert [choose(graph, known, {}, turn=turn + TURNS, budget=0.0) for turn in range(TURNS)] == [
+        replace(run, turn=run.turn + TURNS) for run in runs
+    ]
 
 
 def test_an_older_change_stands_behind_the_last_one(graph: Graph) -> None:
@@ -148,9 +179,14 @@ def test_of_a_divided_file_functions_run_by_themselves(graph: Graph) -> None:
         f"{low}::test_a": Unit(f"{low}::test_a", 1, 9.0, 9.0)
     }
     chosen = choose(graph, divided, {}, turn=1, budget=0.0)
-    assert chosen.units == {f"{low}::test_a": TURN, f"{low}::test_b": NEW}
+    assert chosen.units[f"{low}::test_a"] == TURN
+    touched = choose(graph, divided, {low: 1}, turn=1, budget=0.0)
+    assert touched.units == {f"{low}::test_a": TURN, f"{low}::test_b": NEW}
     assert chosen.takes(f"{low}::test_a[b::c]", function(f"{low}::test_a[b::c]"))
     assert not chosen.takes("tests/high/test_high.py::test_c", "tests/high/test_high.py::test_c")
+    assert [choose(graph, divided, {}, turn, budget=0.0).units.get(f"{low}::test_b") for turn in range(TURNS)].count(
+        TURN
+    ) == 1
     kept = Selection(**json.loads(json.dumps(vars(chosen))))
     assert kept == chosen, "what workers take over is the same"
 
@@ -184,6 +220,12 @@ def test_long_files_are_divided_unless_their_tests_have_much_in_common() -> None
     assert {unit.name: unit.cpu for unit in make_table(rows, {})} == {"long.py::test_a": 20.0, "long.py::test_b": 10.0}
     shared = [Spent("long.py::test_a", 30.0, 1.0, 20.0), Spent("long.py::test_b", 1.0, 1.0, 0.0)]
     assert [unit.name for unit in make_table(shared, {})] == ["long.py"]
+    lazily = [Spent(f"{WHOLE[0]}::test_a", 40.0, 1.0, 0.0), Spent(f"{WHOLE[0]}::test_b", 1.0, 1.0, 0.0)]
+    assert [unit.name for unit in make_table(lazily, {})] == [WHOLE[0]]
+
+
+def test_files_that_are_never_divided_exist() -> None:
+    assert all((history.ROOT / file).is_file() for file in WHOLE)
 
 
 def test_a_sample_of_each_turn_and_in_the_end_all() -> None:
@@ -238,9 +280,12 @@ def test_the_whole_choice_in_a_repository(repository: Path) -> None:
     commit(repository, 1)
     commit(repository, 20)
     (repository / "src/house/high.py").write_text("x = 2\n")
-    chosen = select(1.0, repository)
+    one = 1.0 + IMPORT
+    chosen = select(START + one, repository)
     assert chosen.units == {TESTS[0]: TURN}, "turn 3: its file costs all of the budget"
-    assert select(2.0, repository).units == {TESTS[0]: TURN, "tests/high/test_high.py": NEAR}
+    assert chosen.seconds == pytest.approx(START + one)
+    assert select(START + 1.9 * one, repository).units == chosen.units, "what imports take is part of it"
+    assert select(START + 2.1 * one, repository).units == {TESTS[0]: TURN, "tests/high/test_high.py": NEAR}
 
 
 def test_a_base_that_is_no_commit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +343,7 @@ def test_the_report_says_what_has_waited_longest() -> None:
     line = [history.Commit(number, f"c{number}", "2026-01-01") for number in range(25, 16, -1)]
     lines = status.table_of(line, Counter(dict.fromkeys(range(TURNS), 4)), 2)
     assert lines[1].split() == ["never", "yet", "4", "units", "of", "turn", "6"]
-    assert lines[-1].endswith("2 units that the table does not know (`make durations` adds them)")
+    assert lines[-1].endswith("2 units whose cost is a guess (`make durations` measures them)")
     assert any(line.split() == ["2026-01-01", "c25", "0", "4", "units", "of", "turn", "5"] for line in lines)
     assert any(line.split() == ["2026-01-01", "c19", "6", "4", "units", "of", "turn", "9"] for line in lines)
 
@@ -325,5 +370,6 @@ def test_a_record_is_written_test_by_test_and_makes_a_table(planted: tuple[str, 
     test = "tests/selection/planted.py"
     assert [row.test for row in rows] == [f"{test}::test_it_fails", f"{test}::test_it_does_not"]
     assert all(row.cpu >= row.setup >= 0 for row in rows)
+    assert rows[0].cpu < 1.0, "what the collection takes is no cost of the first test"
     assert rows[0].cpu + rows[0].wall > 0
     assert [unit.name for unit in make_table(rows, {})] == [test]

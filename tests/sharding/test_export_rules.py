@@ -19,7 +19,6 @@ from tangram.sharding.ops.rule_table import bound, parse_lines
 from tangram.sharding.proof.execute import check, run_reference, ways
 from tangram.sharding.proof.prove import check_pending
 from tangram.sharding.proof.samples.samples import SampleRecorder
-from tangram.sharding.propagation.axis_choices import waiting
 
 aten = torch.ops.aten
 LINES = parse_lines(resources.files("tangram.sharding.dtensor").joinpath("dtensor.rules").read_text(), "dtensor.rules")
@@ -119,7 +118,7 @@ def test_each_line_is_proved(call: OpCall) -> None:
     failures = [check(call, found, cuts, mesh, expected) for cuts, mesh in ways(found, (2, 3, 7))]
     assert failures  # there is a way to cut it
     pending = list(check_pending(call, found, expected))
-    assert len(pending) == len(waiting(found, call))
+    assert len(pending) == len(found.waiting(call))
     assert [str(failure) for failure in [*failures, *pending] if failure] == []
 
 

@@ -127,23 +127,29 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
     return find
 
 
+@pytest.fixture(scope="module")
+def two(once: Callable[[str], Results]) -> Results:
+    """As a fixture, so that the selection knows this for what the tests have in common."""
+    return once("two")
+
+
 def _is_right(ran: list[Ran]) -> None:
     assert [(r.where, r.worst) for r in ran if r.worst > BOUND or r.loss > BOUND] == []
     assert [r.miscounted for r in ran if r.miscounted] == []
 
 
 @pytest.mark.parametrize("name", [name for name, work in TWO.items() if not work.mistake])
-def test_every_gradient_is_that_of_one_process(once: Callable[[str], Results], name: str) -> None:
-    _is_right(once("two")[name])
+def test_every_gradient_is_that_of_one_process(two: Results, name: str) -> None:
+    _is_right(two[name])
 
 
 @pytest.mark.parametrize("name", [name for name, work in TWO.items() if work.mistake])
-def test_planted_mistakes_are_seen(once: Callable[[str], Results], name: str) -> None:
-    assert max(max(r.worst, r.loss) for r in once("two")[name]) > 50 * BOUND
+def test_planted_mistakes_are_seen(two: Results, name: str) -> None:
+    assert max(max(r.worst, r.loss) for r in two[name]) > 50 * BOUND
 
 
-def test_what_lies_at_borders_needs_no_look_at_functions(once: Callable[[str], Results]) -> None:
-    (llama, *_) = once("two")["llama, over tp=2"]
+def test_what_lies_at_borders_needs_no_look_at_functions(two: Results) -> None:
+    (llama, *_) = two["llama, over tp=2"]
     assert (llama.borders, llama.inside) == (
         10,
         1,

@@ -73,7 +73,7 @@ class LoraPlan(TomlTable):
     """Ends of names of modules that are trained whole, and saved with the adapters."""
     base: Literal["parameters", "nf4", "int8", "fp8"] = "parameters"
     """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
-    or 8 bits with scales (`models.lora.bases`), of which a layer's weight is made again whenever it is used."""
+    or 8 bits with scales (`models.lora.bases`), dequantised whenever a layer is used."""
     base_skip: tuple[str, ...] = ()
     """Ends of names of linear layers, or patterns, whose weights stay numbers beside a quantised base."""
     start: PathText | None = None

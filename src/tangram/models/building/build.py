@@ -96,6 +96,12 @@ def build_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) ->
     return _all_on_meta(_constructed_on_meta(config, head))
 
 
+def token_inputs(batch: int, sequence: int) -> dict[str, Any]:
+    """What a language model is captured with: no memory of former tokens."""
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "use_cache": False}
+
+
 def declared_on_meta(fields: Mapping[str, Any]) -> PreTrainedModel | None:
     """The model that a config.json says, as `build_on_meta` makes it; None where transformers has no class for it."""
     names = fields.get("architectures") or [None]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,6 +41,7 @@ from tangram.models.building.build import (
     presets,
     read_source,
     refuse_unknown_fields,
+    token_inputs,
 )
 from tangram.models.building.code import function_of
 from tangram.models.building.directory import hub_hint
@@ -109,12 +110,6 @@ class Head(NamedTuple):
     """The types of model that have such a head."""
     auto: Any
     inputs: Callable[[PreTrainedConfig, int, int], Inputs]
-
-
-def token_inputs(batch: int, sequence: int) -> dict[str, Any]:
-    """What a language model is captured with: no memory of former tokens."""
-    ids: Tensor = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    return {"input_ids": ids, "use_cache": False}
 
 
 def _tokens(_: PreTrainedConfig, batch: int, sequence: int) -> Inputs:

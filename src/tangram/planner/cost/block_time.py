@@ -24,16 +24,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.hardware.catalogue import curves
 from tangram.models.outlines.outline import Batched, Block, Group, Product, Scores, Stream
 from tangram.planner.cost.communication_time import exchange, no_links
 from tangram.planner.cost.expert_imbalance import busiest, greatest
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.setting import Setting
 
-Array = NDArray[Any]
 PARTS = ("products", "attention", "streams", "launch", "tensor", "expert", "context")
 """Of a pass, what takes time one after another."""
 

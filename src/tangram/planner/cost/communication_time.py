@@ -9,20 +9,16 @@ fast link as fit there. Or PP ranks lie before DP ranks (`Grid.inner`), and pull
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.hardware.catalogue import curves
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.model_state_bytes import RankWeights, divided, experts_over, rank_weights
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of
 from tangram.planner.space.schedule_formulas import splits
 from tangram.planner.space.setting import Setting
-
-Array = NDArray[Any]
 
 
 def exchange(setting: Setting, what: str, nbytes: Array, ranks: Array, stride: Array, g: Grid | None = None) -> Array:

@@ -14,15 +14,12 @@ The trade-off: loads of real routers have longer tails than normal ones, and are
 from __future__ import annotations
 
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.setting import Setting
 
-Array = NDArray[Any]
 SURE = 0.99
 """Of layers and micro-batches in which memory is to suffice."""
 

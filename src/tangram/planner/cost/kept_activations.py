@@ -10,17 +10,13 @@ experts     their outputs are kept where they are weighted after their last prod
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Block, Cut, Group, Kept
 from tangram.planner.cost.expert_imbalance import SURE, busiest
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.setting import Setting
 
-Array = NDArray[Any]
 LOW = {"fp8": 1.0, "fp4": 0.5 + 1 / 16}
 """Bytes of an input of a product as products in few bits keep it."""
 

@@ -33,18 +33,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
-from tangram.planner.space.grid import OF_BLOCKS, Grid, distinct
+from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
 from tangram.planner.space.layers_per_stage import chunk_of, dealt
 from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.schedule_formulas import beyond, folded, splits
 from tangram.planner.space.setting import Setting
 
-Array = NDArray[Any]
 MIB = 2.0**20
 
 

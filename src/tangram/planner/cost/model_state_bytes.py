@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Outline
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.optimisers_and_offload import ends_of, own_of, states_of
 from tangram.planner.space.setting import Setting
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

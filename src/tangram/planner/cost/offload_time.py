@@ -15,20 +15,16 @@ other's way; nothing of this was measured here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.communication_time import stage_weights
 from tangram.planner.cost.kept_activations import block_activations
 from tangram.planner.cost.model_state_bytes import divided, experts_over
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of, states_of
 from tangram.planner.space.setting import Setting
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

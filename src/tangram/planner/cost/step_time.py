@@ -24,7 +24,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.hardware.catalogue import curves
 from tangram.models.outlines.outline import Block, Outline
@@ -32,12 +31,10 @@ from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass, Ways, none
 from tangram.planner.cost.communication_time import Data, data_traffic, exchange, links_of, no_links, optimiser_seconds
 from tangram.planner.cost.offload_time import HostTraffic, host_traffic
-from tangram.planner.space.grid import OF_BLOCKS, Grid, distinct
+from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
 from tangram.planner.space.layers_per_stage import cut
 from tangram.planner.space.schedule_formulas import folded, splits
 from tangram.planner.space.setting import Setting
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

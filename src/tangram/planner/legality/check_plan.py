@@ -28,7 +28,7 @@ from tangram.layout import Layout, LayoutError, Mesh, validate
 from tangram.layout.blocks import in_blocks, refuse_cut_blocks
 from tangram.layout.intervals import IntSet, span
 from tangram.layout.locate import indices_of_rank, partitions
-from tangram.models.building.named import token_inputs
+from tangram.models.building.build import token_inputs
 from tangram.models.capturing.attention import refuse_unable
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.graph import Graph

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.layout.syntax import Dim
-from tangram.models.building.named import token_inputs
+from tangram.models.building.build import token_inputs
 from tangram.models.capturing.graph import Graph
 from tangram.planner.legality.check_plan import bound_layout, heads_of
 from tangram.planner.local.stage_shares import TensorShare, tensor_share

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.memory import needs
 from tangram.planner.cost.step_time import Scales, scaled, seconds
 from tangram.planner.legality.engine import facts_of, holding
 from tangram.planner.legality.enumerate import Able
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.layers_per_stage import filled
 from tangram.planner.space.recompute import Ladder, fitted, is_free
 from tangram.planner.space.setting import Setting
 
 __all__ = ["CutRequest", "some_blocks"]
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,18 @@ compare with trying all cuts, and plant a mistake.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.memory import at_rank, takes_of
 from tangram.planner.cost.step_time import Seconds, loads, scaled, seconds
 from tangram.planner.search.evaluate import CutRequest, some_blocks
-from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.grid import Array, Grid, joined
 from tangram.planner.space.schedule_formulas import folded
 
 __all__ = ["Best", "all_cuts", "best_cuts", "hopeless"]
 
-Array = NDArray[Any]
 CACHED = 16384
 """Configurations that are looked at together: so many stay in a processor's caches."""
 

@@ -10,16 +10,12 @@ up again.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.models.outlines.outline import Outline
-from tangram.planner.space.grid import Grid
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.schedule_formulas import folded
-
-Array = NDArray[Any]
 
 
 def sizes(blocks: int, chunks: int, ahead: int, behind: int) -> list[int]:

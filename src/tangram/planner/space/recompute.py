@@ -12,17 +12,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Group, Outline
-from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.grid import Array, Grid, joined
 from tangram.planner.space.optimisers_and_offload import away
-
-Array = NDArray[Any]
 
 NOTHING, SOME, ALL_BLOCKS = "none", "some layers", "full"
 WHOLE = (NOTHING, SOME, ALL_BLOCKS)

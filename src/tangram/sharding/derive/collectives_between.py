@@ -30,7 +30,7 @@ from tangram.sharding.derive.problem.states import SAME, SEVERAL, SUM, Cutting, 
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.propagation import neighbour_needs
-from tangram.sharding.propagation.axis_choices import HALO, SCAN, waiting
+from tangram.sharding.propagation.axis_choices import HALO, SCAN
 
 UNREAD = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
 """Operators that take a tensor for its type and its place, and read nothing of it: it may lie as it likes."""
@@ -143,7 +143,7 @@ def comms(call: OpCall, bound: BoundOp, some: Sequence[Label], k: int, different
         if all(state is not None for state in after):
             inputs = tuple(None if dims is None else place_of(bound, dims, label) or SEVERAL for dims in bound.inputs)
             found.append(Comm(label, inputs, tuple(s for s in after if s is not None), label.share(k)))
-    for places in waiting(bound, call):
+    for places in bound.waiting(call):
         inputs = tuple(SUM if i in places else SEVERAL if one else None for i, one in enumerate(there))
         found.append(Comm(None, inputs, (SUM,) * count, 1.0))
     return list(dict.fromkeys(found))

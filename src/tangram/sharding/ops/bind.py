@@ -71,6 +71,16 @@ class BoundOp:
         found = dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims or () for f in dim)
         return [f for f in found if f not in self.uncut and self.sizes[f] > 1]
 
+    def waiting(self, call: OpCall) -> list[tuple[int, ...]]:
+        """The sets of inputs on which a pending sum may wait together: `linear`, `linear(0 1)`, `each(0 1)`."""
+        found: list[tuple[int, ...]] = []
+        for name, args in self.rule.notes:
+            if name == "linear":
+                found.append(tuple(map(int, args)) or tuple([i for i, t in enumerate(call.tensors) if t is not None]))
+            elif name == "each":
+                found += [(int(a),) for a in args]
+        return [places for places in found if all(call.tensors[i] is not None for i in places)]
+
     def after(self, factor: str, output: int) -> str:
         """What becomes of an output when a factor is cut: `cut`, or what is pending then."""
         if any(factor in dim for dim in self.outputs[output]):

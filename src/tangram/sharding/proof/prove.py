@@ -40,7 +40,6 @@ from tangram.sharding.ops.rule_table import POINTWISE, RuleTable, builtin, read_
 from tangram.sharding.proof import lists, mapped, routes, shapes
 from tangram.sharding.proof.execute import Failure, ProofVerdict, ReferenceRun, check, differs, run_reference, ways
 from tangram.sharding.proof.samples import samples
-from tangram.sharding.propagation.axis_choices import waiting
 
 WORLDS = (2, 3, 5)
 CALLS, EACH_LINE = 4, 2
@@ -319,7 +318,7 @@ def job(names: list[str], rules: str, part: int, parts: int) -> Any:
 def check_pending(call: OpCall, bound: BoundOp, expected: ReferenceRun) -> Iterator[Failure | None]:
     """Every set of inputs as a sum of two: the results must add up to the whole one."""
     yield from _check_unread(call, bound, expected)
-    for places in waiting(bound, call):
+    for places in bound.waiting(call):
         tensors = call.tensors
         if not all(_is_number(tensors[i]) for i in places):
             continue

@@ -65,17 +65,6 @@ class AxisChoice(NamedTuple):
         return "at " + ",".join(map(str, self.coords)) if self.kind == "at" else "whole"
 
 
-def waiting(bound: BoundOp, call: OpCall) -> list[tuple[int, ...]]:
-    """The sets of inputs on which a pending sum may wait together: `linear`, `linear(0 1)`, `each(0 1)`."""
-    found: list[tuple[int, ...]] = []
-    for name, args in bound.rule.notes:
-        if name == "linear":
-            found.append(tuple(map(int, args)) or tuple([i for i, t in enumerate(call.tensors) if t is not None]))
-        elif name == "each":
-            found += [(int(a),) for a in args]
-    return [places for places in found if all(call.tensors[i] is not None for i in places)]
-
-
 def written(call: OpCall) -> frozenset[int]:
     """The inputs that an operator writes: their layouts cannot be changed for it."""
     names = _written(call.operator)
@@ -174,7 +163,7 @@ class _Work:
     ) -> None:
         self.call, self.bound, self.inputs, self.mesh = call, bound, inputs, mesh
         self.differentiable, self.every = differentiable, every
-        self.waiting = waiting(bound, call) if bound.rule.notes else []
+        self.waiting = bound.waiting(call)
         self.written = written(call)
         self.trees: dict[str, Tree] = {}
         self.choices: dict[str, AxisChoice] = {}

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from tangram.errors import UserError
 from tangram.training.mesh.groups import unlike
-from tangram.training.mesh.local_parts import PlainParts
+from tangram.training.mesh.local_parts import PlainParts, local
 from tangram.training.mesh.world import World, dim_of, of_stage
 
 MEAN, LEAST, LARGEST = "mean", "least", "largest"
@@ -180,7 +180,7 @@ def _refuse_unlike(model: nn.Module, axis: str, world: World, cut: Set[str]) -> 
     for name, parameter in model.named_parameters():
         if parameter.grad is None or name in cut or _cut_over(parameter, axis):
             continue
-        grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        grad = local(parameter.grad)
         names.append(name)
         marks += [grad.double().sum(), grad.double().square().sum().sqrt()]
     if not marks:

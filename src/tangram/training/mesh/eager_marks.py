@@ -49,7 +49,7 @@ from tangram.training.mesh.groups import (
     refuse_unlike_weights,
 )
 from tangram.training.mesh.layout_to_torch import named_modules
-from tangram.training.mesh.local_parts import as_dtensors
+from tangram.training.mesh.local_parts import as_dtensors, local
 from tangram.training.mesh.modes import agree_on_draws
 
 
@@ -89,7 +89,7 @@ class EagerModel:
         lies = {name: {**whole, **found.get(name, {})} for name, _ in model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         as_dtensors(model, lies, mesh, coords, self._devices)
-        self.session = Eager(mesh, rank, self._brought, _part_of, table_of(rules))
+        self.session = Eager(mesh, rank, self._brought, local, table_of(rules))
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
                 self.session.parameters[parameter] = ParameterPart(name, shapes[name], lies[name])
@@ -146,10 +146,6 @@ class EagerModel:
             return tree_unflatten(leaves, form)
 
         return run
-
-
-def _part_of(x: nn.Parameter) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _names(model: nn.Module, mark: Mark) -> list[str]:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from tangram.hardware.measuring.overheads import COPY_BUCKET_BYTES
+from tangram.training.mesh.local_parts import local
 
 BUCKET = COPY_BUCKET_BYTES
 """Bytes of a bucket."""
@@ -62,16 +63,16 @@ class Bucket:
     def bring(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Copy a gradient in, which is a view of the bucket from now on."""
         if self.flat is None:
-            self._make(_local(grad))
+            self._make(local(grad))
         at = self.places[parameter]
-        self.parts[at].copy_(_local(grad))
+        self.parts[at].copy_(local(grad))
         self.here.add(parameter)
         parameter.grad = self._gradient(at)
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to sum over the ranks; what is missing here counts as zeros."""
         if self.flat is None:
-            self._make(_local(self.parameters[0].detach()))
+            self._make(local(self.parameters[0].detach()))
         assert self.flat is not None
         ones = self.flat[-len(self.parameters) :]
         ones.fill_(1.0)
@@ -96,7 +97,7 @@ class Bucket:
         self.here.clear()
 
     def _make(self, like: Tensor) -> None:
-        locals_ = [_local(parameter.detach()) for parameter in self.parameters]
+        locals_ = [local(parameter.detach()) for parameter in self.parameters]
         sizes = [one.numel() for one in locals_]
         self.flat = torch.empty(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
         parts = cast("Sequence[Tensor]", self.flat.split([*sizes, len(sizes)]))
@@ -210,7 +211,7 @@ class Replicas:
             if parameter.grad is None:
                 parameter.grad = before
             else:
-                _local(parameter.grad).add_(_local(before))
+                local(parameter.grad).add_(local(before))
         self._kept.clear()
         self._started, self._running = 0, False
 
@@ -220,14 +221,10 @@ def in_buckets(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
     found: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        size = _local(parameter.detach()).nbytes
+        size = local(parameter.detach()).nbytes
         if room < size or not found:
             room = BUCKET if found else FIRST
             found.append([])
         found[-1].append(parameter)
         room -= size
     return [Bucket(tuple(some)) for some in found]
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tangram.layout import intervals
 from tangram.models.outlines.outlined import FIELDS, int_field
@@ -49,6 +48,7 @@ from tangram.tracing.planned import (
 )
 from tangram.training.mesh.buffers import RULES
 from tangram.training.mesh.layout_to_torch import cuts_of_one, named_modules, over_model_axes
+from tangram.training.mesh.local_parts import local
 from tangram.training.mesh.world import World
 from tangram.training.parallel.apply import blocks_of
 from tangram.training.parallel.data_parallel import in_buckets
@@ -199,8 +199,7 @@ def _copies(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.numel()
+    return local(parameter).numel()
 
 
 def _shards(model: ParallelModel) -> dict[CallKind, CallsOfKind]:

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tangram.schema.plan import Plan
 from tangram.tracing.trace import UNTRACED, Trace
 from tangram.training.mesh.drawing import DrawSource
-from tangram.training.mesh.local_parts import PlainPart, PlainParts
+from tangram.training.mesh.local_parts import PlainPart, PlainParts, local
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun
@@ -64,7 +63,7 @@ class Reference:
     def _trained(self) -> list[tuple[str, Tensor]]:
         """Asked each time: FSDP changes where parameters lie."""
         named = [(name, p.detach()) for name, p in self._module.named_parameters() if p.requires_grad]
-        return [(name, p.to_local() if isinstance(p, DTensor) else p) for name, p in named]
+        return [(name, local(p)) for name, p in named]
 
     def _exchange(self) -> None:
         """One tensor at a time, so that no third copy of all of them is ever there."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tangram.hardware.host.machine import resident_mb
 from tangram.planner.local.estimate import megabytes
 from tangram.planner.local.peak_memory import Memory
+from tangram.training.mesh.local_parts import local
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 """What torch says on the CPU, where it has no exception of its own for it."""
@@ -95,7 +95,7 @@ def memory_in_use(model: nn.Module | None, optimiser: Optimizer | None, process:
 
 
 def _bytes(tensors: Iterable[object]) -> float:
-    parts = (x.to_local() if isinstance(x, DTensor) else x for x in tensors if isinstance(x, Tensor))
+    parts = (local(x) for x in tensors if isinstance(x, Tensor))
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     return float(sum(storages.values()))
 

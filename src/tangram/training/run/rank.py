@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import tangram
 from tangram.errors import UserError
@@ -34,6 +33,7 @@ from tangram.tracing.settings import TraceSettings
 from tangram.tracing.weights import WeightGroup
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, step_lengths, tokens_of
 from tangram.training.mesh.groups import on_first
+from tangram.training.mesh.local_parts import local
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.packing import SettledPacking, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
@@ -336,4 +336,4 @@ def weight_groups(model: ParallelModel) -> list[WeightGroup]:
 
 
 def _parts(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [one.to_local() if isinstance(one, DTensor) else one for one in parameters]
+    return [local(one) for one in parameters]

@@ -31,7 +31,7 @@ from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS, matched
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import base_of, of_adapters, packed
-from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
+from tangram.training.mesh.local_parts import NO_PARTS, PlainParts, local
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
 from tangram.training.parallel.apply import fill, put
@@ -117,8 +117,8 @@ def _copy(opened: _Opened, targets: Mapping[str, StateEntry], parameters: Collec
     copies, memory, sources = _planned(opened, targets)
     read = huggingface.mapped_reader(opened.folder)
     execute(copies, new_embedding_rows.reading(read), memory)
-    for (_, name), local in memory.items():
-        if name in parameters and not is_finite(local):
+    for (_, name), own in memory.items():
+        if name in parameters and not is_finite(own):
             raise UserError(_not_finite(opened.folder, name, sources[name], read))
 
 
@@ -176,7 +176,7 @@ def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -
     for name, parameter in model.named_parameters():
         if ".modules_to_save." in name:
             copied = model.get_parameter(name.replace(".modules_to_save.default.", ".original_module."))
-            local_part(parameter).copy_(local_part(copied))
+            local(parameter).copy_(local(copied))
         elif ".lora_magnitude_vector." in name:
             layer: Any = model.get_submodule(name.partition(".lora_")[0])
             weight = cast(Tensor, layer.get_base_layer().weight)
@@ -186,11 +186,6 @@ def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -
         alike = {key: value for key, value in lora.modules.items() if key in ("rank", "alpha", "rslora", "dora")}
         whole = plan.pipeline is None
         fill(model, stored_adapters(model, Path(lora.start), **alike, all_of_it=whole, shapes=shapes), plain)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callable[[Hashable, str], Tensor]) -> str:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tangram.checkpoint.state.describe import frozen as frozen_of
@@ -25,7 +24,7 @@ from tangram.planner.legality.check_plan import bound_layout
 from tangram.relayout import TensorSpec
 from tangram.relayout.mapping.states import SAME, SHARED, States, StateSpec, state_layout
 from tangram.schema.plan import Plan
-from tangram.training.mesh.local_parts import PlainPart, PlainParts
+from tangram.training.mesh.local_parts import PlainPart, PlainParts, local
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import reshard
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
@@ -174,7 +173,7 @@ def memory_of(state: JobState) -> InMemory:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local(tensor).detach()
 
 
 def _entry(
@@ -188,14 +187,14 @@ def _entry(
     """`owner`: the parameter (or buffer) whose ranks have it, and that it is made of as `spec` says; `shape`: of all of
     that, where the tensor does not say it."""
     shape = shape or tuple(tensor.shape)
-    local = local_of(tensor)
+    own = local_of(tensor)
     place = places.of(owner, shape, spec)
-    if local.numel() != place.region.size or (place.region and tuple(local.shape) != place.region.local_shape):
+    if own.numel() != place.region.size or (place.region and tuple(own.shape) != place.region.local_shape):
         raise RuntimeError(
-            f"{name} has a part of shape {tuple(local.shape)} here, but by the plan this rank has {place.region}"
+            f"{name} has a part of shape {tuple(own.shape)} here, but by the plan this rank has {place.region}"
         )
     of_all = TensorSpec(_shape_of(shape, spec), str(tensor.dtype).removeprefix("torch."))
-    return StateEntry(name, of_all, place.region, local, place.replicas, place.layout, place.uneven_share)
+    return StateEntry(name, of_all, place.region, own, place.replicas, place.layout, place.uneven_share)
 
 
 def trained(state: JobState) -> list[str]:

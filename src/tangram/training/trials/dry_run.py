@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -47,6 +46,7 @@ from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import Action, Kind, Schedule, kept
 from tangram.training.data import Batch, RankBatches, list_files, tokens_of
+from tangram.training.mesh.local_parts import local
 from tangram.training.mesh.world import make_world
 from tangram.training.parallel.apply import apply, freeze, give_storage
 from tangram.training.parallel.model import ParallelModel, Reference
@@ -188,7 +188,8 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
     with _fake_ranks(plan.ranks, rank) as group:
         world = make_world(plan, rank, cpu, group, Peers())
         model = apply(build_on_meta(source.config), plan, world)
-        model = replace(model, teacher=bare_teacher(plan, tokens_of(plan), world))
+        if plan.distill is not None:
+            model = replace(model, teacher=bare_teacher(plan, tokens_of(plan), world))
         with FakeTensorMode(allow_non_fake_inputs=True), refusing_values():
             give_storage(model.module, cpu)
             if model.teacher is not None:
@@ -269,7 +270,7 @@ def _sorted_out(
 
 
 def _local(found: Sequence[Tensor]) -> list[Tensor]:
-    return [x.to_local() if isinstance(x, DTensor) else x for x in found]
+    return [local(x) for x in found]
 
 
 def _axes_of_groups(model: ParallelModel) -> dict[str, str]:

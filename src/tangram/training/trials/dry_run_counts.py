@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tangram.models.capturing.opened import GROUPED, grouped
+from tangram.training.mesh.local_parts import local
 
 FRAMES = 12  # between DTensor's question and an operator, at most
 Received = Callable[[int, int], float]
@@ -154,8 +155,7 @@ class Tally(TorchDispatchMode):
             self.step.peak, self.step.alive = self._total, dict(self._sizes)
 
     def _watch(self, tensor: Tensor) -> int:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = local(tensor).untyped_storage()
         address = storage._cdata  # pyright: ignore[reportPrivateUsage]
         if address not in self._numbers:
             self._count += 1
