@@ -292,6 +292,20 @@ def test_facts_that_the_weights_contradict(
     assert said in capsys.readouterr().out
 
 
+def test_a_directory_that_its_own_configuration_does_not_name(
+    weights: Mapping[str, Tensor], tmp_path: Path, capsys: Capture
+) -> None:
+    """vllm-project/speculators#1131: a remap that was lost leaves tensors without weights, which are drawn anew."""
+    folder = beside(tmp_path / "in", FIELDS)
+    save_file({name.replace("self_attn", "attn"): one for name, one in weights.items()}, folder / "model.safetensors")
+    assert convert(folder, tmp_path / "out", to="hf") == 0
+    said = capsys.readouterr().out
+    assert "as it was in the source: 8 of 21 names are not those of the configuration" in said, said
+    save_file(dict(list(weights.items())[:-2]), folder / "model.safetensors")
+    assert convert(folder, tmp_path / "again", to="hf") == 0
+    assert "2 of the configuration's tensors (LlamaForCausalLM) are not there" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- what is read, and what is said of the rest
 
 

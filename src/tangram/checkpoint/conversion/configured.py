@@ -57,10 +57,11 @@ class Fitted:
     notes: tuple[str, ...]
 
 
-def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool) -> Fitted:
+def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool, own: bool = False) -> Fitted:
     """A checkpoint as its configuration has it. `check`: hold the names to it, where it is to say what they are.
 
-    Raises UserError where they are another model's, or tied tensors differ.
+    `own`: the configuration lies in the checkpoint, so what it contradicts was there before, and is told. Raises
+    UserError where the names are another model's, or tied tensors differ.
     """
     notes: list[str] = []
     source = _without_derived(source, notes)
@@ -69,7 +70,12 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
         return Fitted(source, tuple(notes))
     model = _declared(config) if check else None
     if model is not None:
-        source = _named_by(source, model)
+        try:
+            source = _named_by(source, model)
+        except UserError as error:
+            if not own:
+                raise
+            notes.append(f"as it was in the source: {error}")
     source = _tied_once(source, config, model, notes)
     notes += facts(source.specs, config)
     return Fitted(source, tuple(notes))

@@ -146,8 +146,8 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     source, small, rounding = prepared(source, small, to, dequantise=options.dequantise, dtype=options.dtype, also=also)
     notes: tuple[str, ...] = ()
     if options.mapping is None and (names := structure_of(source)) in FITTED:
-        check = names == "hf" and to == "hf" and (source.format != "hf" or options.config is not None)
-        fit = fitted(source, config_of(small) if names == "hf" else None, check)
+        own = source.format == "hf" and options.config is None
+        fit = fitted(source, config_of(small) if names == "hf" else None, names == "hf" and to == "hf", own)
         source, notes = fit.source, fit.notes
     if options.adapter and inner:
         source = with_adapter(replace(source, small=small), options.adapter, inner.tensors)

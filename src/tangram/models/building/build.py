@@ -103,9 +103,14 @@ def token_inputs(batch: int, sequence: int) -> dict[str, Any]:
 
 
 def declared_on_meta(fields: Mapping[str, Any]) -> PreTrainedModel | None:
-    """The model that a config.json says, as `build_on_meta` makes it; None where transformers has no class for it."""
+    """The model that a config.json says, as `build_on_meta` makes it; None where transformers has no class for it.
+
+    A class of code that lies beside the configuration (`auto_map`) is none of transformers', whatever its type.
+    """
     names = fields.get("architectures") or [None]
-    head: Any = getattr(transformers, str(names[0]), AutoModelForCausalLM)
+    head: Any = getattr(transformers, str(names[0]), None if fields.get("auto_map") else AutoModelForCausalLM)
+    if head is None:
+        return None
     own = hasattr(head, "_from_config")
     try:
         config = config_of(str(fields.get("model_type")), fields)
