@@ -68,6 +68,12 @@ def test_a_log_softmax_over_a_cut_vocabulary_that_no_cross_entropy_takes(ran: Ra
     _is_right(ran("pytorch#190746"))
 
 
+@pytest.mark.parametrize("what", ["smoothed labels", "one norm of all heads"])
+def test_what_parallel_parts_share(ran: Ran, what: str) -> None:
+    """NVIDIA/Megatron-LM#7452: labels smoothed over a part of the vocabulary; a shared norm without all heads' sum."""
+    _is_right(ran(f"Megatron-LM#7452, {what}"))
+
+
 @pytest.mark.parametrize("report", ["pytorch#160285", "torchtitan#1805"])
 def test_experts_by_expert_and_in_their_hidden_dim(ran: Ran, report: str) -> None:
     """pytorch/pytorch#160285, pytorch/torchtitan#1805: gradients were twice what they are, or a part of it."""

@@ -1,7 +1,8 @@
 """Public reports about going on with a run: learning rates, batches, horizons, folders, temporary files.
 
 Others of this subject have their test elsewhere: accelerate#2016, torchtitan#1357 (another number of ranks) and
-ms-swift#10050 (the order of samples) in tests/training/oracle/test_resume.py, pytorch#1223 (zombies) in
+ms-swift#10050, verl#7401, pytorch-lightning#21938 (the order of samples, within an epoch and at its end) in
+tests/training/oracle/test_resume.py, pytorch#1223 (zombies) in
 tests/training/test_launch.py, submitit#1701 (SIGHUP) in tests/training/test_stop.py.
 """
 

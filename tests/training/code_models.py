@@ -244,6 +244,16 @@ PUBLIC: Mapping[str, Small] = {
         lambda m, x: m.words(x) @ m.w.T, ("words.weight: v/tp h",), SQUARE, (4, 6),
         lambda: {"words": nn.Embedding(16, 8, padding_idx=12)}, integers=16,
     ),
+    "Megatron-LM#7452, smoothed labels": Small(
+        lambda m, x: F.cross_entropy(
+            x @ m.w.T, torch.arange(len(x)) % 5, torch.linspace(0.5, 1, 8), label_smoothing=0.1
+        ),
+        ("w: v/tp i",), SQUARE,
+    ),
+    "Megatron-LM#7452, one norm of all heads": Small(
+        lambda m, x: m.norm(m.mid(x).unflatten(-1, (4, 4))).tanh().flatten(1), ("mid.weight: (heads/tp 4) i",),
+        {"w": (1,)}, modules=lambda: {"mid": nn.Linear(8, 16), "norm": nn.RMSNorm(4)},
+    ),
     "nano-vllm#99": Small(lambda m, x: m.mid(x), ("mid.weight: o i/tp",), {"w": (1,)}, modules=_mid),
 }  # fmt: skip
 
