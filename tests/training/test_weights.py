@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from tangram.errors import UserError
+from tangram.schema.job import ModelPlan
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.load_weights import load_pretrained
 from tests.training.saving import load_cut, net, plan_of
@@ -117,6 +118,25 @@ def test_tied_parameters_stored_under_the_other_name(tmp_path: Path) -> None:
     model = build("qwen3", fields, 1)
     load_pretrained(folder, model, PLAN, None)
     assert torch.equal(model.get_parameter("model.embed_tokens.weight"), words)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("qwen3", SMALL), ("gpt2", GPT2)])
+def test_a_job_that_unties_begins_with_a_head_that_is_the_embeddings(
+    kind: str, fields: Mapping[str, Any], tmp_path: Path
+) -> None:
+    folder = export(build(kind, {**fields, "tie_word_embeddings": True}, 0), tmp_path / "model")
+    assert "lm_head.weight" not in load_file(folder / FILE)
+    model = build(kind, {**fields, "tie_word_embeddings": False}, 1)
+    with pytest.raises(UserError, match=r"it lacks lm_head\.weight"):
+        load_pretrained(folder, model, PLAN, None)
+    untied = PLAN.model_copy(update={"model": ModelPlan(path="model", change={"tie_word_embeddings": False})})
+    load_pretrained(folder, model, untied, None)
+    head, words = cast(Any, model).get_output_embeddings().weight, cast(Any, model).get_input_embeddings().weight
+    assert head is not words
+    assert torch.equal(head, words)
+    with torch.no_grad():
+        head.add_(1)
+    assert not torch.equal(head, words)
 
 
 def test_buffers_outside_the_state_are_left(tmp_path: Path) -> None:

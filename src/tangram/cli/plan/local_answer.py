@@ -59,7 +59,8 @@ def planned_here(job: Job, name: str, wish: Wish, *, json: bool) -> int:
     fitting = ranking.fitting
     if wish.out is not None:
         if wish.pick > len(fitting):
-            raise UserError(f"--pick {wish.pick}: there are {len(fitting)} plans that fit this machine")
+            why = "" if fitting else next((f": {one.why_not}" for one in ranking.ranked if one.why_not), "")
+            raise UserError(f"--pick {wish.pick}: there are {len(fitting)} plans that fit this machine{why}")
         _write(dumps(fitting[wish.pick - 1].chosen_plan), wish.out)
     if json:
         print_json({**ranking.as_json(), **document})

@@ -55,6 +55,9 @@ def load_pretrained(
     targets = _targets(model, plan, world, plain)
     opened = _opened(folder, model, plan, targets.keys())
     dense = {name: entry for name, entry in targets.items() if packed(name)[0] == name}
+    for head in opened.heads.keys() & dense.keys():
+        words = opened.heads[head]
+        _copy(opened, {words: replace(dense.pop(head), name=words)}, {words})
     _copy(opened, dense, {base_of(name)[0] for name, _ in model.named_parameters()})
     for name, weight in quantised_weights(model).items():
         _copy_quantised(opened, model.get_submodule(name), name, weight, targets)
@@ -81,6 +84,8 @@ class _Opened:
     """The model that the directory is of: without adapters, and with all stages."""
     parts: list[list[Part]]
     """How each tensor of it is made."""
+    heads: Mapping[str, str]
+    """Heads that begin as a copy of the embeddings, with the name of these."""
 
 
 def _targets(model: nn.Module, plan: Plan, world: World | None, plain: PlainParts) -> dict[str, StateEntry]:
@@ -108,8 +113,9 @@ def _opened(folder: Path, model: nn.Module, plan: Plan, targets: Collection[str]
     everything = targets if all_of_it else dict.fromkeys(first.values())  # of what is tied one name
     conversion = read_conversion(whole, {name: spec.shape for name, spec in index.specs.items()})
     parts = _tied(folder, conversion.parts, first)
-    _refuse_others(folder, whole, conversion, parts, everything)
-    return _Opened(folder, index, whole, parts)
+    heads = _untied(parts, whole) if plan.model.change.get("tie_word_embeddings") is False else {}
+    _refuse_others(folder, whole, conversion, parts, [name for name in everything if name not in heads])
+    return _Opened(folder, index, whole, parts, heads)
 
 
 def _copy(opened: _Opened, targets: Mapping[str, StateEntry], parameters: Collection[str]) -> None:
@@ -233,6 +239,13 @@ def _tied(folder: Path, parts: list[Part], first: Mapping[str, str]) -> list[lis
                 )
     order = {name: at for at, name in enumerate(first.values())}
     return sorted(groups.values(), key=lambda some: order[some[0].target[0].name])
+
+
+def _untied(parts: list[list[Part]], model: nn.Module) -> dict[str, str]:
+    """The head of a model that its job unties, where a directory has it as the embeddings alone, and their name."""
+    made = {name for some in parts for part in some for name in part.shapes}
+    words = {name for name in new_embedding_rows.vocabulary(model) if name.endswith(".weight")}
+    return {head: stored for head in words - made for stored in words & made}
 
 
 def _refuse_others(

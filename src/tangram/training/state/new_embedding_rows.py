@@ -72,7 +72,7 @@ def wider(
     `shapes`: of the whole tensors of the model. Raises UserError where the directory has more rows than the model.
     """
     found: dict[str, NewRows] = {}
-    embeddings = _vocabulary(model)
+    embeddings = vocabulary(model)
     for some in parts:
         name, stored = next(iter(some[0].shapes.items()))
         shape = shapes.get(name)
@@ -90,7 +90,7 @@ def wider(
     return found
 
 
-def _vocabulary(model: nn.Module) -> set[str]:
+def vocabulary(model: nn.Module) -> set[str]:
     """The names of what has a row for each token: of the input embeddings and of the head."""
     modules: list[Any] = []
     for get in ("get_input_embeddings", "get_output_embeddings"):
