@@ -49,8 +49,9 @@ def with_defaults(tables: dict[str, Any]) -> dict[str, Any]:
     there = {name: tables.get(name, {}) for name in own}
     full = {name: {**own[name], **cast("dict[str, Any]", t)} for name, t in there.items() if isinstance(t, dict)}
     optimiser = there.get("optimiser")
-    if isinstance(optimiser, dict) and "betas" not in optimiser and optimiser.get("name") in ("sgd", "adafactor"):
-        full["optimiser"].pop("betas", None)  # which these have not
+    if isinstance(optimiser, dict) and cast("dict[str, Any]", optimiser).get("name") in ("sgd", "adafactor"):
+        for key in {"betas", "lr"} - optimiser.keys():  # which these have not, or not of such a size
+            full["optimiser"].pop(key, None)
     return {**tables, **full}
 
 
