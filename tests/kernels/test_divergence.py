@@ -1,6 +1,6 @@
 """Divergences beside formulas written out: whole, in parts of the vocabulary, in any chunks, of few classes."""
 
-# ruff: noqa: N806  a tensor carries its dims in its name
+# ruff: noqa: N803, N806  a tensor carries its dims in its name
 
 from __future__ import annotations
 
@@ -54,14 +54,11 @@ def test_values_and_gradients_are_those_of_formulas(
         torch.testing.assert_close(found_NV, slope_NV, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", get_args(Divergence))
-@pytest.mark.parametrize("shared", [V, V - 2])
-def test_parts_of_the_vocabulary_give_the_same(name: str, shared: int) -> None:
-    """Two threads have a part each, and meet where ranks would."""
-    student_NV, teacher_NV, counted_N, _ = logits()
-    how = Comparison(FORMULAS[name], 0.3, 2.0, shared)
-    expected_N = divergence(student_NV, teacher_NV, counted_N, how)
-    (slope_NV,) = torch.autograd.grad(expected_N.sum(), student_NV)
+def in_two_parts(
+    student_NV: Tensor, of_part: Callable[[Tensor, Tensor, Classes], Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """What a function of logits, of their numbers and of `Classes` gives of each part, and its gradient: two threads
+    have a part each, and meet where ranks would."""
     meet, sent = Barrier(2, timeout=60), dict[int, Tensor]()
 
     def over(part: int, join: Callable[[Tensor, Tensor], Tensor]) -> OverParts:
@@ -74,15 +71,27 @@ def test_parts_of_the_vocabulary_give_the_same(name: str, shared: int) -> None:
 
         return run
 
-    def of_part(part: int) -> tuple[Tensor, Tensor]:
+    def run(part: int) -> tuple[Tensor, Tensor]:
         numbers = (torch.arange(0, 4), torch.arange(4, V))[part]
         classes = Classes(numbers, V, over(part, torch.maximum), over(part, torch.add))
         own_NW = student_NV.detach()[:, numbers].requires_grad_()
-        found_N = divergence(own_NW, teacher_NV[:, numbers], counted_N, how, classes)
+        found_N = of_part(own_NW, numbers, classes)
         return found_N.detach(), torch.autograd.grad(found_N.sum(), own_NW)[0]
 
     with ThreadPoolExecutor(2) as pool:
-        parts = [*pool.map(of_part, range(2))]
+        return [*pool.map(run, range(2))]
+
+
+@pytest.mark.parametrize("name", get_args(Divergence))
+@pytest.mark.parametrize("shared", [V, V - 2])
+def test_parts_of_the_vocabulary_give_the_same(name: str, shared: int) -> None:
+    student_NV, teacher_NV, counted_N, _ = logits()
+    how = Comparison(FORMULAS[name], 0.3, 2.0, shared)
+    expected_N = divergence(student_NV, teacher_NV, counted_N, how)
+    (slope_NV,) = torch.autograd.grad(expected_N.sum(), student_NV)
+    parts = in_two_parts(
+        student_NV, lambda own, at, classes: divergence(own, teacher_NV[:, at], counted_N, how, classes)
+    )
     for found_N, _ in parts:
         torch.testing.assert_close(found_N, expected_N.detach(), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.cat([slope for _, slope in parts], 1), slope_NV, rtol=1e-12, atol=1e-14)
