@@ -29,7 +29,8 @@ from torch.autograd.function import once_differentiable
 from tangram.kernels.cross_entropy import Classes, chunks, computed
 
 FAR = -1e4
-"""The logit of a class that has no part: far enough that its share is 0, near enough that no difference is infinite."""
+"""The logit of a class that has no part, or that a model masks by minus infinity: far enough that its share is 0, near
+enough that no difference is infinite."""
 
 
 class Summands(NamedTuple):
@@ -145,6 +146,7 @@ def _summands(
 ) -> tuple[Tensor, Summands]:
     """log q of some rows, and what the formula says of them."""
     logq_NV, logp_NV = (
-        less(x_NV[some], less_2N[side, some, None], shared_V, how) for side, x_NV in enumerate((student_NV, teacher_NV))
+        less(x_NV[some], less_2N[side, some, None], shared_V, how).clamp_(min=FAR)  # of a class that is masked
+        for side, x_NV in enumerate((student_NV, teacher_NV))
     )
     return logq_NV, how.formula(logp_NV, logq_NV, how.beta)
