@@ -21,10 +21,10 @@ from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, tokens_of
 from tangram.training.objective.cached_teacher import INDEX, open_cache
 from tangram.training.run.launch import run_ranks
-from tangram.training.run.teach import teach
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import classes_of
 from tangram.training.trials.dry_run import dry_run
+from tangram.training.trials.teach import teach
 from tests.training.taught import PADDED, write_taught
 from tests.training.tuning_tasks import Traced, run_in_turn
 

@@ -69,7 +69,7 @@ def teach(
     plan = load(job, changes_of(change or []))
     from tangram.schema.plan import Plan
     from tangram.training.run.launch import RankError
-    from tangram.training.run.teach import teach as write
+    from tangram.training.trials.teach import teach as write
 
     if isinstance(plan, Plan):
         raise UserError(f"{job} is a plan, and what a teacher says has no mesh: give the job that it was made for")
