@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench._memory.counter import FlowCounter
@@ -21,6 +20,7 @@ from tangram.planner.local.strategies import Strategy, plan_of
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, step_batches, tokens_of
+from tangram.training.mesh.local_parts import local
 from tangram.training.run.launch import Rank
 from tangram.training.run.rank import RankJob, begin
 from tangram.training.state.build_model import source_of
@@ -34,6 +34,10 @@ POLICIES: Mapping[str, Mapping[str, str]] = {
     "AdamW in float32": {},
     "AdamW, recompute": RECOMPUTE,
     "AdamW in 8 bits": {"optimiser.moments": '"8-bit"'},
+    "AdamW in bfloat16, rounded stochastically": {
+        **{f"precision.{key}": '"bfloat16"' for key in ("compute", "parameters", "masters")},
+        "optimiser.rounding": '"stochastic"',
+    },
     "LoRA": LORA,
     "LoRA, recompute": {**LORA, **RECOMPUTE},
     "LoRA on NF4": NF4,
@@ -108,7 +112,7 @@ def measure(rank: Rank, work: tuple[Plan, int, Path]) -> Measured:
     step()
     optimiser.zero_grad()
     states: list[Any] = [one for of_one in optimiser.state.values() for one in of_one.values()]
-    there: list[Tensor] = [*model.module.parameters(), *model.module.buffers(), *states]
+    there = [local(one) for one in (*model.module.parameters(), *model.module.buffers(), *states)]
     known = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
     inputs = [one.inputs_BS for one in batches.micro]
     with FlowCounter([*there, *inputs]) as counter:

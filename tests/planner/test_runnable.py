@@ -248,6 +248,23 @@ def test_moments_of_8_bits_are_planned_for_and_written(file: Path, capsys: pytes
     assert "rows that can be are" in capsys.readouterr().err
 
 
+def test_a_rate_is_not_handed_on_to_an_optimiser_that_it_is_not_for(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that an AdamW step is well with moves nothing by plain SGD, and nothing is there that says so."""
+    out = file.parent / "sgd.toml"
+    command = ["plan", "cluster", str(file), "--cluster", "cpu-2", "--runs", "--out", str(out)]
+    for kind, name in (("sgd", "SGD"), ("adafactor", "Adafactor")):
+        assert main([*command, "--optimiser", kind]) == 2
+        said = capsys.readouterr().err
+        assert f"it is updated by {name}, and the job's optimiser.lr is that of AdamW" in said
+        assert "--set optimiser.lr=RATE" in said
+        assert not out.exists()
+    assert main([*command, "--set", 'optimiser.name="sgd"', "--set", "optimiser.lr=0.1"]) == 0
+    assert (load(out).optimiser.name, load(out).optimiser.lr) == ("sgd", 0.1)
+    assert main([*command, "--optimiser", "muon"]) == 0  # whose updates are as large as AdamW's
+
+
 def test_adapters_of_a_job_are_planned_for_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job of the same model without adapters needs more, and gets the same ones from --lora."""
     file, full, out = write_folder(tmp_path) / "sft.toml", tmp_path / "full.toml", tmp_path / "plan.toml"

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tangram.schema.plan import Plan
+from tangram.training.data import Batch, open_corpus, step_batches, tokens_of
+from tangram.training.mesh.local_parts import local
+from tangram.training.objective.step_guard import Guard
 from tangram.training.run.launch import Rank
+from tangram.training.run.rank import RankJob, begin
+from tangram.training.step import loop
 from tangram.training.updates.parameter_shards import ParameterShards
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
 
@@ -77,3 +86,48 @@ def shards_at(name: str, at: Mapping[str, int], groups: Mapping[str, dist.Proces
     ]
     own = [(groups[by_dim[d][0]],) if d in by_dim else () for d in range(len(shape))]
     return ParameterShards(shape, tuple(places), tuple(own))
+
+
+@dataclass(frozen=True)
+class Astray:
+    """A step whose loss was no number on one rank."""
+
+    reason: str | None
+    kept: bool
+    """Whether parameters and states are as they were before it, bit for bit."""
+    goes_on: bool
+    """Whether the next step was applied."""
+
+
+def with_a_bad_step(rank: Rank, work: tuple[Mapping[str, Plan], Path]) -> dict[str, Astray]:
+    """The second of three steps is one, on the last rank."""
+    return {key: _astray(rank, plan, work[1] / key) for key, plan in work[0].items()}
+
+
+def _astray(rank: Rank, plan: Plan, folder: Path) -> Astray:
+    corpus = open_corpus(plan.data, tokens_of(plan))
+    begun = begin(rank, RankJob(plan, folder, corpus.digest, loop.StepCosts()))
+    optimiser, world, guard = begun.state.optimiser, begun.model.world, Guard(plan)
+    assert optimiser is not None
+
+    def step(at: int, factor: float) -> loop.StepResult:
+        batches = step_batches(
+            corpus, plan.data, seed=plan.seed, first_sample=at * plan.data.global_batch, index=world.data_index,
+            size=world.data_size, micro_steps=plan.micro_steps, device=rank.device,
+        )  # fmt: skip
+
+        def loss(module: nn.Module, batch: Batch) -> Tensor:
+            logits = module(input_ids=batch.inputs_BS, use_cache=False).logits.flatten(0, 1)
+            return factor * nn.functional.cross_entropy(logits, batch.labels_BS.flatten(), reduction="sum")
+
+        return loop.train_step(begun.model, optimiser, batches, lr=plan.optimiser.lr, loss_sum=loss, guard=guard)
+
+    def kept() -> list[Tensor]:
+        states = [value for of_one in optimiser.state.values() for value in of_one.values()]
+        return [local(one).detach().clone() for one in (*begun.model.module.parameters(), *states)]
+
+    first, before = step(0, 1.0), kept()
+    assert first.skipped is None
+    bad = step(1, math.nan if rank.index else 1.0)
+    same, last = all(map(torch.equal, before, kept())), step(2, 1.0)
+    return Astray(bad.skipped, same, last.skipped is None and not all(map(torch.equal, before, kept())))

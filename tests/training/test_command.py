@@ -282,4 +282,5 @@ def test_a_run_that_diverges_ends_with_one_sentence(shared: Path, capsys: pytest
     assert "of 2 ended the job: AstrayError: step 2: the gradient norm is nan" in err
     assert "its samples are listed in" in err
     assert "Traceback" in (out / "failure.txt").read_text()
+    assert "Training ended with an error" in (out / "report.html").read_text()
     assert not (out / "summary.json").exists()

@@ -60,7 +60,7 @@ class Words(HTMLParser):
         self._in: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in {"meta", "link", "img", "br"}:
+        if tag not in {"meta", "link", "img", "br", "input"}:
             self._in.append(tag)
         if tag == "tr":
             self.rows.append([])
@@ -221,7 +221,7 @@ def test_data_of_charts_cannot_end_their_script(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     (data,) = re.findall(r'<script type="application/json" id="chart-data">(.*?)</script>', page)
     drawn = json.loads(data)
-    assert drawn[0]["lines"][0]["y"] == pytest.approx([step.loss for step in record.steps])
+    assert drawn["charts"][0]["lines"][0]["y"] == pytest.approx([step.loss for step in record.steps])
 
 
 def test_no_address_is_in_the_page_but_plotlys_own_words(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def lines_of(record: Record, **changes: Any) -> dict[str, Any]:
 def test_each_chart_shows_what_the_record_has() -> None:
     record = record_of(300, evaluate_every=100, save_every=150, flops=4e12, peak_flops=8e13)
     found = lines_of(record)
-    assert list(found) == ["loss", "throughput", "mfu", "memory", "gradients", "lr"]
+    assert list(found) == ["loss", "perplexity", "throughput", "mfu", "memory", "gradients", "lr"]
     assert found["lr"].lines[0].y == pytest.approx([step.lr for step in record.steps])
     loss = found["loss"]
     assert [line.name for line in loss.lines] == ["training, each step", "training, mean of 11 steps", "held out"]
@@ -257,7 +257,7 @@ def test_each_chart_shows_what_the_record_has() -> None:
 
 def test_what_is_not_known_has_no_chart() -> None:
     found = lines_of(record_of(300, rss_mb=0.0), unigram_entropy=None, eval_loss=None, predicted=None)
-    assert list(found) == ["loss", "throughput", "gradients", "lr"]
+    assert list(found) == ["loss", "perplexity", "throughput", "gradients", "lr"]
     constant = Record([replace(step, lr=1e-3) for step in record_of(300).steps])
     assert "lr" not in lines_of(constant)  # it is among the keys of the plan
     assert found["loss"].levels == []

@@ -1,4 +1,4 @@
-"""`tangram data show`: samples of a job as it trains on them, what is in the loss in colour."""
+"""`tangram data`: samples of a job as it trains on them; what a teacher says of them, kept."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tangram.cli.errors import say
 from tangram.cli.output import print_json
 from tangram.errors import UserError
 from tangram.schema.files import changes_of, load
+from tangram.training.observe.progress import ProgressLine
 
-data = typer.Typer(no_args_is_help=True, help="Show what a job trains on, token by token.")
+data = typer.Typer(no_args_is_help=True, help="Show what a job trains on, token by token; keep what a teacher says.")
 
 
 @data.callback()
 def _data() -> None:
-    """Show what a job trains on, token by token."""
+    """Show what a job trains on, token by token; keep what a teacher says."""
 
 
 @data.command("show")
@@ -52,4 +54,29 @@ def show(
         for counts, run in one.runs:
             text.append(run if console.color_system or not counts else f"[[{run}]]", "bold green" if counts else "dim")
         console.print(text)
+    return 0
+
+
+@data.command("teach")
+def teach(
+    job: Annotated[Path, typer.Argument(help='A job of the task "distill".')],
+    out: Annotated[Path, typer.Option(help="An empty or new folder, for distill.cache.")],
+    top: Annotated[int, typer.Option("--top", "-k", min=1, help="How many classes are kept of a token.")] = 64,
+    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="Over how many the teacher is cut.")] = 1,
+    change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=512.")] = None,
+) -> int:
+    """Write the likeliest classes of a job's teacher for each token, so that it trains without one."""
+    plan = load(job, changes_of(change or []))
+    from tangram.schema.plan import Plan
+    from tangram.training.run.launch import RankError
+    from tangram.training.trials.teach import teach as write
+
+    if isinstance(plan, Plan):
+        raise UserError(f"{job} is a plan, and what a teacher says has no mesh: give the job that it was made for")
+    try:
+        with ProgressLine(Console(stderr=True)) as line:
+            write(plan, out, top, processes, line)
+    except RankError as failure:
+        say(str(failure))
+        return 1
     return 0

@@ -59,7 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, ignored: int, classes: Classes | None) -> Tensor:
         logits_NV = logits_NV.detach()
         count = logits_NV.shape[1] if classes is None else classes.count
-        at_N, own_N = _columns(labels_N, logits_NV.shape[1], classes)
+        at_N, own_N = columns(labels_N, logits_NV.shape[1], classes)
         top_N = logits_NV.amax(1).to(computed(logits_NV))
         top_N = top_N if classes is None else classes.largest(top_N)
         sums_2N = top_N.new_empty(2, len(top_N))
@@ -91,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         return found_NV, None, None, None
 
 
-def _columns(labels_N: Tensor, width: int, classes: Classes | None) -> tuple[Tensor, Tensor]:
+def columns(labels_N: Tensor, width: int, classes: Classes | None) -> tuple[Tensor, Tensor]:
     """The column of each label, and whether it is there; some column where it is not."""
     if classes is None:
         return labels_N.clamp(0, width - 1), (labels_N >= 0) & (labels_N < width)

@@ -29,7 +29,8 @@ from torch.autograd.function import once_differentiable
 from tangram.kernels.cross_entropy import Classes, chunks, computed
 
 FAR = -1e4
-"""The logit of a class that has no part: far enough that its share is 0, near enough that no difference is infinite."""
+"""The logit of a class that has no part, or that a model masks by minus infinity: far enough that its share is 0, near
+enough that no difference is infinite."""
 
 
 class Summands(NamedTuple):
@@ -89,7 +90,7 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, student_NV: Tensor, teacher_NV: Tensor, counted_N: Tensor, how: Comparison, classes: Classes | None
     ) -> Tensor:
         student_NV, teacher_NV = student_NV.detach(), teacher_NV.detach()
-        shared_V = _shared(student_NV, how, classes)
+        shared_V = shared_columns(student_NV, how, classes)
         tops_2N = student_NV.new_empty(2, len(student_NV), dtype=computed(student_NV))
         totals_2N, sums_2N = torch.empty_like(tops_2N), torch.empty_like(tops_2N)
         for some in chunks(student_NV):
@@ -99,7 +100,7 @@ class _Divergence(torch.autograd.Function):
         tops_2N = tops_2N if classes is None else classes.largest(tops_2N)
         for some in chunks(student_NV):
             for side, x_NV in enumerate((student_NV, teacher_NV)):
-                totals_2N[side, some] = _less(x_NV[some], tops_2N[side, some, None], shared_V, how).exp_().sum(1)
+                totals_2N[side, some] = less(x_NV[some], tops_2N[side, some, None], shared_V, how).exp_().sum(1)
         totals_2N = totals_2N if classes is None else classes.summed(totals_2N)
         less_2N = tops_2N + totals_2N.log()
         for some in chunks(student_NV):
@@ -123,7 +124,7 @@ class _Divergence(torch.autograd.Function):
         return found_NV, None, None, None, None
 
 
-def _shared(x_NV: Tensor, how: Comparison, classes: Classes | None) -> Tensor | None:
+def shared_columns(x_NV: Tensor, how: Comparison, classes: Classes | None) -> Tensor | None:
     """Which columns both have; None: all of them."""
     if how.shared >= (x_NV.shape[1] if classes is None else classes.count):
         return None
@@ -131,7 +132,7 @@ def _shared(x_NV: Tensor, how: Comparison, classes: Classes | None) -> Tensor | 
     return numbers < how.shared
 
 
-def _less(x_NV: Tensor, less_N1: Tensor, shared_V: Tensor | None, how: Comparison) -> Tensor:
+def less(x_NV: Tensor, less_N1: Tensor, shared_V: Tensor | None, how: Comparison) -> Tensor:
     """Some logits over the temperature, less a number of their row."""
     if how.temperature == 1:
         found_NV = torch.sub(x_NV, less_N1)  # in float32, without a copy of the logits in it
@@ -145,7 +146,7 @@ def _summands(
 ) -> tuple[Tensor, Summands]:
     """log q of some rows, and what the formula says of them."""
     logq_NV, logp_NV = (
-        _less(x_NV[some], less_2N[side, some, None], shared_V, how)
+        less(x_NV[some], less_2N[side, some, None], shared_V, how).clamp_(min=FAR)  # of a class that is masked
         for side, x_NV in enumerate((student_NV, teacher_NV))
     )
     return logq_NV, how.formula(logp_NV, logq_NV, how.beta)

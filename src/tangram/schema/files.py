@@ -132,7 +132,8 @@ def absolute(plan: _Any, folder: Path) -> _Any:
     code = file and full(f"{file}.py" if colon else file) + (f":{function}" if colon else "")
     model = plan.model.model_copy(update={**paths, "code": code or None})
     lora = plan.lora and plan.lora.model_copy(update={"start": plan.lora.start and full(plan.lora.start)})
-    distill = plan.distill and plan.distill.model_copy(update={"teacher": full(plan.distill.teacher or "")})
+    asked = plan.distill and {"teacher": plan.distill.teacher, "cache": plan.distill.cache}
+    distill = plan.distill and plan.distill.model_copy(update={k: v and full(v) for k, v in (asked or {}).items()})
     pipeline = {}
     if isinstance(plan, Plan) and plan.pipeline is not None and plan.pipeline.table is not None:
         pipeline = {"pipeline": plan.pipeline.model_copy(update={"table": full(plan.pipeline.table)})}

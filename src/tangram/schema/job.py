@@ -315,6 +315,11 @@ class Job(TomlTable):
         """Whether the loss is the cross-entropy of the next token."""
         return self.preference is None and self.distill is None
 
+    @property
+    def runs_teacher(self) -> bool:
+        """Whether a teacher is part of a step."""
+        return self.distill is not None and self.distill.cache is None
+
     def of_teacher(self) -> Self:
         """What the teacher is asked for: a forward only, with parameters in the type in which it computes."""
         assert self.distill is not None  # the task says so

@@ -115,6 +115,11 @@ class OptimiserPlan(TomlTable):
             return "adamw"
         return "adamw" if self.moments == "8-bit" and not self.has_codes(name, shape) else self.kind
 
+    def lends_lr(self, kind: RuleName) -> bool:
+        """Whether its learning rate is one for another kind, too: an update of both is as large."""
+        like_adamw = {"adamw", "adamw-8bit", *(["muon"] if self.adjust_lr == "match_rms_adamw" else [])}
+        return kind == self.kind or like_adamw >= {kind, self.kind}
+
     def of_kind(self, kind: RuleName) -> dict[str, Any]:
         """The table of another kind, without the keys that it has not."""
         if kind == self.kind:

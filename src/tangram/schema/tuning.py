@@ -49,8 +49,9 @@ def with_defaults(tables: dict[str, Any]) -> dict[str, Any]:
     there = {name: tables.get(name, {}) for name in own}
     full = {name: {**own[name], **cast("dict[str, Any]", t)} for name, t in there.items() if isinstance(t, dict)}
     optimiser = there.get("optimiser")
-    if isinstance(optimiser, dict) and "betas" not in optimiser and optimiser.get("name") in ("sgd", "adafactor"):
-        full["optimiser"].pop("betas", None)  # which these have not
+    if isinstance(optimiser, dict) and cast("dict[str, Any]", optimiser).get("name") in ("sgd", "adafactor"):
+        for key in {"betas", "lr"} - optimiser.keys():  # which these have not, or not of such a size
+            full["optimiser"].pop(key, None)
     return {**tables, **full}
 
 
@@ -147,7 +148,10 @@ class DistillPlan(TomlTable):
     """How a student learns what a teacher says of each next token."""
 
     teacher: PathText | None = None
-    """A Hugging Face directory with weights and a tokenizer, relative to the file. Every job has to give one."""
+    """A Hugging Face directory with weights and a tokenizer, relative to the file. Every job has to give one, or
+    `cache`."""
+    cache: PathText | None = None
+    """A folder of what a teacher says of the rows of the job (`tangram data teach`), read in the teacher's place."""
     loss_type: Divergence = "forward_kl"
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Of "jsd": the teacher's share of the mixture."""
@@ -169,7 +173,7 @@ def mistake_of_distillation(task: TaskName, distill: DistillPlan | None, packing
     """What does not go together of a task and its teacher, or of answers and how they are packed."""
     if (task == "distill") != (distill is not None):
         return Mistake("distill", 'a teacher is what the task "distill" learns from: give both, or none of them')
-    if distill is not None and distill.teacher is None:
+    if distill is not None and distill.teacher is distill.cache is None:
         return Mistake("distill.teacher", 'the task "distill" learns from a teacher: give the directory of its weights')
     if packing == "packed" and (task == "sft" or (distill is not None and distill.on == "answers")):
         return Mistake(

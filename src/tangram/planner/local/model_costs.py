@@ -70,7 +70,7 @@ class Counted:
     @cached_property
     def teacher(self) -> Counted | None:
         """The same of what it learns from. Raises UserError for a directory that is none."""
-        if self.job.distill is None:
+        if self.job.distill is None or not self.job.runs_teacher:
             return None
         config = read_source(None, self.job.distill.teacher, {}).config
         run = self.job.run

@@ -26,6 +26,7 @@ from tangram.planner.search.strategy import Choice
 from tangram.planner.space.recompute import again_of, spread
 from tangram.schema.files import mistakes
 from tangram.schema.job import Job, RunPlan
+from tangram.schema.optimiser import TITLES, OptimiserPlan, RuleName
 from tangram.schema.plan import Plan
 
 KEPT: dict[int, tuple[str, str]] = {
@@ -41,6 +42,13 @@ def plan_to_train(choice: Choice, job: Job, outline: Outline, counted: Counted) 
     """The plan. Raises UserError, in a sentence, for a choice that cannot be run, or not on this model."""
     if why := why_not(choice, outline):
         raise UserError(f"tangram train does not run {choice.mesh}: {why}")
+    own, kind = job.optimiser, _kind_of(choice, job)
+    if not own.lends_lr(kind):
+        taken = OptimiserPlan(lr=own.lr).of_kind(kind)["name"]
+        raise UserError(
+            f"it is updated by {TITLES[taken]}, and the job's optimiser.lr is that of {TITLES[own.name]}: give both, "
+            f"as --set optimiser.name='\"{taken}\"' --set optimiser.lr=RATE"
+        )
     return made(choice, job, counted)
 
 
@@ -99,7 +107,11 @@ def _with_run(choice: Choice, job: Job, counted: Counted) -> Job:
         changes["recompute_keep"] = ()
     try:
         run = RunPlan.model_validate({**job.run.model_dump(), **changes})
-        optimiser = job.optimiser.of_kind(KINDS.get(int(choice.at["optimiser"]), job.optimiser.kind))
+        optimiser = job.optimiser.of_kind(_kind_of(choice, job))
         return Job.model_validate({**job.model_dump(), "run": run, "optimiser": optimiser})
     except ValidationError as error:
         raise UserError(mistakes(error)) from None
+
+
+def _kind_of(choice: Choice, job: Job) -> RuleName:
+    return KINDS.get(int(choice.at["optimiser"]), job.optimiser.kind)

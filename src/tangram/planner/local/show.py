@@ -35,7 +35,8 @@ def _model(plan: Job) -> list[Row]:
         of = "documents" if plan.distill is not None and plan.distill.on == "text" else "answers"
         found.append(("task", f"{plan.task}: {of} are in the loss{loss}"))
     if plan.distill is not None:
-        found.append(("teacher", str(plan.distill.teacher)))
+        cache = plan.distill.cache
+        found.append(("teacher", f"what {cache} has of it" if cache else str(plan.distill.teacher)))
     total = sum(source.weight for source in plan.data.sources)
     for source in plan.data.sources:
         where = f"{source.path} ({source.pattern})" if source.pattern else source.path

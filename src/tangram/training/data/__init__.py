@@ -13,6 +13,7 @@ from tangram.training.data.samples import IGNORE, Batch, Split
 from tangram.training.data.stream import (
     RankBatches,
     Stream,
+    batches_once,
     held_out_batches,
     held_out_samples,
     padding,
@@ -37,6 +38,7 @@ __all__ = [
     "Split",
     "Stream",
     "Tokens",
+    "batches_once",
     "held_out_batches",
     "held_out_samples",
     "list_files",

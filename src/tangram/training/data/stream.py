@@ -183,9 +183,28 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
 
 def held_out_batches(corpus: Corpus, data: DataPlan, *, index: int, size: int, device: torch.device) -> Iterator[Batch]:
     """One rank's share of the held-out samples; empty rows where they run out, so that all get as many batches."""
-    rows, own = _rows(corpus.held_out, held_out_samples(corpus, data)), data.micro_batch * corpus.rows
-    before = [*rows[-1:], *rows[:-1]]
-    rows += [None] * (-len(rows) % (own * size))
+    rows = _rows(corpus.held_out, held_out_samples(corpus, data))
+    yield from _dealt(corpus, data, rows, index, size, device)
+
+
+def batches_once(
+    corpus: Corpus, data: DataPlan, *, seed: int, steps: int, index: int, size: int, device: torch.device
+) -> Iterator[Batch]:
+    """One rank's share of the rows of so many steps, each row once; else as `held_out_batches`."""
+    samples = sorted({*sample_ids(corpus, data, seed, 0, steps * data.global_batch)})
+    yield from _dealt(corpus, data, _rows(corpus.training, samples), index, size, device)
+
+
+def _dealt(
+    corpus: Corpus,
+    data: DataPlan,
+    rows: list[tuple[Split, int] | None],
+    index: int,
+    size: int,
+    device: torch.device,
+) -> Iterator[Batch]:
+    own, before = data.micro_batch * corpus.rows, [*rows[-1:], *rows[:-1]]
+    rows = rows + [None] * (-len(rows) % (own * size))
     for at in range(index * own, len(rows), own * size):
         yield _batch(corpus, data, rows[at : at + own], before[at : at + own], device)
 

@@ -24,11 +24,13 @@ from torch.nn.functional import pad
 from tangram.errors import UserError
 from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
 from tangram.kernels.divergence import Comparison, Formula, divergence
+from tangram.kernels.top_divergence import TopRows, top_divergence
 from tangram.relayout.collectives.one_collective import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM, State
 from tangram.training.data import IGNORE
 from tangram.training.mesh.local_parts import ResultPlacement, own_part
 from tangram.training.mesh.tensor_parallel import DerivedModel
+from tangram.training.objective.cached_teacher import TopLogits
 from tangram.training.objective.model_inputs import ModelInputs
 
 
@@ -67,21 +69,31 @@ def token_loss(logits_BSV: Tensor, labels_BS: Tensor, placement: ResultPlacement
     return _over_ranks(_losses(logits_BSV, labels_BS, placement).sum(), placement)
 
 
-def token_divergence(student: Logits, teacher: Logits, formula: Formula, beta: float, temperature: float) -> Tensor:
+def token_divergence(
+    student: Logits, teacher: Logits | TopLogits, formula: Formula, beta: float, temperature: float
+) -> Tensor:
     """The divergence of a student from its teacher in nats, summed over the tokens whose labels count.
 
     Of both over the classes that both have, from the first: what a vocabulary is padded with has no part. The same
-    number on every rank. Collective over the axes that cut the logits.
+    number on every rank. Of a teacher of which the likeliest classes are known, over these and the rest. Collective
+    over the axes that cut the logits.
     """
     placement, labels_BS = student.placement, student.inputs.batch.labels_BS
-    theirs_BSV, shared = _lying_as(student, teacher)
     counted_BS = labels_BS != IGNORE
     if placement is not None:
         counted_BS = placement.part(counted_BS, (0, 1))
     classes = None if placement is None else _classes(student.values_BSV, placement)
-    how = Comparison(formula, beta, temperature, shared)
-    rows = student.values_BSV.flatten(0, 1), theirs_BSV.flatten(0, 1), counted_BS.flatten()
-    return _over_ranks(divergence(*rows, how, classes).sum(), placement)
+    own_NV, counted_N = student.values_BSV.flatten(0, 1), counted_BS.flatten()
+    if isinstance(teacher, TopLogits):
+        said = [student.inputs.input_order_of(x) for x in (teacher.classes_BSK, teacher.logp_BSC)]
+        said = said if placement is None else [placement.part(x, (0, 1)) for x in said]
+        how = Comparison(formula, beta, temperature, teacher.shared)
+        found_N = top_divergence(own_NV, TopRows(*(x.flatten(0, 1) for x in said)), counted_N, how, classes)
+    else:
+        theirs_BSV, shared = _lying_as(student, teacher)
+        how = Comparison(formula, beta, temperature, shared)
+        found_N = divergence(own_NV, theirs_BSV.flatten(0, 1), counted_N, how, classes)
+    return _over_ranks(found_N.sum(), placement)
 
 
 def _over_ranks(loss: Tensor, placement: ResultPlacement | None) -> Tensor:

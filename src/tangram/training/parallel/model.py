@@ -10,7 +10,7 @@ them is computed by the same model, so it lies and communicates alike on any mes
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from tangram.schema.plan import Plan
 from tangram.tracing.trace import UNTRACED, Trace
+from tangram.training.data import Batch
 from tangram.training.mesh.drawing import DrawSource
 from tangram.training.mesh.local_parts import PlainPart, PlainParts, local
 from tangram.training.mesh.world import World
+from tangram.training.objective.cached_teacher import TopLogits
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun
 
@@ -93,6 +95,8 @@ class ParallelModel:
     """What a loss of preferences compares with."""
     teacher: ParallelModel | None = None
     """What a student learns from, on the same mesh."""
+    said: Callable[[Batch], TopLogits] | None = None
+    """What was kept of one, in its place."""
 
     @property
     def draw_sources(self) -> Sequence[DrawSource]:

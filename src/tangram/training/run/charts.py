@@ -5,8 +5,10 @@ colour and no size is said here: a line has a role, and the style sheet says how
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +18,7 @@ from tangram.training.observe.events import Record
 from tangram.training.observe.summary import Summary
 
 MOST_POINTS = 2000  # of one line: more than a screen has columns
+_HIGHEST = 700.0  # of a loss whose exponential is a number
 SMOOTH_FROM = 50  # steps; a shorter curve is read as it is
 LOSS = "%{y:.4f}"
 
@@ -64,18 +67,23 @@ class Chart:
     from_zero: bool = True
     ticks: str = "~s"
     """How the numbers of the upright axis are written, in d3's notation."""
+    log: bool = False
+    """Whether the upright axis is logarithmic."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON has them."""
         return asdict(self)
 
 
-def charts(record: Record, summary: Summary) -> list[Chart]:
-    """The charts of a run, the most important first; what was not measured has none."""
+def charts(record: Record, summary: Summary, *, by_token: bool = True) -> list[Chart]:
+    """The charts of a run, the most important first; what was not measured has none. `by_token`: whether the loss is
+    the cross-entropy of the next token, so that there is a perplexity."""
     if not record.steps:
         return []
+    loss = _loss(record, summary)
     made = [
-        _loss(record, summary),
+        loss,
+        _perplexity(loss) if loss is not None and by_token else None,
         _throughput(record, summary),
         _utilisation(record),
         _memory(record, summary),
@@ -83,6 +91,29 @@ def charts(record: Record, summary: Summary) -> list[Chart]:
         _learning_rate(record),
     ]
     return [chart for chart in made if chart is not None]
+
+
+def axes(record: Record, drawn: Sequence[Chart], since: int | None) -> dict[str, Any]:
+    """What else stands for the steps of the charts: tokens, and time in the largest unit that fits, each as a title and
+    a number for each of `steps`. `since`: the step of the checkpoint that the run went on from."""
+    used = sorted({x for chart in drawn for x in (*(x for line in chart.lines for x in line.x), *_places(chart))})
+    steps, tokens = [step.step for step in record.steps], [*accumulate(step.tokens for step in record.steps)]
+    at = [bisect_right(steps, x) - 1 for x in used]
+    ends = [0.0, *(step.seconds for step in record.steps)]
+    unit, seconds = next((unit for unit in _UNITS if ends[-1] >= 2 * unit[1]), _UNITS[-1])
+    after = "" if since is None else f" since step {since:,}"
+    return {
+        "steps": used,
+        "tokens": {"title": f"tokens{after}", "at": [tokens[i] if i >= 0 else 0 for i in at]},
+        "time": {"title": f"{unit} of training{after}", "at": [_short(ends[i + 1] / seconds) for i in at]},
+    }
+
+
+_UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+
+
+def _places(chart: Chart) -> Sequence[int]:
+    return [mark.x for mark in chart.marks]
 
 
 def predicted(summary: Summary, key: str) -> float | None:
@@ -161,6 +192,21 @@ def _loss(record: Record, summary: Summary) -> Chart | None:
     elif raw.x:
         said = f"Training loss from {raw.y[0]:.2f} to {raw.y[-1]:.2f} over steps {raw.x[0]:,} to {raw.x[-1]:,}."
     return Chart("loss", "Loss", "nats per token", said, lines, levels, marks, from_zero=False, ticks="")
+
+
+def _perplexity(loss: Chart) -> Chart | None:
+    """Of the training loss, smoothed where it is, and of the held-out one."""
+    smooth = any(line.role == "smooth" for line in loss.lines)
+    lines = [
+        replace(line, y=[_short(math.exp(min(y, _HIGHEST))) for y in line.y], hover="%{y:,.2f}", more=())
+        for line in loss.lines
+        if not (smooth and line.role == "train")
+    ]
+    last = lines[-1]
+    if not last.x:
+        return None
+    said = f"exp(loss), {last.name}: {last.y[-1]:,.2f} at step {last.x[-1]:,}."
+    return Chart("perplexity", "Perplexity", "of a token", said, lines, from_zero=False, log=True)
 
 
 def _throughput(record: Record, summary: Summary) -> Chart | None:

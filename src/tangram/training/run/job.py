@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tangram.errors import UserError
 from tangram.hardware.host.machine import describe, versions
@@ -41,6 +42,7 @@ from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.end_proofs import ProofError, prove
 from tangram.training.run.launch import RankError, computing_as_a_rank, refuse_too_many, run_ranks
+from tangram.training.run.live_page import LivePage
 from tangram.training.run.rank import RankJob, RankReport, empty_places, train_rank, with_packing
 from tangram.training.run.report import write_report
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near
@@ -110,7 +112,15 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
     show(chosen, ready, job.resume, on_event)
     record, boards = Record(), Boards(job.folder, chosen.plan)
     steps = StepsFile(job.folder, on_event)
+    known: dict[str, Any] = {
+        "model": ready.source.name,
+        "parameters": ready.parameters,
+        "predicted": _predicted(chosen.predicted),
+        "text": reading(job.plan, ready.corpus),
+    }
+    ended: str | None = "failure"
     with sending(job.plan, job.folder / CHECKPOINTS, on_event) as send:
+        live = LivePage(job.folder / REPORT_FILE, job.plan, record, describe().in_words(), known, on_event)
 
         def everybody(event: object) -> None:
             on_event(event)
@@ -124,11 +134,13 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
         try:
             on_event(Doing("starting the ranks"))
             report = run(job, everybody)
+            ended = report.trained.stopped
         except RankError as failure:  # its stack trace goes to a file
             (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
             raise
         finally:
             boards.close()
+            live.close(ended)
         return finish(job, chosen, ready, record, report, on_event)
 
 

@@ -35,6 +35,7 @@ from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_
 from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.local_parts import local
 from tangram.training.mesh.world import World, make_world
+from tangram.training.objective.cached_teacher import open_cache
 from tangram.training.objective.packing import SettledPacking, settle
 from tangram.training.observe.events import Doing, Note, SaveFailed
 from tangram.training.observe.profiling import profiled
@@ -48,7 +49,7 @@ from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
 from tangram.training.state.pace import Pace
 from tangram.training.state.reference_digest import begin_of_others
-from tangram.training.state.teacher import build_teacher
+from tangram.training.state.teacher import build_teacher, classes_of
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.optimiser_step import make_optimiser
@@ -136,7 +137,9 @@ def begin(rank: Rank, job: RankJob) -> Begun:
         model = build(plan, source, world, values=job.resume is None or compares)
         model = replace(model, reference=Reference(model.module) if compares else None)
         model = replace(model, teacher=build_teacher(plan, tokens, world))
-    begun = begin_of_others(model, job.resume)
+    cached = open_cache(plan, corpus.digest, classes_of(source.config))
+    model = replace(model, said=None if cached is None else cached.said)
+    begun = begin_of_others(model, job.resume, None if cached is None else cached.digest)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     optimiser = make_optimiser(model)
     state = JobState(model.module, optimiser, plain=model.plain)

@@ -1,7 +1,11 @@
 // Draws the charts that the page carries as data. Colours and fonts are the style sheet's, so that light and dark need
 // no second copy here: when the reader's setting changes, everything is drawn again.
 (() => {
-  const charts = JSON.parse(document.getElementById("chart-data").textContent);
+  const { charts, axes, again } = JSON.parse(document.getElementById("chart-data").textContent);
+  const at = new Map((axes.steps || []).map((step, place) => [step, place]));
+  // The choice stands in the address, so that a page that is read anew keeps it.
+  const chosen = () => (axes[location.hash.slice(1)] ? location.hash.slice(1) : "step");
+  const over = (x) => (chosen() === "step" ? x : axes[chosen()].at[at.get(x)]);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const touch = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page and must not zoom
 
@@ -12,7 +16,7 @@
     return {
       type: "scatter",
       name: one.name,
-      x: one.x,
+      x: one.x.map(over),
       y: one.y,
       customdata: one.more.length ? one.more : undefined,
       mode: one.role === "points" ? (alone ? "markers" : "lines+markers") : alone ? "markers" : "lines",
@@ -27,7 +31,7 @@
     return {
       type: "scatter",
       name: "checkpoint",
-      x: chart.marks.map((mark) => mark.x),
+      x: chart.marks.map((mark) => over(mark.x)),
       y: chart.marks.map(() => 0.025), // just above the axis
       customdata: chart.marks.map((mark) => mark.text),
       yaxis: "y2",
@@ -46,7 +50,8 @@
   }
 
   function bounds(chart) {
-    const values = [...chart.lines.flatMap((one) => one.y), ...chart.levels.map((one) => one.y)];
+    const shown = [...chart.lines.flatMap((one) => one.y), ...chart.levels.map((one) => one.y)];
+    const values = chart.log ? shown.map(Math.log10) : shown;
     const low = chart.from_zero ? Math.min(0, ...ends(values)) : Math.min(...ends(values));
     const high = Math.max(...ends(values));
     const room = (high - low || Math.abs(high) || 1) * 0.07;
@@ -57,8 +62,9 @@
   const ends = (values) => values.reduce(([low, high], one) => [Math.min(low, one), Math.max(high, one)], [Infinity, -Infinity]);
 
   function layout(chart) {
-    const steps = ends(chart.lines.flatMap((one) => one.x));
-    const span = steps[1] - steps[0];
+    const steps = ends(chart.lines.flatMap((one) => one.x.map(over)));
+    const span = steps[1] - steps[0], by = chosen(), numbers = { step: ",d", tokens: "~s", time: "" }[by];
+    const title = by === "step" ? "step" : axes[by].title;
     const axis = {
       gridcolor: colour("grid"), linecolor: colour("rule"), zeroline: false, tickfont: { color: colour("soft"), size: 12 },
       fixedrange: touch,
@@ -75,10 +81,11 @@
       xaxis: {
         ...axis, showgrid: false, showline: true, ticks: "outside", ticklen: 4, tickcolor: colour("rule"), nticks: 8,
         range: span ? [steps[0] - span * 0.012, steps[1] + span * 0.012] : [steps[0] - 1, steps[1] + 1],
-        dtick: span < 8 ? 1 : undefined, tickformat: ",d", hoverformat: ",d", unifiedhovertitle: { text: "step %{x}" },
-        title: { text: "step", font: { size: 12, color: colour("soft") }, standoff: 6 },
+        dtick: by === "step" && span < 8 ? 1 : undefined, tickformat: numbers, hoverformat: by === "time" ? ".2f" : ",d",
+        unifiedhovertitle: { text: by === "step" ? "step %{x}" : `%{x} ${title}` },
+        title: { text: title, font: { size: 12, color: colour("soft") }, standoff: 6 },
       },
-      yaxis: { ...axis, range: bounds(chart), tickformat: chart.ticks, nticks: 6, automargin: true },
+      yaxis: { ...axis, type: chart.log ? "log" : "linear", range: bounds(chart), tickformat: chart.ticks, nticks: 6, automargin: true },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       shapes: chart.levels.map(level),
     };
@@ -92,6 +99,14 @@
     }
   }
 
+  for (const choice of document.querySelectorAll("input[name=axis]")) {
+    choice.checked = choice.value === chosen();
+    choice.addEventListener("change", () => {
+      location.hash = choice.value;
+      draw();
+    });
+  }
   draw();
+  if (again) setTimeout(() => location.reload(), again * 1000);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 })();

@@ -8,6 +8,7 @@ All text goes through `escape`: a plan and what a model writes are free to conta
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -23,12 +24,13 @@ from tangram.tracing.show.report import TraceReport
 from tangram.training.observe.events import Record
 from tangram.training.observe.optional_libraries import need
 from tangram.training.observe.summary import Summary
-from tangram.training.run.charts import Chart, charts, predicted
+from tangram.training.run.charts import Chart, axes, charts, predicted
 from tangram.training.run.end_proofs import SAME_LOGITS, SAME_LOSS
 
 STOPPED = {
     "time": "Training stopped when its time limit (run.max_seconds) had passed",
     "signal": "Training stopped when it was asked to",
+    "failure": "Training ended with an error",
     "patience": "Training stopped as the held-out loss fell no further (run.patience)",
 }
 
@@ -42,13 +44,15 @@ def write_report(
     machine: Mapping[str, str],
     sample: str | None,
     trace: TraceReport | None = None,
+    again: float = 0.0,
 ) -> None:
-    """Write the report. `machine`: what and how much there is, in words; `sample`: what the model writes."""
+    """Write the report. `machine`: what and how much there is, in words; `sample`: what the model writes; `again`: of a
+    run that goes on, after how many seconds the page is read anew."""
     need(("plotly",), "report")
-    drawn = charts(record, summary)
+    drawn = charts(record, summary, by_token=plan.by_token)
     body = [
-        _head(plan, record, summary),
-        _verdicts(plan, summary),
+        _head(plan, record, summary, again),
+        "" if again else _verdicts(plan, summary),
         _facts(summary),
         _curves(drawn),
         _beside(summary),
@@ -61,13 +65,14 @@ def write_report(
         _table("Files", _places(summary)),
         f"<footer>Made by Tangram {escape(tangram.__version__)}. It needs no network: all is in this file.</footer>",
     ]
-    charted = [chart.as_json() for chart in drawn]
+    places = axes(record, drawn, summary.resumed_from) if drawn else {}
+    charted = {"charts": [chart.as_json() for chart in drawn], "axes": places, "again": again}
     script = part("tangram.training.run", "report.js")
     name = f"{summary.model}: training run"
     write_atomically(path, page(name, "", "\n".join(text for text in body if text), charted, script))
 
 
-def _head(plan: Plan, record: Record, summary: Summary) -> str:
+def _head(plan: Plan, record: Record, summary: Summary, again: float) -> str:
     ranks = f"{summary.ranks} ranks" if summary.ranks != 1 else "1 rank"
     words = (
         f"{figures.count(summary.parameters)} parameters",
@@ -77,6 +82,8 @@ def _head(plan: Plan, record: Record, summary: Summary) -> str:
         figures.seconds(summary.wall_s),
     )
     notes: list[str] = []
+    if again:
+        notes.append(f"Training goes on: as of {time.strftime('%H:%M:%S')}, read anew every {again:.0f} s.")
     if summary.resumed_from is not None:
         notes.append(
             f"Resumed from the checkpoint of step {summary.resumed_from:,}; curves and figures begin after it."
@@ -183,8 +190,13 @@ def _curves(drawn: Sequence[Chart]) -> str:
     # The first is wide; so is the second where else a place in the two columns stayed empty.
     wide = 2 if len(drawn) % 2 == 0 else 1
     shown = "".join(_figure(chart, at < wide) for at, chart in enumerate(drawn))
+    choices = "".join(
+        f'<label><input type="radio" name="axis" value="{name}"{" checked" if name == "step" else ""}> {name}</label>'
+        for name in ("step", "tokens", "time")
+    )
     return (
-        f'<section><h2>Curves</h2><div class="charts">{shown}</div>'
+        f'<section><h2>Curves</h2><div class="axes" role="radiogroup" aria-label="Over what">{choices}</div>'
+        f'<div class="charts">{shown}</div>'
         "<noscript>The charts need JavaScript; nothing else on this page does.</noscript></section>"
     )
 

@@ -62,7 +62,9 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "model.change": _MODEL,
         "model.freeze": _REFUSED,
         **{f"preference.{key}": _REFUSED for key in PreferencePlan.model_fields},
-        **{f"distill.{key}": _REPORTED if key == "teacher" else _REFUSED for key in DistillPlan.model_fields},
+        **{
+            f"distill.{key}": _REPORTED if key in ("teacher", "cache") else _REFUSED for key in DistillPlan.model_fields
+        },
         **{f"lora.{key}": _REFUSED for key in LoraPlan.model_fields},
         "data.sources.path": _TEXT,
         "data.sources.pattern": _TEXT,

@@ -35,10 +35,9 @@ from tangram.hardware.host.machine import pick_device
 from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.watch import Hang, watched
 from tangram.training.observe.events import Note
-from tangram.training.run.end_words import first_line
 from tangram.training.run.environment import RankPlace, ReportedElsewhere, place, speaks, started_by_torchrun
 from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, leave, threads_of_a_rank
-from tangram.training.run.signals import POLITE, Stop, on_signals
+from tangram.training.run.signals import POLITE, Stop, first_line, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")

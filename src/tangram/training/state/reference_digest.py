@@ -42,17 +42,19 @@ def reference_digest(model: ParallelModel) -> str:
     return hashlib.sha256(json.dumps(total, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def begin_of_others(model: ParallelModel, checkpoint: Path | None) -> dict[str, str]:
-    """What a checkpoint says of the reference and of the teacher, as they are now. Collective over the world.
+def begin_of_others(model: ParallelModel, checkpoint: Path | None, kept: str | None = None) -> dict[str, str]:
+    """What a checkpoint says of the reference and of the teacher, as they are now. Collective over the world. `kept`:
+    the digest of what was kept of a teacher, in its place.
 
     Raises UserError where a run goes on from a checkpoint that began with others; one that was saved before they were
     told is believed.
     """
     others = {
         REFERENCE: (None if model.reference is None else model, "model.path (or lora.start)"),
-        TEACHER: (model.teacher, "distill.teacher"),
+        TEACHER: (model.teacher, "distill.cache" if kept else "distill.teacher"),
     }
     found = {what: reference_digest(other) for what, (other, _) in others.items() if other is not None}
+    found |= {TEACHER: kept} if kept else {}
     before: Mapping[str, Any] = {} if checkpoint is None else describe(checkpoint).about
     for what, now in found.items():
         if before.get(what, now) != now:

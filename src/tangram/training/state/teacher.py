@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from transformers import PreTrainedConfig
+
 from tangram.errors import UserError
 from tangram.models.building.build import Source, build_on_meta
 from tangram.planner.local.model_costs import Counted
@@ -24,7 +26,7 @@ def teacher_source(plan: Job, tokens: Tokens) -> Source | None:
 
     Raises UserError for a directory without weights, and for a teacher that does not speak of the student's tokens.
     """
-    if plan.distill is None:
+    if not plan.runs_teacher:
         return None
     own = plan.of_teacher()
     try:
@@ -52,6 +54,11 @@ def _refuse_other_tokens(tokens: Tokens, theirs: Tokens) -> None:
 def _numbers(tokens: Tokens) -> dict[str, int]:
     tokenizer = cast(Any, tokens)._tokenizer or byte_tokenizer()
     return cast("dict[str, int]", tokenizer.get_vocab())
+
+
+def classes_of(config: PreTrainedConfig) -> int:
+    """How many classes a model of a configuration has, rows of padding included."""
+    return cast(int, cast(Any, config).get_text_config().vocab_size)
 
 
 def build_teacher(plan: Plan, tokens: Tokens, world: World) -> ParallelModel | None:

@@ -23,6 +23,7 @@ from tangram.kernels.divergence import FORMULAS as DIVERGENCES
 from tangram.schema.job import Job
 from tangram.schema.tuning import TaskName
 from tangram.training.data import IGNORE, Batch, RankBatches
+from tangram.training.objective.cached_teacher import TopLogits
 from tangram.training.objective.loss import (
     Logits,
     leaving,
@@ -105,11 +106,14 @@ class Objective:
         """
         rows = self.rows
         if self.taught:
+            if model.said is not None:
+                return _Asked(model.said, batches)
             if model.teacher is None:
                 raise UserError("this loss compares with a teacher: give the ParallelModel one before it is trained")
-            return (
-                _Taught(model.teacher, batches) if model.pipeline is None else _teacher_logits(model.teacher, batches)
-            )
+            teacher = model.teacher
+            if model.pipeline is not None:
+                return _teacher_logits(teacher, batches)
+            return _Asked(lambda batch: _teacher_logits(teacher, [batch])[0], batches)
         if rows is None:
             return [None for _ in batches]
         if model.reference is None:
@@ -148,17 +152,17 @@ def count_of(batches: RankBatches, over: Over) -> int:
 
 
 @dataclass(frozen=True)
-class _Taught(Sequence[Logits]):
-    """A teacher's logits of each batch, made when they are asked for: all ranks ask alike."""
+class _Asked(Sequence[Any]):
+    """What a teacher says of each batch, made or read when it is asked for: all ranks ask a model alike."""
 
-    teacher: ParallelModel
+    said: Callable[[Batch], Any]
     batches: Sequence[Batch]
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, at: Any) -> Any:
-        return _teacher_logits(self.teacher, [cast(Batch, self.batches[at])])[0]
+        return self.said(cast(Batch, self.batches[at]))
 
 
 def _teacher_logits(teacher: ParallelModel, batches: Sequence[Batch]) -> Sequence[Logits | None]:
@@ -259,7 +263,7 @@ def _distilled(plan: Job) -> Objective:
     assert distill is not None  # the job's tables say so
     formula, alpha, temperature = DIVERGENCES[distill.loss_type], distill.alpha, distill.temperature
 
-    def sums(logits: Logits, batch: Batch, teacher: Logits) -> Sums:
+    def sums(logits: Logits, batch: Batch, teacher: Logits | TopLogits) -> Sums:
         far = token_divergence(logits, teacher, formula, distill.beta, temperature)
         loss, told = (1 - alpha) * temperature**2 * far, [far]
         if alpha:

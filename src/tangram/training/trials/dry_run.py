@@ -48,6 +48,7 @@ from tangram.schema.schedule_table import Action, Kind, Schedule, kept
 from tangram.training.data import Batch, RankBatches, list_files, tokens_of
 from tangram.training.mesh.local_parts import local
 from tangram.training.mesh.world import make_world
+from tangram.training.objective.cached_teacher import TopLogits, sizes_of_cache
 from tangram.training.parallel.apply import apply, freeze, give_storage
 from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.state.build_model import source_of
@@ -159,7 +160,7 @@ def _kind(plan: Plan, model: nn.Module, place: int) -> object:
         for name, p in model.named_parameters()
         if plan.pipeline is None or plan.place_of(name) == place
     )
-    return place == 0, place == plan.stage_ranks - 1, tuple(own), plan.distill is not None and place  # of the teacher
+    return place == 0, place == plan.stage_ranks - 1, tuple(own), plan.runs_teacher and place  # of the teacher
 
 
 def _needs(plan: Plan, counted: Sequence[CountedStep], rank: int, place: int, alive: float) -> Needs:
@@ -189,12 +190,25 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
         world = make_world(plan, rank, cpu, group, Peers())
         model = apply(build_on_meta(source.config), plan, world)
         if plan.distill is not None:
-            model = replace(model, teacher=bare_teacher(plan, tokens_of(plan), world))
+            model = replace(model, teacher=bare_teacher(plan, tokens_of(plan), world), said=_said(plan))
         with FakeTensorMode(allow_non_fake_inputs=True), refusing_values():
             give_storage(model.module, cpu)
             if model.teacher is not None:
                 give_storage(model.teacher.module, cpu)
             return counted_steps(model)
+
+
+def _said(plan: Plan) -> Callable[[Batch], TopLogits] | None:
+    """What a teacher that is not run says, without values."""
+    if plan.runs_teacher:
+        return None
+    top, shared = sizes_of_cache(plan)
+
+    def said(batch: Batch) -> TopLogits:
+        classes_BSK = torch.zeros(*batch.labels_BS.shape, top, dtype=torch.long)
+        return TopLogits(classes_BSK, torch.zeros(*batch.labels_BS.shape, top + 1), shared)
+
+    return said
 
 
 def counted_steps(model: ParallelModel) -> list[CountedStep]:
