@@ -292,6 +292,7 @@ def described(
     parts["data"] = parts["data"] + np.maximum(of.busiest - sum(parts.values()), 0.0)  # as `scaled` has it
     held = {name: part for name, part in needs.worst.parts().items() if name != "host"}
     kind = "moe" if any(block.experts for block, _ in outline.runs) else "dense"
+    kind = f"{kind} adapted" if outline.adapted else kind  # none of the runs that errors are known of had adapters
     runs = [
         Run(
             {name: float(values[i]) for name, values in parts.items()},

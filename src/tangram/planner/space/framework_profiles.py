@@ -51,6 +51,7 @@ class Framework:
     loss_over_ranks: str
     scratch_bytes: float
     step_bytes: float
+    step_group: float
     workspace: float
     reserve: float
     context: float
