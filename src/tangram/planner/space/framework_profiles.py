@@ -32,6 +32,7 @@ class Framework:
     hooks: float
     overlap_reduce: float
     overlap_gather: float
+    broadcasts: int
     overlap_tensor: float
     overlap_expert: float
     gradient_bytes: float
