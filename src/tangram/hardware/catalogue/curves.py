@@ -61,8 +61,8 @@ SLOWER: Mapping[str, Mapping[str, float]] = {name: {"flash-2": 1.6} for name in 
 16k tokens and heads of 128 (Shah et al. 2024, figures 5 and 6), where the curve has 528 and 465."""
 
 LIKE = {"h100-96": "h100", "a800": "a100", "h800": "h100"}
-"""Whose curves a device has that is the same chip, with other memory, power or links; where it has less power its matmuls
-reach its `best_matmul`."""
+"""Whose curves a device has that is the same chip, with other memory, power or links; where it has less power its
+matmuls reach its `best_matmul`."""
 
 
 @cache
