@@ -16,6 +16,7 @@ from typing import Any
 
 from bench._planner.tables import table
 from tangram.errors import UserError
+from tangram.models.lora.outline import ALL, adapted
 from tangram.models.outlines.outline import Dims, Group, Outline, decoder
 from tangram.planner.space.framework_profiles import Framework, framework
 from tangram.planner.space.grid import Grid, grid
@@ -97,7 +98,8 @@ class Case:
     @property
     def kind(self) -> str:
         """Of the model: "dense", "moe", ..."""
-        return "moe" if number(self.row, "experts", 0) > 1 else "dense"
+        kind = "moe" if number(self.row, "experts", 0) > 1 else "dense"
+        return f"{kind} adapted" if self.outline.adapted else kind
 
     @property
     def group(self) -> tuple[str, str, str, str]:
@@ -134,7 +136,7 @@ def why_not(row: Row) -> str:
         return "no ffn"
     if row["arch"] in ("hybrid", "t5", "bert", "multimodal-llava", "mimo"):
         return f"{row['arch']} is no decoder of one kind of block"
-    if row["task"] not in ("pretrain", "sft", ""):
+    if row["task"] not in ("pretrain", "sft", "") and not (row["task"] == "lora" and "lora=" in row["extra"]):
         return row["task"]
     if "power-limited" in row.get("note", ""):
         return "the power of its devices is limited, to what is not known"
@@ -260,8 +262,10 @@ def _decoder(found: Dims, name: str) -> Outline:
 
 
 def outline(row: Row) -> Outline:
-    """Of the model."""
-    return _decoder(dims(row), row["model"])
+    """Of the model, with its adapters: "lora=32 of q_proj+v_proj"."""
+    found = _decoder(dims(row), row["model"])
+    lora = re.search(r"\blora=(\d+)(?: of ([\w+-]+))?", row["extra"])
+    return found if lora is None else adapted(found, int(lora[1]), (lora[2] or ALL).split("+"))
 
 
 def recompute(row: Row) -> tuple[Group, float]:

@@ -199,6 +199,14 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
     for name, known, ranks in (
         ("a100-80x4", "a100", [4]), ("A100-40x8", "a100-40", [8]), ("8xh100", "h100", [8]), ("4 x B200", "b200", [4]),
         ("rtx4090x1", "rtx-4090", [1]), ("h100-96x16", "h100-96", [8, 16]), ("h100x64", "h100", [8, 64]),
+        ("4090x8", "rtx-4090", [8]), ("8x4090", "rtx-4090", [8]), ("2x RTX 3090", "rtx-3090", [2]),
+        ("a10gx4", "a10g", [4]), ("T4x2", "t4", [2]), ("l4x8", "l4", [8]), ("2xa100", "a100", [2]),
+        ("h100_sxm-8x8", "h100", [8, 64]), ("H100-SXM5-80GBx8", "h100", [8]), ("8*H100", "h100", [8]),
+        ("8 × A100-80GB", "a100", [8]), ("a100_40gbx4", "a100-40", [4]),
+        ("nvidia-a100-sxm4-40gb-8x2", "a100-40", [8, 16]),
+        ("h100-pciex2", "h100-pcie", [2]), ("h100-nvl-96gbx2", "h100-nvl", [2]), ("gb200x72", "gb200", [72]),
+        ("gb200-nvl72", "gb200", [72]), ("gb200x144", "gb200", [72, 144]), ("gb200x256", "gb200", [64, 256]),
+        ("6000-adax2", "rtx-6000-ada", [2]), ("MI300Xx8", "mi300x", [8]), ("b200-192gbx8", "b200", [8]),
     ):  # fmt: skip
         assert (c.load(name).device.name, [link.ranks for link in c.load(name).links]) == (known, ranks)
     for name, said in {
@@ -207,8 +215,17 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
         "m3-ultra-1x1": "thead-ppu; of another device write a file of the cluster",
         "h100-16x2": "linked to 7 others at most: give nodes of 8, as h100-8x4",
         "h800-256x8": "give nodes of 8, as h800-8x256",
-        "a10-2x1": "knows no link within a node of NVIDIA A10",
+        "mi210-2x1": "knows no link within a node of AMD MI210",
         "a10-1x2": "knows no network between nodes of NVIDIA A10",
+        "h100": "there is no cluster 'h100' (did you mean 'h100-8x8'?)",
+        "dgx-h100": "there is no cluster 'dgx-h100' (did you mean 'h100x8'?)",
+        "8 a100 gpus": "(did you mean 'a100x8'?)",
+        "v100-16gbx8": 'has no device "v100-16gb": did you mean h100-96 or v100',
+        "40900x8": 'has no device "40900": did you mean rtx-4090',
+        "8xh10": 'has no device "h10": did you mean',
+        "a100-60gbx4": 'has no device "a100-60gb": did you mean a100',
+        "h100-pcie-40gbx2": 'has no device "h100-pcie-40gb": did you mean h100-pcie',
+        "p5.48xlarge": "there is no cluster 'p5.48xlarge': there are cpu-2, h100-8x8, and DEVICE-8x32",
         "h1000-8x2": 'has no device "h1000": did you mean h100',
         "h100-8x0": "there is no cluster of 0 nodes of 8 devices",
         "h100-8x999999999": "write a whole number from 1 to 10000000",

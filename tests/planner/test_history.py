@@ -6,7 +6,7 @@ import sqlite3
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,6 +28,8 @@ from tangram.planner.cost.history import (
     likely,
     read,
 )
+from tangram.planner.local.estimate import Estimate, Seconds
+from tangram.planner.local.rerank import predicted_plan
 from tangram.schema.tuning import LoraPlan
 from tests.training.small import small_plan
 
@@ -140,6 +142,10 @@ def test_what_is_trained_of_a_model_and_the_text_of_single_documents_are_in_the_
     for packing, same in (("packed", True), ("single", False)):  # whose rows are as long as documents
         here, there = (small_plan(tmp_path, data={"packing": packing, **more}) for more in ({}, {"sources": sources}))
         assert (key_of(here) == key_of(there)) == same
+    auto = small_plan(tmp_path, data={"packing": "auto"})  # whose rows are short where the model mixes documents
+    nothing, tokens = Seconds(0.0, 0.0, 0.0, 0.0), auto.data.global_batch * auto.data.sequence
+    full, short = (predicted_plan(auto, Estimate(cast("Any", nothing), nothing, n)).key for n in (tokens, tokens - 8))
+    assert full == key_of(auto) != short
 
 
 # ---------------------------------------------------------------- what it teaches

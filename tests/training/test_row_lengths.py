@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from tangram.cli.plan.options import Taking
+from tangram.cli.plan.plan_files import job_in
 from tangram.models.outlines.costs import MORE_FLOPS
 from tangram.planner.local.model_costs import Counted, Rows
 from tangram.planner.local.rank import predict
 from tangram.planner.local.strategies import Strategy, plan_of
+from tangram.planner.search.query import ask_of
 from tangram.schema.files import load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
@@ -28,11 +32,28 @@ from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin, empty_places
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
+from tangram.training.trials import local_plans
 from tangram.training.trials.local_plans import rows_of_steps
 from tests.planner.machine import rates
+from tests.training.causal_models import write_config
 from tests.training.tuning_tasks import write_folder
 
 STEPS = 12
+JOB = """version = 3
+[model]
+path = "{config}"
+[data]
+sources = [{{ path = "text.jsonl" }}]
+tokenizer = "bytes"
+sequence = 256
+global_batch = 4
+cache = "cache"
+[optimiser]
+lr = 1e-3
+[run]
+steps = 4
+"""
+"""As little as a job has to say."""
 ONE = Strategy("one process", "dp=1", ("dp",), shard="dp")
 
 
@@ -105,6 +126,45 @@ def test_rows_are_the_plans_where_nothing_says_else(folder: Path) -> None:
     assert rows is None
     assert told.startswith("planned as if each row had 640 tokens: ")
     assert "nowhere" in told
+
+
+@pytest.mark.parametrize(("family", "apart"), [("qwen3", True), ("lfm2", False)])
+def test_rows_of_what_the_model_is_found_fit_for(
+    family: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With data.packing = "auto": full rows where documents share them, short ones where each has its own; both
+    planners say so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": "so " * n}) for n in range(5, 45)))
+    config = write_config(tmp_path / family, family, max_position_embeddings=512)
+    (tmp_path / "job.toml").write_text(JOB.format(config=config))
+    job = load(tmp_path / "job.toml")
+    rows, told = rows_of_steps(job, tokens_of(job))
+    if apart:
+        assert (rows, told) == (None, ())
+    else:
+        single = job.model_copy(update={"data": job.data.model_copy(update={"packing": "single"})})
+        assert (rows, told) == rows_of_steps(single, tokens_of(single))
+        assert rows is not None
+        assert rows.mean <= rows.longest < 256
+    found = job_in(str(tmp_path / "job.toml"), Taking(None, 1, runs=False), (None,) * 3, {})
+    assert found.rows == rows
+    tokens, sequence, *_ = cast("Any", found.typed(cast("Any", ("", None, None))))
+    assert (int(tokens) // 4, sequence) == 2 * (256 if rows is None else rows.longest,)
+    whole = found.of(ask_of(tokens, sequence, "fp32", "tangram", "", 0.0, 8))
+    assert whole.filled == (1.0 if rows is None else rows.mean / rows.longest)
+
+
+def test_a_model_that_is_too_large_is_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_plans, "MOST_ASKED", 1000)
+    asked = job_of(folder, **{"data.packing": "auto"})
+    assert rows_of_steps(asked, tokens_of(asked)) == (None, ()), "as a narrower one says"
+    monkeypatch.setattr(local_plans, "MOST_NARROW", 1000)
+    job = job_of(folder, **{"data.packing": "auto"})
+    rows, (told,) = rows_of_steps(job, tokens_of(job))
+    assert rows is None
+    assert told.startswith("planned as if each row had 640 tokens: ")
+    assert 'data.packing = "single"' in told
 
 
 def test_lengths_of_steps(folder: Path) -> None:

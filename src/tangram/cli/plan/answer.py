@@ -93,7 +93,7 @@ class Look:
         if self.hours is not None and self.train_tokens is None and not self.objective:
             raise UserError("--hours is the deadline of --train-tokens: give both")
         training = None if self.train_tokens is None else count_of(self.train_tokens, THOUSANDS)
-        return Terms(asked.tokens, hour_price(*self.price), training, self.hours, self.goodput(), self.price[1])
+        return Terms(asked.tokens_met, hour_price(*self.price), training, self.hours, self.goodput(), self.price[1])
 
 
 def _snapshots(typed: str | None) -> Snapshots | None:
@@ -120,7 +120,7 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
     read = None if one is None else read_strategy(one[0], outline, devices_of(typed[4])[1], where)
     asked = _ask(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     outline = training.samples(outline, asked.sequence)
-    asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
+    asked = training.of(asked, outline) if job is None else job.of(training.of(asked, outline, job.optimiser))
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:

@@ -25,7 +25,7 @@ OF_CLUSTERS = (
     "--explain", "--to", "--job-file", "--timeline", "--report", "--objective", "--train-tokens", "--tokens", "--hours",
     "--price", "--watts", "--kwh", "--pareto", "--mtbf", "--checkpoint-s", "--restart-s", "--snapshots", "--runs",
     "--optimiser", "--offload", "--loss", "--lora", "--base", "--imbalance", "--checkpoint-every",
-    "--documents", "--image-tokens", "--train-embeddings",
+    "--documents", "--image-tokens", "--lora-targets", "--train-embeddings",
     "--tokens-per-batch", "--seq",
     "--precision", "--framework", "--gpus", "--memory", "--without", "--between",
 )  # fmt: skip

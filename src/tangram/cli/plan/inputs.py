@@ -37,6 +37,8 @@ def read_job(common: Common, taking: Taking) -> JobAndOutline | None:
         from tangram.schema.files import changes_of
 
         changes = changes_of(common.change or [])
+        if common.lora_targets:
+            raise UserError("--lora-targets is of a model by name: a job says lora.targets, so change them with --set")
         return job_in(common.model, taking, common.typed()[:3], changes, common.lora, common.base)
     if taking.out is not None or taking.runs:
         raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or export")

@@ -60,6 +60,9 @@ Loss = Annotated[
     str | None, typer.Option(help="Of the logits: eager, compiled, fused, chunked, parallel; default: the framework's.")
 ]
 Lora = Annotated[int, typer.Option(help="Train LoRA adapters of this rank, beside frozen weights.")]
+LoraTargets = Annotated[
+    str, typer.Option("--lora-targets", help="Of --lora: which linear layers, as q_proj,v_proj; default: all.")
+]
 TrainEmbeddings = Annotated[
     bool, typer.Option("--train-embeddings", help="Of --lora: embedding and head whole, as peft's modules_to_save.")
 ]
@@ -125,6 +128,7 @@ class Common:
     offload: Offload = None
     loss: Loss = None
     lora: Lora = 0
+    lora_targets: LoraTargets = ""
     train_embeddings: TrainEmbeddings = False
     base: Base = None
     documents: DocumentLengths = ""
@@ -153,7 +157,7 @@ class Common:
             self.optimiser or "", self.lora, self.base or "", self.offload or "", self.imbalance,
             self.checkpoint_every, self.without, self.loss or "", self.documents,
             length(self.image_tokens, "--image-tokens") or 0,
-            self.train_embeddings, memory_of(self.memory)[1],
+            self.train_embeddings, memory_of(self.memory)[1], self.lora_targets,
         )  # fmt: skip
 
 

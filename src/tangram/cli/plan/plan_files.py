@@ -15,15 +15,16 @@ from tangram.models.lora.outline import adapted
 from tangram.models.outlines.outline import Outline
 from tangram.models.outlines.outlined import outline_of
 from tangram.planner.imports.tangram import TYPES
-from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.model_costs import Counted, Rows
 from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
 from tangram.planner.local.ranking_table import Titled
-from tangram.planner.search.strategy import Choice
+from tangram.planner.search.strategy import Ask, Choice
 from tangram.schema.files import dumps, load, mistakes
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
+from tangram.training.trials.local_plans import rows_of_steps
 
 ENDS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 """What embedding and head are called in models."""
@@ -36,11 +37,19 @@ class JobAndOutline:
     job: Job
     outline: Outline
     counted: Counted
+    rows: Rows | None = None
+    """How long rows are; None: all are of `data.sequence`."""
+    told: tuple[str, ...] = ()
+    """Of them, for a person."""
 
     def typed(self, typed: Typed) -> Typed:
         """What was typed, with what the job says."""
-        data = self.job.data
-        return (str(data.global_batch * data.sequence), data.sequence, TYPES[self.job.precision.compute], *typed[3:])
+        data, longest = self.job.data, self.rows.longest if self.rows else self.job.data.sequence
+        return (str(data.global_batch * longest), longest, TYPES[self.job.precision.compute], *typed[3:])
+
+    def of(self, asked: Ask) -> Ask:
+        """With how much of the longest rows those of a step are in the mean."""
+        return replace(asked, filled=self.rows.mean / self.rows.longest) if self.rows else asked
 
     @property
     def optimiser(self) -> str:
@@ -53,7 +62,9 @@ class JobAndOutline:
             self._write(choices, taking)
         others = not_run(choices, self.outline)
         document["not_run"] = [] if others is None else [row[0] for row in others[2]]
-        return [] if others is None else [others]
+        document["rows"] = self.told
+        rows = [("Rows", ("",), [(one,) for one in self.told])] if self.told else []
+        return [*rows, *([] if others is None else [others])]
 
     def _write(self, choices: Sequence[Choice], taking: Taking) -> None:
         """The picked row as a plan. Raises UserError, with the rows that can be written."""
@@ -103,7 +114,8 @@ def job_in(
     job = _adapted(job, file, lora)
     if base not in (None, "bf16") and (taking.out is not None or taking.runs):
         raise UserError(f"--base {base}: tangram train keeps frozen weights as precision.parameters says: leave it out")
-    config = source_of(job, tokens_of(job)).config
+    tokens = tokens_of(job)
+    config, (rows, told) = source_of(job, tokens).config, rows_of_steps(job, tokens)
     outline = outline_of(config, path.stem)
     if job.lora is not None:
         if others := [one for one in job.lora.modules_to_save if not one.endswith(ENDS)]:
@@ -113,7 +125,7 @@ def job_in(
             )
         outline = adapted(outline, job.lora.rank, job.lora.targets)
         outline = replace(outline, trained_ends=bool(job.lora.modules_to_save))
-    return JobAndOutline(job, outline, Counted(job, config))
+    return JobAndOutline(job, outline, Counted(job, config), rows, told)
 
 
 def _adapted(job: Job, file: str, rank: int) -> Job:

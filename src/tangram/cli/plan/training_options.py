@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
-from tangram.models.lora.outline import adapted
+from tangram.models.lora.outline import ALL, adapted
 from tangram.models.outlines.images import with_images
 from tangram.models.outlines.outline import Outline
 from tangram.planner.search.strategy import Ask
@@ -46,12 +46,17 @@ class TrainingOptions:
     train_embeddings: bool = False
     memory_share: float = 1.0
     """Of what a device has, where no GB are typed."""
+    lora_targets: str = ""
+    """Linear layers that have adapters, by the ends of their names, with commas between; "": all."""
 
     def outline(self, outline: Outline) -> Outline:
         """A model with its adapters. Raises UserError."""
         if self.train_embeddings and not self.lora:
             raise UserError("--train-embeddings is beside adapters: give --lora, their rank, or leave it out")
-        return replace(adapted(outline, self.lora), trained_ends=self.train_embeddings)
+        targets = tuple(one.strip() for one in self.lora_targets.split(",") if one.strip())
+        if targets and not self.lora:
+            raise UserError("--lora-targets names layers that have adapters: give --lora, their rank, or leave it out")
+        return replace(adapted(outline, self.lora, targets or ALL), trained_ends=self.train_embeddings)
 
     def samples(self, outline: Outline, sequence: int) -> Outline:
         """With what its samples are of, as typed. Raises UserError."""

@@ -180,9 +180,9 @@ def builtin(name: str) -> Cluster:
     if name not in names():
         if (tables := uniform.tables_of(name, tomllib.loads(_text(uniform.LIKE)))) is not None:
             return _of_tables(tables, name)
-        raise UserError(
-            f"there is no cluster {name!r}{_nearest(name, names())}: there are {', '.join(names())}, and {uniform.FORM}"
-        )
+        device = uniform.suggested(name)
+        near = _nearest(name, names()) or (f" (did you mean {device!r}?)" if device else "")
+        raise UserError(f"there is no cluster {name!r}{near}: there are {', '.join(names())}, and {uniform.FORM}")
     return _cluster(_text(name), name)
 
 

@@ -60,8 +60,9 @@ SLOWER: Mapping[str, Mapping[str, float]] = {name: {"flash-2": 1.6} for name in 
 """How much longer a kernel takes than the newest. FlashAttention-2 on an H100: 335 forward and 322 TFLOP/s backward at
 16k tokens and heads of 128 (Shah et al. 2024, figures 5 and 6), where the curve has 528 and 465."""
 
-LIKE = {"h100-96": "h100"}
-"""Whose curves a device has that differs in memory and power alone; its matmuls reach its `best_matmul`."""
+LIKE = {"h100-96": "h100", "a800": "a100", "h800": "h100"}
+"""Whose curves a device has that is the same chip, with other memory, power or links; where it has less power its
+matmuls reach its `best_matmul`."""
 
 
 @cache

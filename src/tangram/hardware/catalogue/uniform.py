@@ -19,6 +19,8 @@ BRIDGED = 2
 """Cards at a bridge; a node of more of them has its host between, over which a card reaches half of PCIe."""
 NODE = 8
 """Devices of a node where only their number is said, and there are more."""
+UNSAID = r"nvidia|geforce|tesla|amd|instinct|intel|huawei|sxm\d?|hbm\d?e?"
+"""Words of a device's name that are left out here."""
 NEAR = 0.1
 """By how much of it a memory that a name says may differ: an "80 GB" device has 85e9 bytes."""
 FORM = "DEVICE-8x32 (32 nodes of 8) or DEVICEx4 of a device of the catalogue"
@@ -31,7 +33,7 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
     `like`: those of `LIKE`, with a link within a node and one between nodes. Raises UserError for a device or a node
     that is not known.
     """
-    found = _read(name.strip().lower())
+    found = _read(" ".join(re.sub(r"[*×]", "x", name.lower()).split()))
     if found is None:
         return None
     given, near, nodes = found
@@ -41,7 +43,7 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
     within, between = like["links"]
     links: list[dict[str, Any]] = []
     if near > 1:
-        domain = one.link_domain or near
+        domain = one.link_domain or NODE
         rate = _within(name, one, near, f"{given}-{domain}x{near * nodes // domain}")
         links.append({**within, "ranks": near, "rate": rate})
     if nodes > 1:
@@ -51,39 +53,71 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**like, "ranks": near * nodes, "device": {**like["device"], "name": one.name}, "links": links}
 
 
+def suggested(name: str) -> str:
+    """A name as it is read, of the device that one speaks of which is not; "" where it speaks of none."""
+    for key in sorted(devices(), key=len, reverse=True):
+        if re.search(rf"(?<![a-z0-9]){key.replace('-', '[-_ ]?')}(?![a-z0-9])", name.lower()):
+            return f"{key}x8"
+    return ""
+
+
 def _read(name: str) -> tuple[str, int, int] | None:
-    """Device, devices of a node, and nodes: of "h100-8x256", "h100x8" or "8xh100". What is before the last x is a
-    device where the catalogue has one, as "a100-40x4"."""
-    for pattern, at, count in ((r"(.+?)[- ]?x(\d{1,9})", 1, 2), (r"(\d{1,9})[- ]?x[- ]?(.+)", 2, 1)):
+    """Device, devices of a node, and nodes: of "h100-8x256", "h100x8", "8xh100" or "gb200-nvl72". What is before the
+    last x is a device where the catalogue has one, as "a100-40x4"."""
+    counted: list[tuple[str, int]] = []
+    for pattern, at, count in ((r"(.+?)[-_ ]?x ?(\d{1,9})", 1, 2), (r"(\d{1,9})[-_ ]?x[-_ ]?(.+)", 2, 1)):
         found = re.fullmatch(pattern, name, re.ASCII)
-        if found is not None and _named(found[at]):
-            ranks = int(found[count])
-            if ranks > NODE and ranks % NODE:
-                nodes = f"{found[at]}-4x{-(-ranks // 4)}"
-                raise UserError(f"{name}: {ranks} devices are no whole nodes of {NODE}: write {nodes}, say")
-            return (found[at], NODE, ranks // NODE) if ranks > NODE else (found[at], ranks, 1)
-    found = re.fullmatch(r"(.+)-(\d{1,9})x(\d{1,9})", name, re.ASCII)
-    return found and (found[1], int(found[2]), int(found[3]))
+        if found is not None:
+            counted.append((found[at], int(found[count])))
+            if one := _named(found[at]):
+                return (found[at], *_nodes(name, found[at], int(found[count]), one.domain))
+    if found := re.fullmatch(r"(.+?)[-_ ]?nvl(\d{1,9})(?:x(\d{1,9}))?", name, re.ASCII):
+        return found[1], int(found[2]), int(found[3] or 1)
+    if found := re.fullmatch(r"(.+)[-_](\d{1,9})x(\d{1,9})", name, re.ASCII):
+        return found[1], int(found[2]), int(found[3])
+    given = max((one for one, _ in counted), key=lambda one: (not one.isdigit(), len(one)), default="")
+    return (given, 1, 1) if len(given) > 1 else None  # which no device is called
+
+
+def _nodes(name: str, given: str, ranks: int, domain: int) -> tuple[int, int]:
+    """Devices of a node, and nodes, of so many: as many as are linked, eight of most. Raises UserError."""
+    most = max(domain, NODE)
+    near = ranks if ranks <= most else next(size for size in range(most, 0, -1) if ranks % size == 0)
+    if ranks > most and near < NODE:
+        raise UserError(f"{name}: {ranks} devices are no whole nodes of {NODE}: write {given}-4x{-(-ranks // 4)}, say")
+    return near, ranks // max(near, 1)
 
 
 def _named(given: str) -> Figures | None:
-    """The device that is called so, spaces and dashes apart: "RTX 4090", "rtx4090"."""
-    plain = re.sub(r"[-_ ]", "", given)
-    if found := next((one for key, one in devices().items() if key.replace("-", "") == plain), None):
-        return found
+    """The device that is called so: spaces, dashes, makers and forms apart, with its memory maybe: "RTX 4090",
+    "NVIDIA-A100-SXM4-40GB"."""
+    words = [one for one in re.split(r"[-_ ]+", given) if not re.fullmatch(UNSAID, one)]
+    memory = next((int(one[1]) for word in words if (one := re.fullmatch(r"(\d+)gi?b?", word))), 0)
+    plain = "".join(word for word in words if not re.fullmatch(r"\d+gi?b?", word))
+    for key, one in devices().items():
+        own = key.replace("-", "")
+        if own in (plain, f"rtx{plain}", f"{plain}{memory or ''}") and _has(one, memory):
+            return one
     try:
         found = device(given)
     except UserError:
         return None
     size = re.search(r"-(\d+)$", given)  # of those that are called by their memory, "v100-16" is not the other's
-    return None if size and abs(int(size[1]) * 2**30 / (found.memory_bytes or 1) - 1) > NEAR else found
+    return None if size and not _has(found, int(size[1])) else found
+
+
+def _has(one: Figures, memory: int) -> bool:
+    """Whether that is its memory, in thousands or in units of 2^30 bytes; 0: none is said."""
+    return not memory or any(abs(memory * unit / (one.memory_bytes or 1) - 1) <= NEAR for unit in (1e9, 2**30))
 
 
 def _device(name: str, given: str) -> Figures:
     if given not in devices():
         close = difflib.get_close_matches(given, tuple(devices()), 3)
+        close = close or difflib.get_close_matches(f"rtx-{given}", tuple(devices()), 3, 0.8)
+        close = close or [suggested(given).removesuffix("x8")]
         others = f"there are {', '.join(devices())}; of another device write a file of the cluster"
-        hint = f"did you mean {' or '.join(close)}?" if close else others
+        hint = f"did you mean {' or '.join(close)}?" if close[0] else others
         raise UserError(f'{name}: the catalogue has no device "{given}": {hint}')
     return devices()[given]
 
@@ -93,12 +127,13 @@ def _within(name: str, one: Figures, ranks: int, as_many: str) -> float:
 
     `as_many`: the name of as many devices in nodes as they are built.
     """
+    over_host = one.link_bandwidth is None or ranks > (one.link_domain or NODE) == BRIDGED
+    if over_host and one.pcie_bandwidth and ranks <= NODE:
+        return one.pcie_bandwidth / 2
     if one.link_bandwidth is None or one.link_domain is None:
         raise UserError(
             f"{name}: the catalogue knows no link within a node of {one.label}: write a file of the cluster"
         )
-    if ranks > one.link_domain == BRIDGED and one.pcie_bandwidth:
-        return one.pcie_bandwidth / 2
     if ranks > one.link_domain:
         raise UserError(
             f"{name}: the catalogue knows {one.label} to be linked to {one.link_domain - 1} others at most: give nodes "

@@ -103,6 +103,10 @@ def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behi
     reduce = _summed(setting, g, trained, framework.reduce_bytes)
     gather = _gathered(setting, g, trained, setting.flow_bytes)
     parts = np.maximum(outline.layers / g.pipeline, 1.0)
+    if framework.broadcasts:
+        shards = _shards(g, g.data * g.context)
+        more = np.where((g.zero >= 1) & (g.zero < 3), np.minimum(shards, framework.broadcasts * parts) - 1, 0.0)
+        gather = gather + more * exchange(setting, "all-gather", np.zeros(len(g)), shards, g.tensor, g)
     once = (
         _once(g, gather, framework.overlap_gather * ahead, parts),
         _once(g, reduce, framework.overlap_reduce * behind, parts),

@@ -133,12 +133,15 @@ def path() -> Path | None:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tangram" / "history.sqlite"
 
 
-def key_of(plan: Plan) -> str:
-    """The same for two plans whose steps take the same time and memory: what else they train on, and how long."""
+def key_of(plan: Plan, tokens: int = 0) -> str:
+    """The same for two plans whose steps take the same time and memory: what else they train on, and how long.
+
+    `tokens`: of a step, where fewer than its rows could have are known.
+    """
     whole = plan.model_dump(mode="json")
     said = _of_the_plan(whole)
     lengths = ("sources", "tokenizer") if plan.data.packing == "single" else ()  # of rows follow from what is read
-    said["data"] = {name: whole["data"][name] for name in (*OF_DATA, *lengths)}
+    said["data"] = {name: whole["data"][name] for name in (*OF_DATA, *lengths)} | ({"tokens": tokens} if tokens else {})
     said["run"] = {name: value for name, value in whole["run"].items() if name not in NOT_OF_RUN}
     return _digest(said)
 

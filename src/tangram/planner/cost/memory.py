@@ -307,9 +307,11 @@ def stage(
     # The head's weight has its gradient made while logits and theirs are there.
     head = logits(outline, g, setting) * (1 + predictors) + ends * framework.scratch_bytes
     wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
+    updated = divided(g, numbers[1], 1)
+    updated = np.where(cut, np.minimum(updated, framework.step_group or np.inf), updated)
     return Stage(
         *model_state_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
-        scratch * framework.scratch_bytes, divided(g, numbers[1], 1) * framework.step_bytes,
+        scratch * framework.scratch_bytes, updated * framework.step_bytes,
         framework.workspace,
         np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
         np.where(cut, whole * (2 * wide + framework.reduce_bytes) + ends * wide, 0.0),

@@ -178,6 +178,8 @@ def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False,
     """Of a step of each configuration of the grid; with `least` what no cut of the layers into virtual stages is
     quicker than, without its links, and what is never less where layers take longer; with `fewer`, nor with fewer
     virtual stages, from two on, or where PP ranks lie within DP ranks, and without what DP ranks and hosts move."""
+    if setting.filled != 1.0:
+        g = replace(g, sequence=g.sequence * setting.filled)
     of = passes_of(outline, g, setting)
     whole, head, micros = of.forward + of.backward, of.head, g.micros
     body = whole * (1 / g.pipeline)

@@ -38,7 +38,7 @@ from tangram.planner.local.peak_memory import (
 from tangram.planner.local.stage_shares import Share, recomputed, shares
 from tangram.schema.plan import Plan
 
-VERSION = 4
+VERSION = 5
 """Of what is predicted: runs that another version predicted are not learned from. Raise it with every change here."""
 SPLIT_BACKWARD = 0.2
 """What a backward in two parts takes beyond one in one, as its graph is gone through twice. Chosen, with plans that ran

@@ -140,7 +140,7 @@ class Counted:
 
     def _narrowed(self, tensor: int, vocabulary: bool) -> _Narrow | None:
         """The model of one of so many TP ranks; None where no configuration says it."""
-        config = _one_of(self.config, tensor, vocabulary)
+        config = one_of(self.config, tensor, vocabulary)
         if config is None:
             return None
         try:
@@ -166,7 +166,7 @@ def _layout(name: str, layouts: Mapping[str, str]) -> str | None:
     return next((layout for pattern, layout in layouts.items() if matches((pattern,), name)), None)
 
 
-def _one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTrainedConfig | None:
+def one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTrainedConfig | None:
     """The model that one of so many TP ranks computes: fewer heads, a narrower inside. None: no fields say it."""
     config = deepcopy(config)
     text = config.get_text_config()

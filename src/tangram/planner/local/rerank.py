@@ -14,8 +14,9 @@ from tangram.schema.plan import Plan
 
 def predicted_plan(plan: Plan, estimate: Estimate) -> PredictedPlan:
     """What the history is asked for."""
+    full = plan.data.global_batch * plan.rows_per_sample * plan.data.sequence
     return PredictedPlan(
-        key=key_of(plan),
+        key=key_of(plan, estimate.tokens if estimate.tokens < full else 0),
         family=family_of(plan),
         precision=plan.precision.compute,
         parts=asdict(estimate.seconds),

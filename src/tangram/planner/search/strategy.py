@@ -91,6 +91,13 @@ class Ask:
     """What of the joint space is not to be used, by names (`planner.legality.exclusions`)."""
     memory_share: float = 1.0
     """Of what its device has, where `memory` is 0: as beside an engine that samples on the same device."""
+    filled: float = 1.0
+    """Of a sample's tokens those of a step's rows in the mean, of which time is; memory is of the whole sample."""
+
+    @property
+    def tokens_met(self) -> int:
+        """Of a step those of rows, as long as these are."""
+        return round(self.tokens * self.filled)
 
     def each(self) -> tuple[Ask, ...]:
         """By each type that matmuls may be computed in, alone."""
@@ -224,7 +231,7 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     return Setting(
         own, framework(ask.framework), ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
         host=Host(**{**known, **cluster.host}), unlike=ask.unlike, documents=ask.documents, save_every=ask.save_every,
-        loss=ask.loss, away_share=ask.away_share,
+        loss=ask.loss, away_share=ask.away_share, filled=ask.filled,
     )  # fmt: skip
 
 
@@ -285,6 +292,7 @@ def described(
     parts["data"] = parts["data"] + np.maximum(of.busiest - sum(parts.values()), 0.0)  # as `scaled` has it
     held = {name: part for name, part in needs.worst.parts().items() if name != "host"}
     kind = "moe" if any(block.experts for block, _ in outline.runs) else "dense"
+    kind = f"{kind} adapted" if outline.adapted else kind  # none of the runs that errors are known of had adapters
     runs = [
         Run(
             {name: float(values[i]) for name, values in parts.items()},
@@ -306,7 +314,8 @@ def _choice(
 ) -> Choice:  # fmt: skip
     at = {name: int(values[i]) for name, values in g.columns().items()}
     ranks, step = float(g.ranks[i]), run.predicted
-    flops = (3 * outline.flops(ask.sequence) - frozen_flops(outline)) * at["batch"] * ask.sequence
+    tokens = at["batch"] * ask.sequence * ask.filled
+    flops = (3 * outline.flops(round(ask.sequence * ask.filled)) - frozen_flops(outline)) * tokens
     need = float(np.broadcast_to(needs.device, len(g))[i])
     return Choice(
         mesh=mesh_of(at["pipeline"], at["data"], at["context"], at["ulysses"], at["tensor"], inner=at["inner"] > 0),
@@ -323,7 +332,7 @@ def _choice(
         step=step,
         low=step * math.exp(-half),
         high=step * math.exp(half),
-        tokens_per_device=at["batch"] * ask.sequence / step / ranks,
+        tokens_per_device=tokens / step / ranks,
         utilisation=flops / step / ranks / setting.device.peak(ask.precision),
         memory=need,
         memory_low=need * math.exp(-SURE * MEMORY_SPREAD),

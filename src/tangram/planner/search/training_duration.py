@@ -61,14 +61,14 @@ class Duration:
 
 def durations(outline: Outline, cluster: Cluster, ask: Ask, budget: Budget) -> list[Duration]:
     """For each size of the cluster, the largest first. Raises UserError where the budget cannot be."""
-    terms = Terms(ask.tokens, budget.price, budget.tokens, budget.hours, budget.goodput)
+    terms = Terms(ask.tokens_met, budget.price, budget.tokens, budget.hours, budget.goodput)
     found: list[Duration] = []
     for one in by_size(outline, cluster, ask):
         hours = terms.took(one.devices, one.choice.step) if one.choice else float("inf")
         cost = one.devices * hours * budget.price if budget.price is not None and one.choice else None
         energy = one.devices * hours * budget.watts / 1000 if budget.watts is not None and one.choice else None
         late = max(0.0, hours - budget.hours) if one.choice and budget.hours is not None else 0.0
-        in_time = _in_time(terms, hours, ask.tokens) if late else None
+        in_time = _in_time(terms, hours, ask.tokens_met) if late else None
         found.append(Duration(one.devices, one.choice, hours, cost, energy, one.lacking, late, in_time))
     return found
 

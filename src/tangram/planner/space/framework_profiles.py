@@ -32,6 +32,7 @@ class Framework:
     hooks: float
     overlap_reduce: float
     overlap_gather: float
+    broadcasts: int
     overlap_tensor: float
     overlap_expert: float
     gradient_bytes: float
@@ -51,6 +52,7 @@ class Framework:
     loss_over_ranks: str
     scratch_bytes: float
     step_bytes: float
+    step_group: float
     workspace: float
     reserve: float
     context: float

@@ -4,6 +4,7 @@ Values come from the weights of a Hugging Face directory, from the model class's
 `tangram.models.building.build`), or later from a checkpoint; then only what no checkpoint holds is filled here.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,8 +104,11 @@ def build_unsharded(plan: Plan, source: Source, device: torch.device, *, values:
     return model
 
 
-def shallow(plan: Job, source: Source) -> PreTrainedModel:
-    """A model of the plan's type with one block of each kind, with initial values, in this process on the CPU."""
+def shallow(plan: Job, source: Source, most: float = math.inf) -> PreTrainedModel:
+    """A model of the plan's type with one block of each kind, with initial values, in this process on the CPU.
+
+    Raises UserError where it has more than `most` parameters.
+    """
     model = build_on_meta(source.config)
     kinds: set[object] = set()
     for name in block_names(model):
@@ -113,6 +117,8 @@ def shallow(plan: Job, source: Source) -> PreTrainedModel:
         if kind in kinds:
             model.set_submodule(name, Through(block))
         kinds.add(kind)
+    if (size := sum(parameter.numel() for parameter in model.parameters())) > most:
+        raise UserError(f"one block of each kind has {size:,} parameters, too many to be tried here")
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     materialise(model, torch.device("cpu"), initial_tensors(source.config, plan.seed, only=own.__contains__))
     return model

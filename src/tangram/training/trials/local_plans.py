@@ -10,17 +10,23 @@ import torch
 from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device, usable_cores
 from tangram.hardware.measuring.rates import Rates, rates
+from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
+from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Here, History
 from tangram.planner.local import estimate
-from tangram.planner.local.model_costs import Counted, Rows
+from tangram.planner.local.model_costs import Counted, Rows, one_of
 from tangram.planner.local.rank import MOST_PROCESSES, rank
 from tangram.planner.local.ranking_table import Ranking
 from tangram.planner.local.rerank import by_history
 from tangram.planner.local.strategies import PIPELINE
 from tangram.schema.job import Job
 from tangram.training.data import Tokens, open_corpus, prepare, step_lengths, tokens_of
-from tangram.training.state.build_model import source_of
+from tangram.training.objective.packing import respects_documents
+from tangram.training.state.build_model import shallow, source_of
+
+MOST_ASKED, MOST_NARROW, NARROWER = 100_000_000, 600_000_000, 64
+"""Parameters of a model that is asked about documents, and of a narrower one; by which that is narrower inside."""
 
 
 def here_of(rates: Rates) -> Here:
@@ -77,15 +83,38 @@ def rows_of_steps(job: Job, tokens: Tokens) -> tuple[Rows | None, tuple[str, ...
 
     None: all are of `data.sequence`.
     """
-    if job.data.packing != "single" or job.run.compile:
+    if job.data.packing in ("packed", "best-fit") or job.run.compile:
         return None, ()
     try:
-        prepare(job.data, tokens, _nowhere)
-        rows = Rows(*step_lengths(open_corpus(job.data, tokens), job.data, job.seed, job.run.steps))
+        if job.data.packing == "auto" and _shares_rows(job, tokens):
+            return None, ()
+        data = job.data.model_copy(update={"packing": "single"})
+        prepare(data, tokens, _nowhere)
+        rows = Rows(*step_lengths(open_corpus(data, tokens), data, job.seed, job.run.steps))
     except UserError as error:
         return None, (f"planned as if each row had {job.data.sequence} tokens: {error}",)
     most = "" if rows.longest == job.data.sequence else f" and at most {rows.longest}"
     return rows, (f"rows have {rows.mean} of {job.data.sequence} tokens in the mean{most}: time is of the mean",)
+
+
+def _shares_rows(job: Job, tokens: Tokens) -> bool:
+    """Whether documents share samples, as a model of the job's says: the code tells, and not how many blocks there are,
+    nor, where these are large, how wide inside. Raises UserError."""
+    source = source_of(job, tokens)
+    if mode_of(source.config) not in (None, TOKENS):
+        source = replace(source, config=by_tokens(source.config))
+    try:
+        return respects_documents(shallow(job, source, MOST_ASKED))
+    except UserError as large:
+        config = one_of(source.config, NARROWER, vocabulary=True)
+        try:
+            if config is None:
+                raise large
+            if (inside := int_field(config, FIELDS["expert_ffn"])) is not None:
+                setattr(config, inside[0], -(-inside[1] // NARROWER))
+            return respects_documents(shallow(job, replace(source, config=config), MOST_NARROW))
+        except (UserError, RuntimeError):  # some types' sizes hang together in ways that no field says
+            raise UserError(f'{large}: give data.packing = "single" or "packed", as it is to be') from None
 
 
 def _nowhere(event: object) -> None:
