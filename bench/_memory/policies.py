@@ -28,11 +28,14 @@ from tangram.training.step import loop
 from tangram.training.step.optimiser_step import lr_at
 
 RECOMPUTE = {"run.recompute": '["model.layers.*"]'}
+IN_BACKWARD = {"optimiser.in_backward": "true", "optimiser.clip_norm": "inf"}
 LORA = {"lora.rank": "8"}
 NF4 = {**LORA, "lora.base": '"nf4"'}
 POLICIES: Mapping[str, Mapping[str, str]] = {
     "AdamW in float32": {},
     "AdamW, recompute": RECOMPUTE,
+    "AdamW, in backward": IN_BACKWARD,
+    "AdamW, recompute, in backward": {**RECOMPUTE, **IN_BACKWARD},
     "AdamW in 8 bits": {"optimiser.moments": '"8-bit"'},
     "LoRA": LORA,
     "LoRA, recompute": {**LORA, **RECOMPUTE},

@@ -363,6 +363,8 @@ class Job(TomlTable):
             )
         if mistake := self.precision.mistake():
             raise mistake
+        if mistake := self.optimiser.mistake_in_backward(self.run, self.precision):
+            raise mistake
         if self.optimiser.rounding == "stochastic" and self.precision.masters != "bfloat16":
             raise Mistake(
                 "optimiser.rounding",

@@ -79,12 +79,6 @@ def fullest(layouts: Iterable[Layout]) -> dict[str, int]:
     return {axis: sizes.index(max(sizes)) for axis, sizes in listed.items()}
 
 
-def shard_size(plan: Plan) -> int:
-    """Over how many ranks FSDP cuts parameters."""
-    cutting = {axis for text in plan.layouts.parameters.values() for axis in Layout.parse(text).axes}
-    return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
-
-
 def is_plain_ddp(plan: Plan) -> bool:
     """Whether DP ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
 
@@ -92,12 +86,12 @@ def is_plain_ddp(plan: Plan) -> bool:
     """
     precision = plan.precision
     types = {precision.parameters, precision.compute, precision.reduce, plan.gradients}
-    return shard_size(plan) == 1 and len(types) == 1
+    return plan.shard_ranks == 1 and len(types) == 1
 
 
 def unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
     """The numbers of each FSDP unit as it is gathered: whole but for what the tensor axis cuts."""
-    shards = shard_size(plan)
+    shards = plan.shard_ranks
     units: dict[str, float] = {OUTSIDE: 0.0}
     for one in parameters:
         share = _coded_bytes(plan) / BYTES[plan.precision.compute] if one.quantised else 1
@@ -139,16 +133,23 @@ def _moments(
     """The loss; each layer's backward, which begins with all that it keeps and ends with its gradients; the update; the
     loss of held-out samples.
 
-    Of a pipeline all at once, as its micro-batches are not in step.
+    Of a pipeline all at once, as its micro-batches are not in step. Of updates in the backward the gradients of one
+    parameter, of FSDP those of a layer, and what ranks add up later.
     """
     local, size = stage.local, BYTES[plan.gradients]
     of_block: Counter[str] = Counter()
+    early: Counter[str] = Counter()
     for one in stage.parameters:
         if one.trained:
-            of_block[one.block if one.block or not _comes_last(one, stage.parameters) else "last"] += (
-                size * held[one.name]
-            )
+            block = one.block if one.block or not _comes_last(one, stage.parameters) else "last"
+            own = size * held[one.name]
+            if not plan.updates_early(one.name):
+                of_block[block] += own
+            else:
+                early[block] = early[block] + own if plan.shard_ranks > 1 else max(early[block], own)
     every = float(of_block.total())
+    rounding = _rounding(plan, stage, held)
+    updates = rounding if early else 0.0
     if plan.pipeline is not None:
         again = [part.kept_bytes for part in local.blocks if recomputed(plan, part.name)]
         yield _Moment(every, stage.activations + max(again, default=0.0), logits, made + making)
@@ -156,13 +157,19 @@ def _moments(
     before = every if plan.micro_steps > 1 else 0.0  # of the micro-batches before
     yield _Moment(before, stage.activations, logits)
     there, left = before or of_block[OUTSIDE], sum(kept_bytes(plan, part) for part in local.blocks)
+    if early:
+        yield _Moment(there + early[OUTSIDE], stage.activations, local.logits_bytes, updates)
     for part in reversed(local.blocks):
         left -= kept_bytes(plan, part)
         yield _Moment(there, left + part.kept_bytes + part.input_bytes, 0.0, made + making)
-        yield _Moment(there, left + part.kept_bytes + _flowing(plan, local, part), 0.0, made)
+        flowing = _flowing(plan, local, part)
+        yield _Moment(there, left + part.kept_bytes + flowing, 0.0, made)
+        if early:  # of a product whose inputs are the widest, the gradients of its weight and of one of them
+            beside = part.input_bytes if plan.shard_ranks > 1 else part.kept_bytes + (flowing + part.input_bytes) / 2
+            yield _Moment(there + early[part.name], left + beside, 0.0, made + updates)
         there = before or there + of_block[part.name]
         yield _Moment(there, left + part.input_bytes, 0.0, made + making)
-    yield _Moment(every, 0.0, 0.0, _rounding(plan, stage, held))
+    yield _Moment(every + max(early.values(), default=0.0), 0.0, 0.0, rounding)
     if plan.data.held_out:  # whose rows are as long as the plan says, where those of steps are not
         yield _Moment(0.0, 0.0, logits * plan.data.sequence / local.sequence)
 
@@ -237,7 +244,7 @@ ROUNDED_BYTES: Mapping[RuleName, float] = {
 def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> tuple[float, float]:
     """Of a quantised base, what the largest layer's weight takes, the part that TP leaves; and before that, while it is
     made, some of it in float32 two times."""
-    shards = shard_size(plan)
+    shards = plan.shard_ranks
     largest = max((min(one.size, held[one.name] * shards) for one in parameters if one.quantised), default=0)
     types = {plan.precision.parameters, plan.precision.compute}
     return float(sum(BYTES[name] for name in types) * largest), 8.0 * min(largest, nf4.AT_ONCE)

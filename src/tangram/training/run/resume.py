@@ -94,6 +94,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "optimiser.moments": _REFUSED,
         "optimiser.moments_skip": _REFUSED,
         "optimiser.rounding": _REFUSED,
+        "optimiser.in_backward": _FREE,
         "precision.compute": _REFUSED,
         "precision.parameters": _REFUSED,
         "precision.masters": _REFUSED,
