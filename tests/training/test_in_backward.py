@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
+from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.planner.cost.history import key_of
 from tangram.schema.plan import Plan
+from tangram.training.objective.step_guard import AstrayError
 from tests.training import test_optimisers
 from tests.training.test_optimisers import CASES, HALF, planned, run_all
 from tests.training.test_stochastic_rounding import LOW
+from tests.training.tuning_tasks import write_folder
 
 ALL = {"optimiser.clip_norm": "inf", "data.global_batch": "2"}
 EARLY = {**ALL, "optimiser.in_backward": "true"}
+BOTH = {"late": ALL, "early": EARLY}
 SKIP = {"optimiser.moments_skip": '["*embed*", "*head*"]'}
 MORE = {
     "adamw": {"optimiser.lr": "3e-3"},
@@ -28,36 +32,50 @@ ONE: dict[str, tuple[str, dict[str, str]]] = {
     "rounded": ("rates", ROUNDED),
     "lora": ("rates", {"lora.rank": "4", "optimiser.lr_of": "{}"}),
     "recompute": ("rates", {"run.recompute": '"full"'}),
+    "tied": ("rates", {"optimiser.lr_of": "{}"}),
+    "dropout": ("rates", {"run.recompute": '"full"', "model.change": "{attention_dropout = 0.2}"}),
     "frozen": ("rates", {"model.freeze": '["*.mlp.*", "*norm*"]', "optimiser.lr_of": "{}"}),
 }
 folder = test_optimisers.folder
 
 
-def made(folder: Path, name: str, way: str, *, early: bool, **more: str) -> Plan:
+@pytest.fixture(scope="module")
+def tied(folder: Path) -> Path:
+    """Where the folder has a model whose head is its embedding, too."""
+    (folder / "tied").mkdir()
+    write_folder(folder / "tied", tied=True)
+    job = folder / "tied" / "sft.toml"
+    job.write_text(job.read_text().replace("lora.rank = 4\n", ""))
+    return folder
+
+
+def made(folder: Path, name: str, way: str, **more: str) -> Plan:
+    """Of ten steps."""
     case, asked = ONE[name]
-    return planned(folder, case, way, **{**(EARLY if early else ALL), **asked, **more})
+    return planned(folder, f"{case} half", way, "tied" if name == "tied" else "dense", **{**more, **asked})
 
 
-def test_one_process_has_the_same_losses_to_the_last_digit(folder: Path) -> None:
-    plans = {(name, f"{early}"): made(folder, name, "one", early=early) for name in ONE for early in (False, True)}
-    found = run_all(folder, plans, "one", {})
+def test_one_process_has_the_same_losses_to_the_last_digit(tied: Path) -> None:
+    plans = {(name, key): made(tied, name, "one", **asked) for name in ONE for key, asked in BOTH.items()}
+    found = run_all(tied, plans, "one", {})
     for name in ONE:
-        assert found[name, "True"].losses == found[name, "False"].losses, name
-        assert found[name, "True"].norms == found[name, "False"].norms, name
-        assert found[name, "True"].losses[-1] < found[name, "True"].losses[0], name
+        assert found[name, "early"].losses == found[name, "late"].losses, name
+        assert found[name, "early"].norms == found[name, "late"].norms, name
+        assert found[name, "early"].losses[-1] < found[name, "early"].losses[0], name
 
 
-def test_ranks_have_the_same_losses(folder: Path) -> None:
+def test_ranks_have_the_same_losses(tied: Path) -> None:
     """FSDP updates in its hooks; of TP what ranks hold whole waits for the end of the backward."""
-    names = {"fsdp": [*CASES, "8-bit", "rounded", "lora", "recompute"], "tp": ["sgd", "rates", "8-bit", "recompute"]}
-    keys = [(way, name, early) for way, of in names.items() for name in of for early in (False, True)]
-    plans = {(f"{name} {early}", way): made(folder, name, way, early=early) for way, name, early in keys}
-    found = run_all(folder, plans, "ranks", {})
+    names = {"fsdp": ("adafactor", "muon", "8-bit", "rounded", "lora", "tied"), "tp": ("rates", "tied")}
+    keys = [(way, name, key) for way, of in names.items() for name in of for key in BOTH]
+    found = run_all(
+        tied, {(f"{name} {key}", way): made(tied, name, way, **BOTH[key]) for way, name, key in keys}, "ranks", {}
+    )
     for way, of in names.items():
         for name in of:
-            alike, ours = (found[f"{name} {early}", way] for early in (False, True))
-            assert ours.losses == pytest.approx(alike.losses, rel=1e-6), (way, name)
-            assert ours.norms == pytest.approx(alike.norms, rel=1e-5), (way, name)
+            late, early = (found[f"{name} {key}", way] for key in BOTH)
+            assert early.losses == pytest.approx(late.losses, rel=1e-6), (way, name)
+            assert early.norms == pytest.approx(late.norms, rel=1e-5), (way, name)
 
 
 def test_it_goes_on_with_and_without(folder: Path) -> None:
@@ -76,10 +94,12 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         ({"optimiser.clip_norm": "1.0"}, r"optimiser\.clip_norm: .* set optimiser\.clip_norm = inf"),
         ({"precision.compute": '"float16"'}, r"precision\.compute: .*take bfloat16"),
         ({"run.on_nonfinite": '"skip"'}, r'run\.on_nonfinite: .*= "stop"'),
-        ({"data.global_batch": "8"}, r"data\.micro_batch: a step has 4 micro-batches.*data\.micro_batch = 8"),
     ):
         with pytest.raises(UserError, match=why):
             planned(folder, "rates", "one", **{**EARLY, **asked})
+    plan = planned(folder, "rates", "one", **EARLY)
+    with pytest.raises(ValueError, match=r"a step has 2 micro-batches.*data\.micro_batch = 2"):
+        Plan.model_validate({**plan.model_dump(), "data": {**plan.data.model_dump(), "micro_batch": 1}})
     for case, way, why in (
         ("rates", "ddp", r"whole copies .*: use FSDP"),
         ("rates", "pp", "micro-batches"),
@@ -92,3 +112,11 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
 def test_the_history_tells_them_apart(folder: Path) -> None:
     asked: list[dict[str, Any]] = [ALL, EARLY, {**ALL, **LOW}, {**ALL, **LOW, "optimiser.rounding": '"nearest"'}]
     assert len({key_of(planned(folder, "rates", "one", **one)) for one in asked}) == len(asked)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(folder: Path) -> None:
+    """Parameters have been updated by then: nothing of that is saved."""
+    plan = planned(folder, "rates", "one", **EARLY, **{"optimiser.lr": "1e30", "optimiser.lr_of": "{}"})
+    with pytest.raises(AstrayError, match="step 2: the loss is nan"):
+        run_all(folder, {("astray", "one"): plan}, "astray", {})
+    assert not committed(folder / "astray" / "astray-one")

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.schema.optimiser import OptimiserPlan
+from tangram.schema.streaming import mistake_of_streaming
 from tangram.schema.tables import Count, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
 from tangram.schema.tuning import (
     ALONE,
@@ -258,6 +259,9 @@ class RunPlan(TomlTable):
     """Name patterns of modules whose activations are recomputed in the backward, not kept; "full": of all layers."""
     recompute_keep: tuple[Kind, ...] = ()
     """Kinds of operators whose results are kept within these modules, so that they do not run again."""
+    stream_layers: bool = False
+    """Whether parameters and optimiser states lie in files that are mapped to memory, of which a layer's parameters are
+    copied to be computed with and then dropped: for a model that memory has no room for."""
     reshard: Literal["after forward", "after backward", "after step"] = "after forward"
     """Until when a rank keeps gathered parameters of FSDP: the longer, the fewer gathers, and the more memory."""
     reduce_every: Literal["micro-batch", "step"] = "micro-batch"
@@ -364,6 +368,8 @@ class Job(TomlTable):
         if mistake := self.precision.mistake():
             raise mistake
         if mistake := self.optimiser.mistake_in_backward(self.run, self.precision):
+            raise mistake
+        if mistake := mistake_of_streaming(self):
             raise mistake
         if self.optimiser.rounding == "stochastic" and self.precision.masters != "bfloat16":
             raise Mistake(

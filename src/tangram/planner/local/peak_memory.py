@@ -104,13 +104,14 @@ def memory_of(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> M
     """Of a rank with this share, on a kind of device."""
     parameters, trained = stage.parameters, [one for one in stage.parameters if one.trained]
     reference = trained if plan.has_reference else []
+    kept = () if plan.run.stream_layers else parameters  # those lie in files
     gathered = _gathered(plan, parameters, held)
     moments = _moments(plan, stage, held, _logits(plan, stage.local, kind), *_made(plan, parameters, held))
     most = max(moments, key=sum)
     return Memory(
-        parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*parameters, *reference]),
+        parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*kept, *reference]),
         gradients=most.gradients,
-        optimiser=sum(_states_bytes(plan, one, held[one.name]) for one in trained),
+        optimiser=sum(_states_bytes(plan, one, held[one.name]) for one in trained if one in kept),
         activations=most.activations,
         logits=most.logits,
         gathered=gathered + most.made,
@@ -136,18 +137,9 @@ def _moments(
     Of a pipeline all at once, as its micro-batches are not in step. Of updates in the backward the gradients of one
     parameter, of FSDP those of a layer, and what ranks add up later.
     """
-    local, size = stage.local, BYTES[plan.gradients]
-    of_block: Counter[str] = Counter()
-    early: Counter[str] = Counter()
-    for one in stage.parameters:
-        if one.trained:
-            block = one.block if one.block or not _comes_last(one, stage.parameters) else "last"
-            own = size * held[one.name]
-            if not plan.updates_early(one.name):
-                of_block[block] += own
-            else:
-                early[block] = early[block] + own if plan.shard_ranks > 1 else max(early[block], own)
-    every = float(of_block.total())
+    local, lent = stage.local, _lent(plan, stage)
+    late, early = _gradients(plan, stage, held)
+    every = float(late.total())
     rounding = _rounding(plan, stage, held)
     updates = rounding if early else 0.0
     if plan.pipeline is not None:
@@ -155,10 +147,11 @@ def _moments(
         yield _Moment(every, stage.activations + max(again, default=0.0), logits, made + making)
         return
     before = every if plan.micro_steps > 1 else 0.0  # of the micro-batches before
-    yield _Moment(before, stage.activations, logits)
-    there, left = before or of_block[OUTSIDE], sum(kept_bytes(plan, part) for part in local.blocks)
+    yield _Moment(before, stage.activations, logits, lent.head)
+    there, left = before or late[OUTSIDE], sum(kept_bytes(plan, part) for part in local.blocks)
     if early:
-        yield _Moment(there + early[OUTSIDE], stage.activations, local.logits_bytes, updates)
+        yield _Moment(there + early[OUTSIDE], stage.activations, local.logits_bytes, updates + lent.head)
+    made += lent.layers
     for part in reversed(local.blocks):
         left -= kept_bytes(plan, part)
         yield _Moment(there, left + part.kept_bytes + part.input_bytes, 0.0, made + making)
@@ -167,11 +160,44 @@ def _moments(
         if early:  # of a product whose inputs are the widest, the gradients of its weight and of one of them
             beside = part.input_bytes if plan.shard_ranks > 1 else part.kept_bytes + (flowing + part.input_bytes) / 2
             yield _Moment(there + early[part.name], left + beside, 0.0, made + updates)
-        there = before or there + of_block[part.name]
+        there = before or there + late[part.name]
         yield _Moment(there, left + part.input_bytes, 0.0, made + making)
     yield _Moment(every + max(early.values(), default=0.0), 0.0, 0.0, rounding)
     if plan.data.held_out:  # whose rows are as long as the plan says, where those of steps are not
         yield _Moment(0.0, 0.0, logits * plan.data.sequence / local.sequence)
+
+
+def _gradients(plan: Plan, stage: Share, held: Mapping[str, int]) -> tuple[Counter[str], Counter[str]]:
+    """Bytes by layer of those that stay until the update, and of those that updates in the backward have at a time."""
+    late: Counter[str] = Counter()
+    early: Counter[str] = Counter()
+    for one in stage.parameters:
+        if one.trained:
+            last = _comes_last(one, stage.parameters)
+            block, own = one.block or ("last" if last else OUTSIDE), BYTES[plan.gradients] * held[one.name]
+            if not plan.updates_early(one.name) or _is_tied(one, stage.parameters):  # made by the head, then added to
+                late[block] += own
+            else:
+                early[block] = early[block] + own if plan.shard_ranks > 1 else max(early[block], own)
+    return late, early
+
+
+class _Lent(NamedTuple):
+    """Bytes of streamed parameters that are there: of the head, and of two layers."""
+
+    head: float = 0.0
+    layers: float = 0.0
+
+
+def _lent(plan: Plan, stage: Share) -> _Lent:
+    if not plan.run.stream_layers:
+        return _Lent()
+    of_block: Counter[str] = Counter()
+    for one in stage.parameters:
+        of_block[one.block] += one.size * BYTES[plan.precision.parameters]
+    outside = [one for one in stage.parameters if not one.block and not _comes_last(one, stage.parameters)]
+    head = float(sum(one.size for one in outside) * BYTES[plan.precision.parameters])
+    return _Lent(head, float(sum(sorted(n for block, n in of_block.items() if block != OUTSIDE)[-2:])))
 
 
 def _rounding(plan: Plan, stage: Share, held: Mapping[str, int]) -> float:
@@ -188,6 +214,12 @@ def _flowing(plan: Plan, local: ModelCosts, part: Part) -> float:
     own = (one.shape[-2:] for one in local.parameters if one.block == part.name and len(one.shape) > 1)
     widest = max(map(max, own), default=0)
     return 2.0 * BYTES[plan.precision.compute] * local.micro_batch * local.sequence * widest + part.input_bytes
+
+
+def _is_tied(one: Parameter, parameters: tuple[Parameter, ...]) -> bool:
+    """Whether it is an embedding that is the head, too."""
+    first = next((n for n, other in enumerate(parameters) if other.block), 0)
+    return len(one.shape) > 1 and one in parameters[:first] and not _comes_last(one, parameters)
 
 
 def _comes_last(one: Parameter, parameters: tuple[Parameter, ...]) -> bool:

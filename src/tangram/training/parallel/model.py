@@ -23,6 +23,7 @@ from tangram.training.mesh.drawing import DrawSource
 from tangram.training.mesh.local_parts import PlainPart, PlainParts, local
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import resharded
+from tangram.training.parallel.layer_stream import LayerStream
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun
 
 
@@ -93,6 +94,9 @@ class ParallelModel:
     """What a loss of preferences compares with."""
     teacher: ParallelModel | None = None
     """What a student learns from, on the same mesh."""
+
+    stream: LayerStream | None = None
+    """What copies the parameters of layers, where they are streamed."""
 
     @property
     def draw_sources(self) -> Sequence[DrawSource]:

@@ -122,6 +122,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "run.attention": _REFUSED,
         "run.compile": _REPORTED,
         "run.recompute": _REPORTED,
+        "run.stream_layers": _FREE,
         "run.recompute_keep": _REPORTED,
         "run.reshard": _REPORTED,
         "run.reduce_every": _REPORTED,
