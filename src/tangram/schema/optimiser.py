@@ -4,14 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import isfinite, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tangram.schema.run import RunPlan
 from tangram.schema.tables import Beta, Count, Mistake, Share, TomlTable
-
-if TYPE_CHECKING:
-    from tangram.schema.job import PrecisionPlan, RunPlan
 
 Moments = Literal["as masters", "8-bit"]
 """Of AdamW."""
@@ -140,20 +138,22 @@ class OptimiserPlan(TomlTable):
             said.append(f"momentum {self.momentum_used:g}")
         if "betas" in used:
             said.append(f"betas {', '.join(map(str, self.betas))}")
+        if self.in_backward:
+            said.append("updates in the backward")
         return ", ".join(said)
 
     def peak_lr(self, name: str) -> float:
         """The highest learning rate of a parameter."""
         return next((rate for pattern, rate in self.lr_of.items() if fnmatchcase(name, pattern)), self.lr)
 
-    def mistake_in_backward(self, run: "RunPlan", precision: "PrecisionPlan") -> Mistake | None:
+    def mistake_in_backward(self, run: RunPlan, compute: str) -> Mistake | None:
         """What cannot be beside updates in the backward, which come before the whole gradient is known."""
         if not self.in_backward:
             return None
         early = "optimiser.in_backward updates parameters before the whole gradient is known"
         if isfinite(self.clip_norm):
             return Mistake("optimiser.clip_norm", f"{early}, so nothing is clipped: set optimiser.clip_norm = inf")
-        if precision.compute == "float16":
+        if compute == "float16":
             return Mistake("precision.compute", f"{early}, so no overflow is undone: take bfloat16")
         if run.on_nonfinite == "skip":
             return Mistake("run.on_nonfinite", f'{early}, so no step is skipped: set run.on_nonfinite = "stop"')

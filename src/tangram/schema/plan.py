@@ -21,7 +21,6 @@ from tangram.schema.optimiser import SHARED_UPDATES
 from tangram.schema.parallelism import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, marked
 from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
-from tangram.schema.streaming import mistake_on_ranks
 from tangram.schema.tables import Mistake
 from tangram.schema.tuning import base_of, layout_beside
 
@@ -158,8 +157,9 @@ class Plan(Job):
     @model_validator(mode="after")
     def _updates_in_backward(self) -> Self:
         """Where gradients are whole as soon as the backward has made them, and each once."""
-        if mistake := mistake_on_ranks(self):
-            raise mistake
+        if self.run.stream_layers and self.ranks > 1:
+            why = f"layers are streamed on one process, not on {self.ranks}"
+            raise Mistake("mesh", f"{why}: leave out run.stream_layers")
         if not self.optimiser.in_backward:
             return self
         where, key = "leave out optimiser.in_backward", "optimiser.in_backward"
