@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  typed in part
 
 from bench._memory.counter import FlowCounter
 from tangram.errors import UserError
@@ -16,14 +18,15 @@ from tangram.schema.plan import Plan
 from tangram.training.mesh import mapped_tensors
 from tangram.training.mesh.mapped_tensors import mapped, mapped_like
 from tangram.training.parallel.layer_stream import LayerStream
+from tangram.training.trials.dry_run import dry_run
 from tests.training import test_in_backward, test_optimisers
 from tests.training.test_in_backward import EARLY, made
-from tests.training.test_optimisers import CASES, HALF, planned, run_all
+from tests.training.test_optimisers import HALF, planned, run_all
 
 WITHOUT = {**EARLY, "run.recompute": '"full"', "checkpoint.asynchronous": "false"}
 STREAMED = {**WITHOUT, "run.stream_layers": "true"}
 PART = {"run.recompute": '["model.layers.0"]'}
-NAMES = [*CASES, "8-bit", "lora", "frozen", "tied", "dropout"]
+NAMES = ("low", "muon", "8-bit", "lora", "tied", "dropout")
 folder, tied = test_optimisers.folder, test_in_backward.tied
 
 
@@ -64,7 +67,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+            x = cast(Tensor, checkpoint(layer, x, use_reentrant=False))
         return x.sum()
 
 
@@ -116,6 +119,7 @@ def test_a_copy_that_is_out_of_date_is_not_used() -> None:
     model, _ = model_of(3)
     x = torch.randn(2, 256)
     model.layers[0](x)  # copies those of the second ahead
+    time.sleep(0.3)  # the thread has done so
     with torch.no_grad():
         for p in model.layers[1].parameters():
             p.mul_(2.0)
@@ -164,4 +168,6 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         planned(folder, "sgd", "fsdp", **STREAMED)
     with pytest.raises(UserError, match=r'run\.recompute leaves out model\.layers\.1: set "full"'):
         run_all(folder, {("sgd", "one"): planned(folder, "sgd", "one", **{**STREAMED, **PART})}, "refused", {})
+    with pytest.raises(UserError, match="a dry run counts"):
+        dry_run(planned(folder, "sgd", "one", **STREAMED))
     assert key_of(planned(folder, "sgd", "one", **STREAMED)) != key_of(planned(folder, "sgd", "one", **WITHOUT))

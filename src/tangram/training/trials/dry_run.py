@@ -120,6 +120,10 @@ def dry_run(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> tupl
     """
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and there is one already")
+    if plan.run.stream_layers:
+        raise UserError(
+            "a dry run counts parameters as if memory had them all: `tangram plan` predicts what streamed layers take"
+        )
     plan = plan.model_copy(update={"run": plan.run.model_copy(update={"compile": False})})
     tell("reading model and text")
     for one in plan.data.sources:
