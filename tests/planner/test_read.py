@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from tangram.errors import UserError
 from tangram.schema.files import absolute, changes_of, dumps, line_of, load
-from tangram.schema.job import CheckpointPlan, DataPlan, Job, ModelPlan, SourcePlan
+from tangram.schema.job import CheckpointPlan, DataPlan, Job, ModelPlan, RunPlan, SourcePlan
 from tangram.schema.optimiser import OptimiserPlan
 from tangram.schema.parallelism import AxesPlan, LayoutsPlan
 from tangram.schema.plan import Plan
-from tangram.schema.run import RunPlan
 from tests.planner.small import JOB, PLAN
 
 MARKS = '[layouts.marks]\n"*.q_proj.weight" = "o/tp i"\n\n'

@@ -18,8 +18,8 @@ from transformers import AutoConfig
 from tangram.models.building.build import build_on_meta, initial_tensors, read_source
 from tangram.models.outlines.costs import ModelCosts, block_names, costs
 from tangram.planner.local.estimate import estimate
+from tangram.schema.job import RunPlan
 from tangram.schema.plan import Plan, matches
-from tangram.schema.run import RunPlan
 from tangram.training.mesh.layout_to_torch import named_modules
 from tangram.training.parallel.apply import blocks_of, materialise
 from tangram.training.parallel.recompute import recompute

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.schema.optimiser import OptimiserPlan
-from tangram.schema.run import RunPlan
-from tangram.schema.tables import Count, Mistake, PathText, Positive, TomlTable
+from tangram.schema.tables import Count, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
 from tangram.schema.tuning import (
     ALONE,
     ROWS,
@@ -209,6 +208,81 @@ class CheckpointPlan(TomlTable):
         return self
 
 
+class DivergencePlan(TomlTable):
+    """When a loss has diverged."""
+
+    above: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A multiple of the median of the last losses; 0 never asks."""
+    steps: Positive = 3
+    """How many steps in a row are above it."""
+    window: Annotated[int, Field(ge=3)] = 50
+    """How many losses the median is taken of; until there are so many nothing is said."""
+
+    @model_validator(mode="after")
+    def _above_the_median(self) -> Self:
+        if 0 < self.above <= 1:
+            raise ValueError(f"losses above {self.above:g} times their median are usual: give a multiple above 1")
+        return self
+
+
+class RunPlan(TomlTable):
+    """When to stop, and on what to run."""
+
+    steps: Positive
+    max_seconds: Annotated[float, Field(gt=0)] = float("inf")
+    """Training stops after the step in which this time has passed, if that is before `steps`."""
+    evaluate_every: Count = 0
+    """Steps between two measurements of the held-out loss; 0 measures at the end only."""
+    patience: Count = 0
+    """After so many of these in a row without a lower loss training stops (early stopping); 0: never."""
+    count_experts: Count = 0
+    """Steps between two counts of how many tokens went to each expert (`experts.jsonl`); 0 counts none."""
+    router_loss: Share = 0.0
+    """What the load-balancing loss of a mixture's routers is multiplied by, before it is added."""
+    expert_capacity: Share = 0.0
+    """How many times its even share of a global micro-batch's choices an expert takes at most; 0 drops none."""
+    drop_by: Literal["probs", "position"] = "probs"
+    """Which choices an expert keeps: those of the largest weights, or of the first tokens."""
+    device: Literal["auto", "cpu"] = "auto"
+    deterministic: bool = False
+    attention: Literal[
+        "model", "sdpa", "tokens",
+        "bf16", "fp8-fwd", "fp8", "nvfp4-emulated", "fp8-e5m2-emulated", "nvfp4-dropin-emulated",
+    ] = "model"  # fmt: skip
+    """"model": as the model's class has it. "sdpa": torch's. "tokens": by documents and places of tokens, in blocks of
+    which those that are hidden are not computed; no mask of sequence x sequence is made (`kernels.attention`). The
+    others: so, too, by the kernels of a mode of `kernels.flash`."""
+    compile: bool = False
+    """torch.compile each block."""
+    recompute: Recomputed = ()
+    """Name patterns of modules whose activations are recomputed in the backward, not kept; "full": of all layers."""
+    recompute_keep: tuple[Kind, ...] = ()
+    """Kinds of operators whose results are kept within these modules, so that they do not run again."""
+    stream_layers: bool = False
+    """Whether parameters and optimiser states lie in files; a layer's parameters are copied when it computes."""
+    reshard: Literal["after forward", "after backward", "after step"] = "after forward"
+    """Until when a rank keeps gathered parameters of FSDP: the longer, the fewer gathers, and the more memory."""
+    reduce_every: Literal["micro-batch", "step"] = "micro-batch"
+    """When ranks add up their gradients; until then a rank keeps those of all parameters whole."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens to a step whose loss or gradient is not finite, or whose loss has diverged: the run ends, or the
+    step is not applied. Its samples are written to the folder of the run."""
+    boards: tuple[Literal["tensorboard", "wandb", "opentelemetry"], ...] = ("tensorboard",)
+    """Where the scalars of the run are shown (`training.observe.boards`)."""
+    trace: bool = True
+    """Whether each rank records its collectives and steps in the folder of the run (`tangram.tracing`)."""
+    hang_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """Of a traced run: after so many in which no rank moves, though some wait, it ends and says for whom; 0: never."""
+    skips_in_a_row: Positive = 10
+    """Of steps that have gone astray; one more stops the run. Overflows that lower the loss scale are none of them."""
+    diverged: DivergencePlan = DivergencePlan()
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether attention is told each token's document and place."""
+        return self.attention not in ("model", "sdpa")
+
+
 class Job(TomlTable):
     """What to train, without a strategy."""
 
@@ -262,26 +336,19 @@ class Job(TomlTable):
     def _mistake_of_streaming(self) -> Mistake | None:
         """What makes no sense together with `run.stream_layers`."""
         precision, on, off = self.precision, "run.stream_layers", "or leave out run.stream_layers"
-        if not self.run.stream_layers:
-            return None
-        if not self.optimiser.in_backward:
-            return Mistake(on, f"all gradients would be kept: set optimiser.in_backward = true, {off}")
-        if not self.run.recompute:
-            return Mistake(on, f'what a layer computes would keep its parameters: set run.recompute = "full", {off}')
-        if self.run.compile:
-            return Mistake("run.compile", f"compiled layers hold on to their parameters: set it to false, {off}")
-        if self.lora is not None and self.lora.base != "parameters":
-            return Mistake("lora.base", f"layers of a quantised base are not streamed: leave out lora.base, {off}")
-        if self.has_reference or self.distill is not None:
-            return Mistake(on, f"a reference or a teacher is not streamed: take another task, {off}")
-        if not precision.parameters == precision.compute == (precision.accumulate or "float32"):
-            types = "precision.parameters, compute and accumulate"
-            return Mistake("precision", f"streamed parameters are computed with as they are: set {types} alike, {off}")
-        if self.checkpoint.asynchronous:
-            return Mistake(
-                "checkpoint.asynchronous", f"it copies all parameters and states to memory: set it to false, {off}"
-            )
-        return None
+        alike = precision.parameters == precision.compute == (precision.accumulate or "float32")
+        types, base = "precision.parameters, compute and accumulate", self.lora is not None and self.lora.base
+        asked = (
+            (not self.optimiser.in_backward, on, "all gradients would be kept: set optimiser.in_backward = true"),
+            (not self.run.recompute, on, 'what a layer keeps would hold its parameters: set run.recompute = "full"'),
+            (self.run.compile, "run.compile", "compiled layers hold on to their parameters: set it to false"),
+            (base not in (False, "parameters"), "lora.base", "a quantised base is not streamed: leave out lora.base"),
+            (self.has_reference or self.distill, on, "a reference or a teacher is not streamed: take another task"),
+            (not alike, "precision", f"streamed parameters are computed with as they are: set {types} alike"),
+            (self.checkpoint.asynchronous, "checkpoint.asynchronous", "it copies all to memory: set it to false"),
+        )
+        wrong = (Mistake(key, f"{why}, {off}") for is_so, key, why in asked if is_so)
+        return next(wrong, None) if self.run.stream_layers else None
 
     @model_validator(mode="after")
     def _base_fits(self) -> Self:
@@ -315,9 +382,8 @@ class Job(TomlTable):
             )
         if mistake := self.precision.mistake():
             raise mistake
-        if mistake := self.optimiser.mistake_in_backward(self.run, self.precision.compute):
-            raise mistake
-        if mistake := self._mistake_of_streaming():
+        early = self.optimiser.mistake_in_backward(self.run.on_nonfinite, self.precision.compute)
+        if mistake := early or self._mistake_of_streaming():
             raise mistake
         if self.optimiser.rounding == "stochastic" and self.precision.masters != "bfloat16":
             raise Mistake(

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tangram.schema.run import RunPlan
 from tangram.schema.tables import Beta, Count, Mistake, Share, TomlTable
 
 Moments = Literal["as masters", "8-bit"]
@@ -146,7 +145,7 @@ class OptimiserPlan(TomlTable):
         """The highest learning rate of a parameter."""
         return next((rate for pattern, rate in self.lr_of.items() if fnmatchcase(name, pattern)), self.lr)
 
-    def mistake_in_backward(self, run: RunPlan, compute: str) -> Mistake | None:
+    def mistake_in_backward(self, on_nonfinite: str, compute: str) -> Mistake | None:
         """What cannot be beside updates in the backward, which come before the whole gradient is known."""
         if not self.in_backward:
             return None
@@ -155,7 +154,7 @@ class OptimiserPlan(TomlTable):
             return Mistake("optimiser.clip_norm", f"{early}, so nothing is clipped: set optimiser.clip_norm = inf")
         if compute == "float16":
             return Mistake("precision.compute", f"{early}, so no overflow is undone: take bfloat16")
-        if run.on_nonfinite == "skip":
+        if on_nonfinite == "skip":
             return Mistake("run.on_nonfinite", f'{early}, so no step is skipped: set run.on_nonfinite = "stop"')
         return None
 

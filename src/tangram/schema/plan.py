@@ -174,9 +174,7 @@ class Plan(Job):
         if self.context_ranks > 1:
             raise Mistake(key, f"CP ranks add up their gradients after the backward: {where}")
         if self.data_ranks > 1 and self.shard_ranks == 1:
-            raise Mistake(
-                key, f"ranks with whole copies (DDP) add up gradients in buckets, which keep all: use FSDP, or {where}"
-            )
+            raise Mistake(key, f"DDP adds up gradients in buckets, which keep all: use FSDP, or {where}")
         if self.model_ranks > 1 and self.optimiser.kind in SHARED_UPDATES:
             raise Mistake(key, f"TP and EP ranks update parameters together with {self.optimiser.name}: {where}")
         return self

@@ -25,9 +25,8 @@ from tangram.planner.local.strategies import PIPELINE, TENSOR, Strategy, plan_of
 from tangram.planner.search.strategy import Choice
 from tangram.planner.space.recompute import again_of, spread
 from tangram.schema.files import mistakes
-from tangram.schema.job import Job
+from tangram.schema.job import Job, RunPlan
 from tangram.schema.plan import Plan
-from tangram.schema.run import RunPlan
 
 KEPT: dict[int, tuple[str, str]] = {
     0: ("after forward", "micro-batch"),

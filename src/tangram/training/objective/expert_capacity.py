@@ -39,8 +39,7 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 
 from tangram.errors import UserError
 from tangram.relayout.collectives.one_collective import summed
-from tangram.schema.job import Job
-from tangram.schema.run import RunPlan
+from tangram.schema.job import Job, RunPlan
 from tangram.training.data import IGNORE
 from tangram.training.mesh.local_parts import ResultPlacement
 from tangram.training.mesh.tensor_parallel import DerivedModel

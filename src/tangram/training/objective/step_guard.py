@@ -24,8 +24,7 @@ from statistics import median
 from torch import Tensor
 
 from tangram.errors import UserError
-from tangram.schema.job import Job, ScalePlan
-from tangram.schema.run import DivergencePlan
+from tangram.schema.job import DivergencePlan, Job, ScalePlan
 
 
 @dataclass(frozen=True)
