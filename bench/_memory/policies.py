@@ -21,6 +21,7 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, step_batches, tokens_of
 from tangram.training.mesh.local_parts import local
+from tangram.training.parallel.apply import blocks_of
 from tangram.training.run.launch import Rank
 from tangram.training.run.rank import RankJob, begin
 from tangram.training.state.build_model import source_of
@@ -28,11 +29,16 @@ from tangram.training.step import loop
 from tangram.training.step.optimiser_step import lr_at
 
 RECOMPUTE = {"run.recompute": '["model.layers.*"]'}
+IN_BACKWARD = {"optimiser.in_backward": "true", "optimiser.clip_norm": "inf"}
+STREAMED = {**RECOMPUTE, **IN_BACKWARD, "run.stream_layers": "true", "checkpoint.asynchronous": "false"}
 LORA = {"lora.rank": "8"}
 NF4 = {**LORA, "lora.base": '"nf4"'}
 POLICIES: Mapping[str, Mapping[str, str]] = {
     "AdamW in float32": {},
     "AdamW, recompute": RECOMPUTE,
+    "AdamW, in backward": IN_BACKWARD,
+    "AdamW, recompute, in backward": {**RECOMPUTE, **IN_BACKWARD},
+    "AdamW, layers streamed": STREAMED,
     "AdamW in 8 bits": {"optimiser.moments": '"8-bit"'},
     "AdamW in bfloat16, rounded stochastically": {
         **{f"precision.{key}": '"bfloat16"' for key in ("compute", "parameters", "masters")},
@@ -63,6 +69,10 @@ class Measured:
     """Of the last step."""
     resident: float
     """The most that the process has had."""
+    moved: int = 0
+    """Of streamed layers, in a step."""
+    needed: int = 0
+    """The same, at least: layers twice, all else once."""
 
 
 def write_job(folder: Path, *, quick: bool) -> None:
@@ -115,13 +125,23 @@ def measure(rank: Rank, work: tuple[Plan, int, Path]) -> Measured:
     there = [local(one) for one in (*model.module.parameters(), *model.module.buffers(), *states)]
     known = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
     inputs = [one.inputs_BS for one in batches.micro]
+    moved = 0 if model.stream is None else -model.stream.moved_bytes
     with FlowCounter([*there, *inputs]) as counter:
         step()
     peaks = counter.flow.peaks
+    needed = 0
+    if model.stream is not None:  # what it has lies in files
+        moved += model.stream.moved_bytes
+        of_layers = sum(p.nbytes for layer in blocks_of(model.module) for p in layer.parameters())
+        needed = of_layers + sum(p.nbytes for p in model.module.parameters())
+        there = [*model.module.buffers()]
+    known = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
     begun_at, loss = time.perf_counter(), 0.0
     for _ in range(steps):
         loss = step()
     took = (time.perf_counter() - begun_at) / steps
     tokens = plan.data.global_batch * plan.data.sequence
     backward = max(peaks["backward"], peaks["update"])
-    return Measured(sum(known.values()), peaks["forward"], backward, tokens / took, loss, 1e6 * peak_resident_mb())
+    return Measured(
+        sum(known.values()), peaks["forward"], backward, tokens / took, loss, 1e6 * peak_resident_mb(), moved, needed
+    )

@@ -8,7 +8,7 @@ from tangram.hardware.measuring import overheads
 from tangram.models.building.build import build_on_meta
 from tangram.models.outlines.costs import ModelCosts, costs
 from tangram.planner.local.estimate import SPLIT_BACKWARD, Estimate, estimate
-from tangram.planner.local.peak_memory import is_plain_ddp, largest_parts, shard_size
+from tangram.planner.local.peak_memory import is_plain_ddp, largest_parts
 from tangram.schema.plan import Plan
 from tests.models.tiny import tiny
 from tests.planner.machine import rates
@@ -84,9 +84,9 @@ def test_what_fsdp_cuts(llama: ModelCosts) -> None:
     assert 0.5 <= cut.parameters / (4 * llama.parameter_count) < 0.52
     block = llama.block_parameters("model.layers.0")
     assert cut.gathered == pytest.approx(4 * (llama.parameter_count + block), rel=0.02)
-    assert shard_size(plan()) == 2
-    assert shard_size(plan("dp=2 fsdp=4", "_/fsdp ...")) == 4
-    assert shard_size(plan(layout="...")) == 1
+    assert plan().shard_ranks == 2
+    assert plan("dp=2 fsdp=4", "_/fsdp ...").shard_ranks == 4
+    assert plan(layout="...").shard_ranks == 1
 
 
 def test_memory_of_types_by_hand(llama: ModelCosts) -> None:

@@ -135,7 +135,7 @@ def _kept_bytes(model: nn.Module, optimiser: Any) -> int:
 
 def whole(tensor: Tensor) -> npt.NDArray[np.float32]:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().numpy().copy()
+    return full.detach().float().numpy().copy()
 
 
 def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:

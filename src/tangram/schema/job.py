@@ -258,6 +258,8 @@ class RunPlan(TomlTable):
     """Name patterns of modules whose activations are recomputed in the backward, not kept; "full": of all layers."""
     recompute_keep: tuple[Kind, ...] = ()
     """Kinds of operators whose results are kept within these modules, so that they do not run again."""
+    stream_layers: bool = False
+    """Whether parameters and optimiser states lie in files; a layer's parameters are copied when it computes."""
     reshard: Literal["after forward", "after backward", "after step"] = "after forward"
     """Until when a rank keeps gathered parameters of FSDP: the longer, the fewer gathers, and the more memory."""
     reduce_every: Literal["micro-batch", "step"] = "micro-batch"
@@ -336,6 +338,23 @@ class Job(TomlTable):
             }
         )
 
+    def _mistake_of_streaming(self) -> Mistake | None:
+        """What makes no sense together with `run.stream_layers`."""
+        precision, on, off = self.precision, "run.stream_layers", "or leave out run.stream_layers"
+        alike = precision.parameters == precision.compute == (precision.accumulate or "float32")
+        types, base = "precision.parameters, compute and accumulate", self.lora is not None and self.lora.base
+        asked = (
+            (not self.optimiser.in_backward, on, "all gradients would be kept: set optimiser.in_backward = true"),
+            (not self.run.recompute, on, 'what a layer keeps would hold its parameters: set run.recompute = "full"'),
+            (self.run.compile, "run.compile", "compiled layers hold on to their parameters: set it to false"),
+            (base not in (False, "parameters"), "lora.base", "a quantised base is not streamed: leave out lora.base"),
+            (self.has_reference or self.distill, on, "a reference or a teacher is not streamed: take another task"),
+            (not alike, "precision", f"streamed parameters are computed with as they are: set {types} alike"),
+            (self.checkpoint.asynchronous, "checkpoint.asynchronous", "it copies all to memory: set it to false"),
+        )
+        wrong = (Mistake(key, f"{why}, {off}") for is_so, key, why in asked if is_so)
+        return next(wrong, None) if self.run.stream_layers else None
+
     @model_validator(mode="after")
     def _base_fits(self) -> Self:
         if self.lora is None or self.lora.base == "parameters":
@@ -367,6 +386,9 @@ class Job(TomlTable):
                 "whole modules again",
             )
         if mistake := self.precision.mistake():
+            raise mistake
+        early = self.optimiser.mistake_in_backward(self.run.on_nonfinite, self.precision.compute)
+        if mistake := early or self._mistake_of_streaming():
             raise mistake
         if self.optimiser.rounding == "stochastic" and self.precision.masters != "bfloat16":
             raise Mistake(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import prod
+from math import isfinite, prod
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -92,6 +92,10 @@ class OptimiserPlan(TomlTable):
     """How updated numbers become bfloat16, where precision.masters is that: "stochastic" is right on average, so small
     updates are not lost; it is drawn by seed, step, parameter and place, alike on any mesh."""
 
+    in_backward: bool = False
+    """Whether a parameter is updated, and its gradient freed, as soon as the backward has made it: at most one gradient
+    is there at a time. Of one micro-batch a step, and without what needs all gradients before an update."""
+
     def has_codes(self, name: str, shape: Iterable[int]) -> bool:
         """Whether the moments of a parameter, of this shape in all, are codes of 8 bits."""
         small = self.moments != "8-bit" or prod(shape) < LEAST_CODED
@@ -138,11 +142,26 @@ class OptimiserPlan(TomlTable):
             said.append(f"momentum {self.momentum_used:g}")
         if "betas" in used:
             said.append(f"betas {', '.join(map(str, self.betas))}")
+        if self.in_backward:
+            said.append("updates in the backward")
         return ", ".join(said)
 
     def peak_lr(self, name: str) -> float:
         """The highest learning rate of a parameter."""
         return next((rate for pattern, rate in self.lr_of.items() if fnmatchcase(name, pattern)), self.lr)
+
+    def mistake_in_backward(self, on_nonfinite: str, compute: str) -> Mistake | None:
+        """What cannot be beside updates in the backward, which come before the whole gradient is known."""
+        if not self.in_backward:
+            return None
+        early = "optimiser.in_backward updates parameters before the whole gradient is known"
+        if isfinite(self.clip_norm):
+            return Mistake("optimiser.clip_norm", f"{early}, so nothing is clipped: set optimiser.clip_norm = inf")
+        if compute == "float16":
+            return Mistake("precision.compute", f"{early}, so no overflow is undone: take bfloat16")
+        if on_nonfinite == "skip":
+            return Mistake("run.on_nonfinite", f'{early}, so no step is skipped: set run.on_nonfinite = "stop"')
+        return None
 
     def mistake(self, steps: int) -> Mistake | None:
         """What makes no sense of it together, in a run of so many steps."""

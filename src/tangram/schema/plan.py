@@ -17,6 +17,7 @@ from pydantic import model_validator
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
 from tangram.schema.job import Job, Type
+from tangram.schema.optimiser import SHARED_UPDATES
 from tangram.schema.parallelism import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, marked
 from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
@@ -152,6 +153,44 @@ class Plan(Job):
         if mistake := self.precision.mistake_of_sums(self.run, self.pipeline is not None):
             raise mistake
         return self
+
+    @model_validator(mode="after")
+    def _updates_in_backward(self) -> Self:
+        """Where gradients are whole as soon as the backward has made them, and each once."""
+        if self.run.stream_layers and self.ranks > 1:
+            why = f"layers are streamed on one process, not on {self.ranks}"
+            raise Mistake("mesh", f"{why}: leave out run.stream_layers")
+        if not self.optimiser.in_backward:
+            return self
+        where, key = "leave out optimiser.in_backward", "optimiser.in_backward"
+        if self.pipeline is not None:
+            raise Mistake(key, f"stages of a pipeline add up the gradients of micro-batches: {where}")
+        if self.micro_steps > 1:
+            raise Mistake(
+                "data.micro_batch",
+                f"a step has {self.micro_steps} micro-batches, and optimiser.in_backward adds up no gradients: set "
+                f"data.micro_batch = {-(-self.data.global_batch // self.data_ranks)}, or {where}",
+            )
+        if self.context_ranks > 1:
+            raise Mistake(key, f"CP ranks add up their gradients after the backward: {where}")
+        if self.data_ranks > 1 and self.shard_ranks == 1:
+            raise Mistake(key, f"DDP adds up gradients in buckets, which keep all: use FSDP, or {where}")
+        if self.model_ranks > 1 and self.optimiser.kind in SHARED_UPDATES:
+            raise Mistake(key, f"TP and EP ranks update parameters together with {self.optimiser.name}: {where}")
+        return self
+
+    @property
+    def shard_ranks(self) -> int:
+        """Over how many ranks FSDP cuts parameters."""
+        cutting = {axis for text in self.layouts.parameters.values() for axis in Layout.parse(text).axes}
+        return prod(Mesh.parse(self.mesh).axes[axis][0] for axis in self.axes.data if axis in cutting)
+
+    def updates_early(self, name: str) -> bool:
+        """Whether a parameter is updated in the backward: by a gradient that no model axis has to add up after it."""
+        if not self.optimiser.in_backward:
+            return False
+        cutting, mesh = Layout.parse(self.layout_of(name)).axes, Mesh.parse(self.mesh)
+        return all(axis in cutting or mesh.axes[axis][0] == 1 for axis in self.model_axes)
 
     @property
     def other_forwards(self) -> int:

@@ -7,7 +7,7 @@ changed. Its docstring says what is wrong. Most show at the first step.
 # ruff: noqa: N803  a tensor carries its dims in its name
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from tangram.training.state.checkpointer import JobState
 from tangram.training.step import loop, optimiser_step
 from tangram.training.step.backward import BackwardSums
 from tangram.training.step.objectives import LossSum
+from tangram.training.step.optimiser_step import LocalGradient
 from tests.training.oracle.cases import FEW
 from tests.training.oracle.mistakes_of_axes import AXES_MISTAKES, not_summed
 from tests.training.oracle.mistakes_of_draws import DRAWN_MISTAKES
@@ -301,8 +302,8 @@ def frozen_is_trained(setting: Setting) -> Planted:
 def clipped_by_the_local_norm(setting: Setting) -> Planted:
     """Each rank clips by the norm of what it holds."""
 
-    def local(gradients: list[tuple[Tensor, int]], norm: float, limit: float, scale: float) -> None:
-        own = float(torch.stack([grad.double().square().sum() for grad, _ in gradients]).sum().sqrt())
+    def local(gradients: Sequence[LocalGradient], norm: float, limit: float, scale: float) -> None:
+        own = float(torch.stack([one.part.double().square().sum() for one in gradients]).sum().sqrt())
         optimiser_step.clip(gradients, own, limit)
 
     with swapped(loop, "clip", local):

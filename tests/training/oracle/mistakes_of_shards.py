@@ -1,7 +1,7 @@
 """Mistakes that one could make where parameters are kept whole, or gradients added before ranks reduce them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from tangram.training.parallel import data_parallel
 from tangram.training.parallel.fsdp import StepShards, sharded
 from tangram.training.step import loop
+from tangram.training.step.optimiser_step import LocalGradient
 from tests.training.oracle.ranks import Mistake, Setting, swapped
 
 Planted = Iterator[None]
@@ -51,8 +52,8 @@ def reduced_once_too_often(setting: Setting) -> Planted:
     """What ranks have added up already is added up again: the reduced sum is left beside what comes next."""
     real = loop.norms_of
 
-    def again(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        torch._foreach_mul_([grad for grad, _ in gradients], setting.world.data_size)
+    def again(gradients: Sequence[LocalGradient]) -> torch.Tensor:
+        torch._foreach_mul_([one.part for one in gradients], setting.world.data_size)
         return real(gradients)
 
     with swapped(loop, "norms_of", again):

@@ -111,6 +111,11 @@ def job_in(
     job = load(path, changes)
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")
+    if job.optimiser.in_backward:
+        raise UserError(
+            f"{file}: a cluster is planned for with gradients that stay until the update: leave out "
+            "optimiser.in_backward, and give it to the plan (tangram train PLAN --set optimiser.in_backward=true)"
+        )
     job = _adapted(job, file, lora)
     if base not in (None, "bf16") and (taking.out is not None or taking.runs):
         raise UserError(f"--base {base}: tangram train keeps frozen weights as precision.parameters says: leave it out")

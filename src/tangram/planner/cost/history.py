@@ -156,6 +156,8 @@ def _of_the_plan(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Of a plan's tables what says which model is trained, how it lies, and which states it has."""
     optimiser = whole["optimiser"]
     other = {} if optimiser["name"] == "adamw" else {"optimiser": [optimiser["name"], optimiser["momentum"]]}
+    said = {"rounding": "nearest", "in_backward": False}  # as it was before there were others
+    other |= {key: optimiser[key] for key, usual in said.items() if optimiser[key] != usual}
     return {"moments": optimiser["moments"], **other, **{name: whole[name] for name in OF_THE_PLAN}}
 
 

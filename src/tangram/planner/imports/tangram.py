@@ -17,7 +17,6 @@ from tangram.layout import Mesh
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers
 from tangram.planner.imports.strategy import ReadStrategy
-from tangram.planner.local.peak_memory import shard_size
 from tangram.planner.search.explain import ordered
 from tangram.planner.space.recompute import again_name, spread
 from tangram.planner.space.schedule_formulas import code
@@ -48,7 +47,7 @@ def tangram(path: Path, outline: Outline, devices: int) -> ReadStrategy:
     told: list[str] = []
     if plan.optimiser.kind != "adamw":
         told.append(f"optimiser: its states are counted with --optimiser {plan.optimiser.kind}")
-    tensor, over = prod(sizes[axis] for axis in plan.axes.tensor), shard_size(plan)
+    tensor, over = prod(sizes[axis] for axis in plan.axes.tensor), plan.shard_ranks
     one = Numbers(
         pipeline=plan.stage_ranks,
         virtual=len(plan.pipeline.stages) // plan.stage_ranks if plan.pipeline else 1,

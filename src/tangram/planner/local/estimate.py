@@ -32,7 +32,6 @@ from tangram.planner.local.peak_memory import (
     is_plain_ddp,
     largest_parts,
     memory_of,
-    shard_size,
     unit_numbers,
 )
 from tangram.planner.local.stage_shares import Share, recomputed, shares
@@ -191,7 +190,7 @@ def _adding_seconds(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping
 
     They are added where they lie: as parts, or whole where ranks reduce them once a step.
     """
-    shards = shard_size(plan) if plan.adds_before_reducing else 1
+    shards = plan.shard_ranks if plan.adds_before_reducing else 1
     trained = (min(one.size, held[one.name] * shards) for one in parameters if one.trained)
     return sum(rates.moves.seconds(3.0 * BYTES[plan.accumulates] * numbers) for numbers in trained)
 
@@ -220,7 +219,7 @@ def _data_seconds(
     if is_plain_ddp(plan):
         trained = BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained)
         return 0.0, _sums_seconds(trained, plan.data_ranks, rates)
-    shards = shard_size(plan)
+    shards = plan.shard_ranks
     copies = plan.data_ranks // shards
     over_gloo = rates.device == "cpu"
     gather = reduce = 0.0

@@ -79,12 +79,6 @@ def fullest(layouts: Iterable[Layout]) -> dict[str, int]:
     return {axis: sizes.index(max(sizes)) for axis, sizes in listed.items()}
 
 
-def shard_size(plan: Plan) -> int:
-    """Over how many ranks FSDP cuts parameters."""
-    cutting = {axis for text in plan.layouts.parameters.values() for axis in Layout.parse(text).axes}
-    return prod(Mesh.parse(plan.mesh).axis(axis)[0] for axis in plan.axes.data if axis in cutting)
-
-
 def is_plain_ddp(plan: Plan) -> bool:
     """Whether DP ranks have all parameters whole, and nothing is rounded: then there is no FSDP2 around them.
 
@@ -92,12 +86,12 @@ def is_plain_ddp(plan: Plan) -> bool:
     """
     precision = plan.precision
     types = {precision.parameters, precision.compute, precision.reduce, plan.gradients}
-    return shard_size(plan) == 1 and len(types) == 1
+    return plan.shard_ranks == 1 and len(types) == 1
 
 
 def unit_numbers(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> dict[str, float]:
     """The numbers of each FSDP unit as it is gathered: whole but for what the tensor axis cuts."""
-    shards = shard_size(plan)
+    shards = plan.shard_ranks
     units: dict[str, float] = {OUTSIDE: 0.0}
     for one in parameters:
         share = _coded_bytes(plan) / BYTES[plan.precision.compute] if one.quantised else 1
@@ -110,13 +104,14 @@ def memory_of(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> M
     """Of a rank with this share, on a kind of device."""
     parameters, trained = stage.parameters, [one for one in stage.parameters if one.trained]
     reference = trained if plan.has_reference else []
+    kept = () if plan.run.stream_layers else parameters  # those lie in files
     gathered = _gathered(plan, parameters, held)
     moments = _moments(plan, stage, held, _logits(plan, stage.local, kind), *_made(plan, parameters, held))
     most = max(moments, key=sum)
     return Memory(
-        parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*parameters, *reference]),
+        parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*kept, *reference]),
         gradients=most.gradients,
-        optimiser=sum(_states_bytes(plan, one, held[one.name]) for one in trained),
+        optimiser=sum(_states_bytes(plan, one, held[one.name]) for one in trained if one in kept),
         activations=most.activations,
         logits=most.logits,
         gathered=gathered + most.made,
@@ -139,32 +134,70 @@ def _moments(
     """The loss; each layer's backward, which begins with all that it keeps and ends with its gradients; the update; the
     loss of held-out samples.
 
-    Of a pipeline all at once, as its micro-batches are not in step.
+    Of a pipeline all at once, as its micro-batches are not in step. Of updates in the backward the gradients of one
+    parameter, of FSDP those of a layer, and what ranks add up later.
     """
-    local, size = stage.local, BYTES[plan.gradients]
-    of_block: Counter[str] = Counter()
-    for one in stage.parameters:
-        if one.trained:
-            of_block[one.block if one.block or not _comes_last(one, stage.parameters) else "last"] += (
-                size * held[one.name]
-            )
-    every = float(of_block.total())
+    local, lent = stage.local, _lent(plan, stage)
+    late, early = _gradients(plan, stage, held)
+    every = float(late.total())
+    rounding = _rounding(plan, stage, held)
+    updates = rounding if early else 0.0
     if plan.pipeline is not None:
         again = [part.kept_bytes for part in local.blocks if recomputed(plan, part.name)]
         yield _Moment(every, stage.activations + max(again, default=0.0), logits, made + making)
         return
     before = every if plan.micro_steps > 1 else 0.0  # of the micro-batches before
-    yield _Moment(before, stage.activations, logits)
-    there, left = before or of_block[OUTSIDE], sum(kept_bytes(plan, part) for part in local.blocks)
+    yield _Moment(before, stage.activations, logits, lent.head)
+    there, left = before or late[OUTSIDE], sum(kept_bytes(plan, part) for part in local.blocks)
+    if early:
+        yield _Moment(there + early[OUTSIDE], stage.activations, local.logits_bytes, updates + lent.head)
+    made += lent.layers
     for part in reversed(local.blocks):
         left -= kept_bytes(plan, part)
         yield _Moment(there, left + part.kept_bytes + part.input_bytes, 0.0, made + making)
-        yield _Moment(there, left + part.kept_bytes + _flowing(plan, local, part), 0.0, made)
-        there = before or there + of_block[part.name]
+        flowing = _flowing(plan, local, part)
+        yield _Moment(there, left + part.kept_bytes + flowing, 0.0, made)
+        if early:  # of a product whose inputs are the widest, the gradients of its weight and of one of them
+            beside = part.input_bytes if plan.shard_ranks > 1 else part.kept_bytes + (flowing + part.input_bytes) / 2
+            yield _Moment(there + early[part.name], left + beside, 0.0, made + updates)
+        there = before or there + late[part.name]
         yield _Moment(there, left + part.input_bytes, 0.0, made + making)
-    yield _Moment(every, 0.0, 0.0, _rounding(plan, stage, held))
+    yield _Moment(every + max(early.values(), default=0.0), 0.0, 0.0, rounding)
     if plan.data.held_out:  # whose rows are as long as the plan says, where those of steps are not
         yield _Moment(0.0, 0.0, logits * plan.data.sequence / local.sequence)
+
+
+def _gradients(plan: Plan, stage: Share, held: Mapping[str, int]) -> tuple[Counter[str], Counter[str]]:
+    """Bytes by layer of those that stay until the update, and of those that updates in the backward have at a time."""
+    late: Counter[str] = Counter()
+    early: Counter[str] = Counter()
+    for one in stage.parameters:
+        if one.trained:
+            last = _comes_last(one, stage.parameters)
+            block, own = one.block or ("last" if last else OUTSIDE), BYTES[plan.gradients] * held[one.name]
+            if not plan.updates_early(one.name) or _is_tied(one, stage.parameters):  # made by the head, then added to
+                late[block] += own
+            else:
+                early[block] = early[block] + own if plan.shard_ranks > 1 else max(early[block], own)
+    return late, early
+
+
+class _Lent(NamedTuple):
+    """Bytes of streamed parameters that are there: of the head, and of two layers."""
+
+    head: float = 0.0
+    layers: float = 0.0
+
+
+def _lent(plan: Plan, stage: Share) -> _Lent:
+    if not plan.run.stream_layers:
+        return _Lent()
+    of_block: Counter[str] = Counter()
+    for one in stage.parameters:
+        of_block[one.block] += one.size * BYTES[plan.precision.parameters]
+    outside = [one for one in stage.parameters if not one.block and not _comes_last(one, stage.parameters)]
+    head = float(sum(one.size for one in outside) * BYTES[plan.precision.parameters])
+    return _Lent(head, float(sum(sorted(n for block, n in of_block.items() if block != OUTSIDE)[-2:])))
 
 
 def _rounding(plan: Plan, stage: Share, held: Mapping[str, int]) -> float:
@@ -181,6 +214,12 @@ def _flowing(plan: Plan, local: ModelCosts, part: Part) -> float:
     own = (one.shape[-2:] for one in local.parameters if one.block == part.name and len(one.shape) > 1)
     widest = max(map(max, own), default=0)
     return 2.0 * BYTES[plan.precision.compute] * local.micro_batch * local.sequence * widest + part.input_bytes
+
+
+def _is_tied(one: Parameter, parameters: tuple[Parameter, ...]) -> bool:
+    """Whether it is an embedding that is the head, too."""
+    first = next((n for n, other in enumerate(parameters) if other.block), 0)
+    return len(one.shape) > 1 and one in parameters[:first] and not _comes_last(one, parameters)
 
 
 def _comes_last(one: Parameter, parameters: tuple[Parameter, ...]) -> bool:
@@ -237,7 +276,7 @@ ROUNDED_BYTES: Mapping[RuleName, float] = {
 def _made(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int]) -> tuple[float, float]:
     """Of a quantised base, what the largest layer's weight takes, the part that TP leaves; and before that, while it is
     made, some of it in float32 two times."""
-    shards = shard_size(plan)
+    shards = plan.shard_ranks
     largest = max((min(one.size, held[one.name] * shards) for one in parameters if one.quantised), default=0)
     types = {plan.precision.parameters, plan.precision.compute}
     return float(sum(BYTES[name] for name in types) * largest), 8.0 * min(largest, nf4.AT_ONCE)

@@ -220,6 +220,8 @@ def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator
 
 def _micro_batches(plan: Plan) -> list[int]:
     share = -(-plan.data.global_batch // plan.data_ranks)
+    if plan.optimiser.in_backward:
+        return [share]
     low = [size for size in range(1, isqrt(share) + 1) if share % size == 0]
     found = sorted({*low, *(share // size for size in low)})
     if plan.pipeline is None:

@@ -126,7 +126,10 @@ def make_plan(one: Strategy, job: Job, lies: TensorLayouts | None, micro_batch: 
 
 
 def fitting_micro_batch(one: Strategy, job: Job, about: int) -> int:
-    """The size of micro-batches nearest to `about` that the schedule takes; `about` where it takes none."""
+    """The size of micro-batches nearest to `about` that the schedule takes; `about` where it takes none. Updates in the
+    backward take one micro-batch."""
     sizes = Mesh.parse(one.mesh).axes
     share = -(-job.data.global_batch // prod(sizes[axis][0] for axis in one.data))
+    if job.optimiser.in_backward:
+        return share
     return nearest_micro_batch(one.schedule, sizes["pp"][0], about, share) or about if one.stages > 1 else about

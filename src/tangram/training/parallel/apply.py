@@ -26,6 +26,7 @@ from tangram.schema.plan import Plan, matches
 from tangram.training.mesh.drawing import Drawer, counts_of_stages
 from tangram.training.mesh.layout_to_torch import cuts_of, is_meta
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
+from tangram.training.mesh.mapped_tensors import mapped_like
 from tangram.training.mesh.tensor_parallel import DerivedModel, install
 from tangram.training.mesh.world import World, of_stage
 from tangram.training.objective import expert_capacity, router_loss
@@ -33,6 +34,7 @@ from tangram.training.objective.expert_capacity import Capacity
 from tangram.training.objective.model_inputs import token_order
 from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.fsdp import shard
+from tangram.training.parallel.layer_stream import stream
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun, own_results
 from tangram.training.parallel.precision import keep_parameters
@@ -74,6 +76,7 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
     if plan.run.compile:  # before recompute: what runs again in the backward is the compiled forward, too
         for block in itertools.chain(*blocks.values()):
             block.forward = torch.compile(block.forward)
+    streams = [stream(part, blocks[part], plan, world.device) for part in parts]  # inside of what is recomputed
     recompute(blocks, plan)
     for part, own in zip(parts, derived, strict=True):
         plain |= quantise(part, plan, cuts, world, own)
@@ -92,7 +95,7 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
         for at, part in enumerate(parts)
     )
     if plan.pipeline is None:
-        return ParallelModel(model, plan, world, own, plain=plain)
+        return ParallelModel(model, plan, world, own, plain=plain, stream=streams[0])
     pipeline = PipelineRun(model, dict(zip(numbers, own, strict=True)), plan, world, drawn)
     return ParallelModel(model, plan, world, own, pipeline, plain)
 
@@ -157,13 +160,18 @@ def _refuse_unlike_values(model: nn.Module, world: World) -> None:
 
 
 def materialise(
-    model: nn.Module, device: torch.device, values: Iterable[tuple[str, Tensor]], plain: PlainParts = NO_PARTS
+    model: nn.Module,
+    device: torch.device,
+    values: Iterable[tuple[str, Tensor]],
+    plain: PlainParts = NO_PARTS,
+    *,
+    in_files: bool = False,
 ) -> None:
     """Give a model on meta storage and the given whole tensors, of which each rank keeps its shard.
 
-    `plain`: as of the `ParallelModel`.
+    `plain`: as of the `ParallelModel`; `in_files` as of `give_storage`.
     """
-    give_storage(model, device)
+    give_storage(model, device, in_files=in_files)
     filled = fill(model, values, plain)
     waiting = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - filled
     if waiting:
@@ -181,8 +189,9 @@ def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]], plain: PlainPar
     return filled
 
 
-def give_storage(model: nn.Module, device: torch.device) -> None:
-    """Memory for every tensor of a model on meta, without values; tied parameters stay one."""
+def give_storage(model: nn.Module, device: torch.device, *, in_files: bool = False) -> None:
+    """Memory for every tensor of a model on meta, without values; tied parameters stay one. `in_files`: parameters lie
+    in files that are mapped."""
     tied = _tied(model)
     model.to_empty(device=device)  # which gives each place a parameter of its own
     for first, *others in tied:
@@ -190,6 +199,8 @@ def give_storage(model: nn.Module, device: torch.device) -> None:
         for name in others:
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_parameter(key, parameter)
+    for parameter in model.parameters() if in_files else ():
+        parameter.data = mapped_like(parameter.data)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

@@ -25,6 +25,7 @@ from tangram.training.mesh.local_parts import PlainPart, PlainParts, local
 from tangram.training.mesh.world import World
 from tangram.training.objective.cached_teacher import TopLogits
 from tangram.training.parallel.fsdp import resharded
+from tangram.training.parallel.layer_stream import LayerStream
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun
 
 
@@ -97,6 +98,9 @@ class ParallelModel:
     """What a student learns from, on the same mesh."""
     said: Callable[[Batch], TopLogits] | None = None
     """What was kept of one, in its place."""
+
+    stream: LayerStream | None = None
+    """What copies the parameters of layers, where they are streamed."""
 
     @property
     def draw_sources(self) -> Sequence[DrawSource]:

@@ -49,6 +49,7 @@ from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
 from tangram.training.state.pace import Pace
 from tangram.training.state.reference_digest import begin_of_others
+from tangram.training.state.state import make_missing_states
 from tangram.training.state.teacher import build_teacher, classes_of
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
@@ -142,6 +143,8 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     begun = begin_of_others(model, job.resume, None if cached is None else cached.digest)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     optimiser = make_optimiser(model)
+    if plan.run.stream_layers:
+        make_missing_states(optimiser, in_files=True)
     state = JobState(model.module, optimiser, plain=model.plain)
     if job.resume is not None:
         state.progress = load(job.resume, state, plan, world)
@@ -256,7 +259,7 @@ def settled_packing(model: ParallelModel, resume: Path | None, source: Source) -
         return on_first(
             [world.group], lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine)
         )
-    if plan.pipeline is not None:
+    if plan.pipeline is not None or plan.run.stream_layers:
         return on_first(
             [world.group], lambda: settle(shallow(plan, source), plan.data.packing, before, lambda mine: mine)
         )

@@ -134,11 +134,14 @@ def _fill(
     values: bool,
     plain: PlainParts = NO_PARTS,
 ) -> None:
+    in_files = plan.run.stream_layers
     own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     if values and source.weights is None:
-        materialise(model, device, initial_tensors(source.config, plan.seed, only=own.__contains__), plain)
+        materialise(
+            model, device, initial_tensors(source.config, plan.seed, only=own.__contains__), plain, in_files=in_files
+        )
         return
-    give_storage(model, device)
+    give_storage(model, device, in_files=in_files)
     lasting = model.state_dict(keep_vars=True).keys()
     fill(model, initial_tensors(source.config, plan.seed, only=lambda name: name in own and name not in lasting))
     if values:

@@ -25,6 +25,7 @@ from tangram.relayout import TensorSpec
 from tangram.relayout.mapping.states import SAME, SHARED, States, StateSpec, state_layout
 from tangram.schema.plan import Plan
 from tangram.training.mesh.local_parts import PlainPart, PlainParts, local
+from tangram.training.mesh.mapped_tensors import mapped
 from tangram.training.mesh.world import World
 from tangram.training.parallel.fsdp import reshard
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
@@ -217,18 +218,22 @@ def states_of(optimiser: Optimizer, parameter: Tensor) -> States:
     return optimiser.states_of(parameter) if isinstance(optimiser, RuledOptimiser) else ADAMW_STATES
 
 
-def make_missing_states(optimiser: Optimizer) -> None:
-    """Give every parameter the states that it gets at its first gradient; before an update they mean the same."""
+def make_missing_states(optimiser: Optimizer, *, in_files: bool = False) -> None:
+    """Give every parameter the states that it gets at its first gradient; before an update they mean the same.
+    `in_files`: those that are no single numbers lie in files that are mapped."""
     for group in optimiser.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad or optimiser.state.get(parameter):
                 continue
             if isinstance(optimiser, RuledOptimiser):
                 optimiser.make_state(parameter)
-                continue
-            there = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
-            for key, spec in ADAMW_STATES.items():
-                whole = spec.kind == "same"
-                optimiser.state[parameter][key] = (
-                    torch.zeros_like(parameter) if whole else torch.zeros((), dtype=torch.float32, device=there)
-                )
+            else:
+                there = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
+                for key, spec in ADAMW_STATES.items():
+                    whole = spec.kind == "same"
+                    optimiser.state[parameter][key] = (
+                        torch.zeros_like(parameter) if whole else torch.zeros((), dtype=torch.float32, device=there)
+                    )
+            if in_files:
+                own = cast("dict[str, Tensor]", optimiser.state[parameter])
+                own.update({key: mapped(value) for key, value in own.items() if value.ndim})

@@ -41,6 +41,7 @@ from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.backward import backward
 from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
+from tangram.training.step.in_backward import early_updates
 from tangram.training.step.objectives import LossSum, count_of, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, round_for, set_lr, square_sum
 
@@ -320,13 +321,15 @@ def train_step(
     optimiser.zero_grad()
     modules = [part.module for part in model.parts]
     before = buffers.before_step(modules)
-    found = backward(model, batches, loss_sum, scale)
+    set_lr(optimiser, lr, plan.optimiser.lr)
+    with early_updates(model, optimiser, batches.begin) as used:
+        found = backward(model, batches, loss_sum, scale)
     model.trace.phase(Phase.OPTIMISER)
     model.sum_gradients()
     buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
         refuse_unlike_gradients(model.module, world, model.plain)
-    gradients = local_gradients(model.module, model.plain)
+    gradients = local_gradients(model.module, model.plain, used)
     told, objective = 4 + len(found.figures), objective_of(plan, loss_sum)
     sums = torch.zeros(told + len(stop_requests), dtype=torch.float64, device=world.device)
     sums[0] = found.loss / world.model_size  # the ranks of model axes have all computed the same part
@@ -351,7 +354,6 @@ def train_step(
         buffers.undo(modules, before)
         return StepResult(loss, norm, stops, reason, guard.astray > strayed, of_routers, dropped, figures)
     clip(gradients, norm, plan.optimiser.clip_norm, scale)
-    set_lr(optimiser, lr, plan.optimiser.lr)
     round_for(optimiser, plan.seed, batches.begin)
     optimiser.step()
     return StepResult(loss, norm, stops, router_loss=of_routers, dropped=dropped, figures=figures)

@@ -6,9 +6,10 @@ all-reduce that a step makes anyway.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,14 @@ from torch.optim import AdamW, Optimizer
 
 from tangram.errors import UserError
 from tangram.schema.optimiser import SHARED_UPDATES, OptimiserPlan, RuleName
-from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
+from tangram.training.mesh.local_parts import NO_PARTS, PlainParts, local
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import dtype_of
 from tangram.training.step.weight_decay import rules_of, why_not
 from tangram.training.updates.parameter_shards import ParameterShards, shards_of
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
+
+NONE_USED: Mapping[str, "LocalGradient"] = MappingProxyType({})
 
 
 def make_optimiser(model: ParallelModel) -> Optimizer:
@@ -112,50 +115,59 @@ def set_lr(optimiser: Optimizer, lr: float, peak: float) -> None:
         group["lr"] = lr if own == peak else lr * (own / peak)
 
 
-def local_gradients(model: nn.Module, plain: PlainParts) -> list[tuple[Tensor, int]]:
-    """This rank's part of every gradient, and over how many ranks it is cut (1 where it is whole here).
+class LocalGradient(NamedTuple):
+    """This rank's part of a gradient."""
 
-    `plain`: as of the `ParallelModel`.
+    part: Tensor
+    """Empty of one that was used in the backward already."""
+    cut: int
+    """Over how many ranks it is cut; 1 where it is whole here."""
+    norm: Tensor | None = None
+    """Of one that was used: a float32 scalar."""
+
+
+def local_gradients(
+    model: nn.Module, plain: PlainParts, used: Mapping[str, LocalGradient] = NONE_USED
+) -> list[LocalGradient]:
+    """This rank's part of every gradient. `plain`: as of the `ParallelModel`; `used`: in the backward, by name.
 
     Raises UserError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
     """
-    found: list[tuple[Tensor, int]] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        grad = parameter.grad
-        if grad is None:
-            raise UserError(
-                f'the parameter "{name}" got no gradient: name it in model.freeze if the loss does not depend on it'
-            )
-        parts = plain[name].count if name in plain else 1
-        if isinstance(grad, DTensor):
-            sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
-            parts *= math.prod(int(n) for placement, n in sizes if not placement.is_replicate())
-            found.append((grad.to_local(), parts))
-        else:
-            found.append((grad, parts))
-    return found
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [used[name] if name in used else local_gradient(name, p, plain) for name, p in trained]
 
 
-def norms_of(gradients: list[tuple[Tensor, int]]) -> Tensor:
+def local_gradient(name: str, parameter: Tensor, plain: PlainParts) -> LocalGradient:
+    """The same of one parameter."""
+    if (grad := parameter.grad) is None:
+        raise UserError(
+            f'the parameter "{name}" got no gradient: name it in model.freeze if the loss does not depend on it'
+        )
+    parts = plain[name].count if name in plain else 1
+    if isinstance(grad, DTensor):
+        sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
+        parts *= math.prod(int(n) for placement, n in sizes if not placement.is_replicate())
+    return LocalGradient(local(grad), parts)
+
+
+def norms_of(gradients: Sequence[LocalGradient]) -> Tensor:
     """Of this rank's part of each gradient the norm: float32 (gradients,)."""
-    found = torch._foreach_norm([grad for grad, _ in gradients], 2, torch.float32)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    return torch.stack(found)
+    found = torch._foreach_norm([one.part for one in gradients], 2, torch.float32)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    return torch.stack([norm if one.norm is None else one.norm for norm, one in zip(found, gradients, strict=True)])
 
 
-def square_sum(norms: Tensor, gradients: list[tuple[Tensor, int]], ranks: int) -> Tensor:
+def square_sum(norms: Tensor, gradients: Sequence[LocalGradient], ranks: int) -> Tensor:
     """This rank's share of the squared norm of the whole gradient: a float64 scalar that the ranks add up."""
-    shares = torch.tensor([parts / ranks for _, parts in gradients], dtype=torch.float64, device=norms.device)
+    shares = torch.tensor([one.cut / ranks for one in gradients], dtype=torch.float64, device=norms.device)
     return norms.double().square() @ shares
 
 
 @torch.no_grad()
-def clip(gradients: list[tuple[Tensor, int]], norm: float, limit: float, scale: float = 1.0) -> None:
+def clip(gradients: Sequence[LocalGradient], norm: float, limit: float, scale: float = 1.0) -> None:
     """Scale every gradient so that the norm of the whole is at most `limit`.
 
     The gradients are `scale` times what they should be, and `norm` is that of what they should be.
     """
     factor = (limit / (norm + 1e-6) if norm > limit else 1.0) / scale
     if factor != 1:
-        torch._foreach_mul_([grad for grad, _ in gradients], factor)  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_mul_([one.part for one in gradients], factor)  # pyright: ignore[reportPrivateUsage]

@@ -54,6 +54,7 @@ from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import bare_teacher
 from tangram.training.step import loop
+from tangram.training.step.in_backward import early_updates
 from tangram.training.step.optimiser_step import clip, local_gradients, make_optimiser, norms_of, round_for, square_sum
 from tangram.training.trials.dry_run_counts import Tally
 
@@ -120,6 +121,10 @@ def dry_run(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> tupl
     """
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and there is one already")
+    if plan.run.stream_layers:
+        raise UserError(
+            "a dry run counts parameters as if memory had them all: `tangram plan` predicts what streamed layers take"
+        )
     plan = plan.model_copy(update={"run": plan.run.model_copy(update={"compile": False})})
     tell("reading model and text")
     for one in plan.data.sources:
@@ -254,13 +259,14 @@ def _step(model: ParallelModel, optimiser: Optimizer, micros: int, tally: Tally)
     if plan.task == "kto":
         batch = replace(batch, bad_B=torch.zeros(rows, dtype=torch.bool), others=batch)
     batches = RankBatches((batch,) * micros, rows * length, tuple(range(micros)))
-    part = loop.backward(model, batches).loss
+    with early_updates(model, optimiser, 0) as used:
+        part = loop.backward(model, batches).loss
     model.sum_gradients()
-    gradients = local_gradients(model.module, model.plain)
+    gradients = local_gradients(model.module, model.plain, used)
     sums = torch.stack([part, square_sum(norms_of(gradients), gradients, world.size // world.stages)])
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
-    numbers = tally.watch([gradient for gradient, _ in gradients])
+    numbers = tally.watch([one.part for one in gradients])
     round_for(optimiser, plan.seed, 0)
     optimiser.step()
     return numbers

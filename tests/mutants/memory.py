@@ -1,0 +1,45 @@
+"""Mistakes planted in updates in the backward and in streamed layers, by file."""
+
+from tests.mutants.mutant import Mutant
+
+_EARLY = "tests/training/test_in_backward.py"
+_ONE = f"{_EARLY}::test_one_process_has_the_same_losses_to_the_last_digit"
+_RANKS = f"{_EARLY}::test_ranks_have_the_same_losses"
+_STREAM = "tests/training/test_layer_stream.py"
+_MOVED = f"{_STREAM}::test_each_layer_is_moved_twice_and_two_are_there_at_most"
+_STALE = f"{_STREAM}::test_a_copy_that_is_out_of_date_is_not_used"
+
+# fmt: off
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "updated-twice", "training/step/in_backward.py",
+        "        parameter.grad = None\n", "",
+        "a gradient is used in the backward and again after it", (_ONE,),
+    ),
+    Mutant(
+        "norms-lost", "training/step/in_backward.py",
+        "norms_of([own])[0])", "norms_of([own])[0] * 0)",
+        "the norm that is told is of what is left", (_ONE,),
+    ),
+    Mutant(
+        "whole-ones-early", "schema/plan.py",
+        "return all(axis in cutting or mesh.axes[axis][0] == 1 for axis in self.model_axes)", "return True",
+        "TP ranks update what they hold whole by their own part of its gradient", (_RANKS,),
+    ),
+    Mutant(
+        "moved-again", "training/parallel/layer_stream.py",
+        "        copy = self._ahead.pop(unit, None)\n", "        copy = None\n",
+        "what was copied ahead is copied again", (_MOVED,),
+    ),
+    Mutant(
+        "kept-after-the-forward", "training/parallel/layer_stream.py",
+        "            self._ahead[following] = self._begin(following)\n",
+        "            self._ahead[following] = self._begin(following)\n        self._ahead[unit] = copy\n",
+        "layers stay in memory", (_MOVED,),
+    ),
+    Mutant(
+        "out-of-date", "training/parallel/layer_stream.py",
+        "if copy is None or copy.versions != [one._version for one in places]:", "if copy is None:",
+        "a layer computes with parameters of before", (_STALE,),
+    ),
+)
