@@ -123,7 +123,6 @@ def measure(rank: Rank, work: tuple[Plan, int, Path]) -> Measured:
     optimiser.zero_grad()
     states: list[Any] = [one for of_one in optimiser.state.values() for one in of_one.values()]
     there = [local(one) for one in (*model.module.parameters(), *model.module.buffers(), *states)]
-    known = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
     inputs = [one.inputs_BS for one in batches.micro]
     moved = 0 if model.stream is None else -model.stream.moved_bytes
     with FlowCounter([*there, *inputs]) as counter:

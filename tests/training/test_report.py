@@ -14,8 +14,8 @@ import pytest
 from tangram.errors import UserError
 from tangram.planner.report.html_page import script_json
 from tangram.schema.files import dumps
-from tangram.schema.job import PrecisionPlan
 from tangram.schema.plan import Plan
+from tangram.schema.precision import PrecisionPlan
 from tangram.tracing.finding import Finding
 from tangram.tracing.show.report import TraceReport
 from tangram.training.observe.events import Record, SaveFailed

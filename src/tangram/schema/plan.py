@@ -16,9 +16,10 @@ from pydantic import model_validator
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
-from tangram.schema.job import Job, Type
+from tangram.schema.job import Job
 from tangram.schema.optimiser import SHARED_UPDATES
 from tangram.schema.parallelism import AxesPlan, ContextPlan, LayoutsPlan, MeshText, PipelinePlan, marked
+from tangram.schema.precision import Type
 from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import MAKERS, micros_unlike, nearest_micro_batch, read_table, schedule, stages_unlike
 from tangram.schema.tables import Mistake
@@ -150,7 +151,9 @@ class Plan(Job):
     @model_validator(mode="after")
     def _gradients_add_up(self) -> Self:
         """In the type that is said, whichever way they are added."""
-        if mistake := self.precision.mistake_of_sums(self.run, self.pipeline is not None):
+        if mistake := self.precision.mistake_of_sums(
+            self.run.reshard, self.run.reduce_every, self.pipeline is not None
+        ):
             raise mistake
         return self
 

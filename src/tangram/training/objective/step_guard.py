@@ -24,7 +24,8 @@ from statistics import median
 from torch import Tensor
 
 from tangram.errors import UserError
-from tangram.schema.job import DivergencePlan, Job, ScalePlan
+from tangram.schema.job import DivergencePlan, Job
+from tangram.schema.precision import ScalePlan
 
 
 @dataclass(frozen=True)
