@@ -85,7 +85,7 @@
         unifiedhovertitle: { text: by === "step" ? "step %{x}" : `%{x} ${title}` },
         title: { text: title, font: { size: 12, color: colour("soft") }, standoff: 6 },
       },
-      yaxis: { ...axis, type: chart.log ? "log" : "linear", range: bounds(chart), tickformat: chart.ticks, nticks: 6, automargin: true },
+      yaxis: { ...axis, type: chart.log ? "log" : "linear", dtick: chart.log ? "D2" : undefined, range: bounds(chart), tickformat: chart.ticks, nticks: 6, automargin: true },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       shapes: chart.levels.map(level),
     };
