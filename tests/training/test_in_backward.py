@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,20 @@ def made(folder: Path, name: str, way: str, **more: str) -> Plan:
     return planned(folder, f"{case} half", way, name if name in ("tied", "moe") else "dense", **{**more, **asked})
 
 
+def agree(folder: Path, names: Iterable[str], ways: Mapping[str, Mapping[str, Any]], work: str) -> None:
+    """Assert that one process has the same losses and norms, to the last digit, in both ways, and learns."""
+    names = [*names]
+    plans = {(name, key): made(folder, name, "one", **asked) for name in names for key, asked in ways.items()}
+    found = run_all(folder, plans, work, {})
+    for name in names:
+        one, other = (found[name, key] for key in ways)
+        assert one.losses == other.losses, name
+        assert one.norms == other.norms, name
+        assert one.losses[-1] < one.losses[0], name
+
+
 def test_one_process_has_the_same_losses_to_the_last_digit(tied: Path) -> None:
-    plans = {(name, key): made(tied, name, "one", **asked) for name in ONE for key, asked in BOTH.items()}
-    found = run_all(tied, plans, "one", {})
-    for name in ONE:
-        assert found[name, "early"].losses == found[name, "late"].losses, name
-        assert found[name, "early"].norms == found[name, "late"].norms, name
-        assert found[name, "early"].losses[-1] < found[name, "early"].losses[0], name
+    agree(tied, ONE, BOTH, "one")
 
 
 def test_ranks_have_the_same_losses(tied: Path) -> None:

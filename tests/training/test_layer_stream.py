@@ -20,7 +20,7 @@ from tangram.training.mesh.mapped_tensors import mapped, mapped_like
 from tangram.training.parallel.layer_stream import LayerStream
 from tangram.training.trials.dry_run import dry_run
 from tests.training import test_in_backward, test_optimisers
-from tests.training.test_in_backward import EARLY, made
+from tests.training.test_in_backward import EARLY, agree
 from tests.training.test_optimisers import HALF, planned, run_all
 
 WITHOUT = {**EARLY, "run.recompute": '"full"', "checkpoint.asynchronous": "false"}
@@ -31,13 +31,7 @@ folder, tied = test_optimisers.folder, test_in_backward.tied
 
 
 def test_losses_are_the_same_to_the_last_digit(tied: Path) -> None:
-    both = {"without": WITHOUT, "streamed": STREAMED}
-    plans = {(name, key): made(tied, name, "one", **asked) for name in NAMES for key, asked in both.items()}
-    found = run_all(tied, plans, "streamed", {})
-    for name in NAMES:
-        assert found[name, "streamed"].losses == found[name, "without"].losses, name
-        assert found[name, "streamed"].norms == found[name, "without"].norms, name
-        assert found[name, "streamed"].losses[-1] < found[name, "streamed"].losses[0], name
+    agree(tied, NAMES, {"without": WITHOUT, "streamed": STREAMED}, "streamed")
 
 
 def test_it_goes_on_with_and_without(folder: Path) -> None:

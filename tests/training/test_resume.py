@@ -105,7 +105,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         "pipeline": PipelinePlan(stages=(("a",), ("b",))),
         "lora": LoraPlan(),
         "preference": PreferencePlan(),
-        "distill": DistillPlan(teacher="teacher"),
+        "distill": DistillPlan(teacher="teacher", cache="cache"),
     }
     return whole.model_copy(update=more)
 

@@ -264,15 +264,15 @@ def stale_shard(setting: Setting) -> Planted:
 def not_cut_again_after_an_evaluation(setting: Setting) -> Planted:
     """An evaluation leaves parameters whole: the update changes the shards, the next forward takes what is whole."""
     models: list[nn.Module] = []
-    real = loop.set_lr
+    real = loop.round_for
 
-    def after_a_forward(optimiser: Optimizer, lr: float, peak: float) -> None:
+    def after_a_forward(optimiser: Optimizer, seed: int, first_row: int) -> None:
         with torch.no_grad():
             models[0](input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-        real(optimiser, lr, peak)
+        real(optimiser, seed, first_row)
 
     setting.built.append(models.append)
-    with swapped(loop, "set_lr", after_a_forward):
+    with swapped(loop, "round_for", after_a_forward):
         yield
 
 

@@ -39,7 +39,7 @@ class JobAndOutline:
     counted: Counted
     rows: Rows | None = None
     """How long rows are; None: all are of `data.sequence`."""
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """Of them, for a person."""
 
     def typed(self, typed: Typed) -> Typed:
@@ -62,8 +62,8 @@ class JobAndOutline:
             self._write(choices, taking)
         others = not_run(choices, self.outline)
         document["not_run"] = [] if others is None else [row[0] for row in others[2]]
-        document["rows"] = self.told
-        rows = [("Rows", ("",), [(one,) for one in self.told])] if self.told else []
+        document["rows"] = self.notes
+        rows = [("Rows", ("",), [(one,) for one in self.notes])] if self.notes else []
         return [*rows, *([] if others is None else [others])]
 
     def _write(self, choices: Sequence[Choice], taking: Taking) -> None:
@@ -120,7 +120,7 @@ def job_in(
     if base not in (None, "bf16") and (taking.out is not None or taking.runs):
         raise UserError(f"--base {base}: tangram train keeps frozen weights as precision.parameters says: leave it out")
     tokens = tokens_of(job)
-    config, (rows, told) = source_of(job, tokens).config, rows_of_steps(job, tokens)
+    config, (rows, notes) = source_of(job, tokens).config, rows_of_steps(job, tokens)
     outline = outline_of(config, path.stem)
     if job.lora is not None:
         if others := [one for one in job.lora.modules_to_save if not one.endswith(ENDS)]:
@@ -130,7 +130,7 @@ def job_in(
             )
         outline = adapted(outline, job.lora.rank, job.lora.targets)
         outline = replace(outline, trained_ends=bool(job.lora.modules_to_save))
-    return JobAndOutline(job, outline, Counted(job, config), rows, told)
+    return JobAndOutline(job, outline, Counted(job, config), rows, notes)
 
 
 def _adapted(job: Job, file: str, rank: int) -> Job:

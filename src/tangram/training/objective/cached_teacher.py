@@ -138,7 +138,7 @@ class CachedTeacher:
     _places: dict[bytes, tuple[int, int, int]]
     """By key the number of the file, the first token and the one after the last."""
 
-    def said(self, batch: Batch) -> TopLogits:
+    def top_logits(self, batch: Batch) -> TopLogits:
         """Of a batch. Raises UserError for a row that is not there."""
         shape, device = batch.labels_BS.shape, batch.labels_BS.device
         classes_BSK = torch.zeros(*shape, self.top, dtype=torch.int64)

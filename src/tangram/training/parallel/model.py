@@ -96,7 +96,7 @@ class ParallelModel:
     """What a loss of preferences compares with."""
     teacher: ParallelModel | None = None
     """What a student learns from, on the same mesh."""
-    said: Callable[[Batch], TopLogits] | None = None
+    cached_teacher: Callable[[Batch], TopLogits] | None = None
     """What was kept of one, in its place."""
 
     stream: LayerStream | None = None

@@ -139,7 +139,7 @@ def begin(rank: Rank, job: RankJob) -> Begun:
         model = replace(model, reference=Reference(model.module) if compares else None)
         model = replace(model, teacher=build_teacher(plan, tokens, world))
     cached = open_cache(plan, corpus.digest, classes_of(source.config))
-    model = replace(model, said=None if cached is None else cached.said)
+    model = replace(model, cached_teacher=None if cached is None else cached.top_logits)
     begun = begin_of_others(model, job.resume, None if cached is None else cached.digest)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
     optimiser = make_optimiser(model)

@@ -25,6 +25,9 @@ def early_updates(model: ParallelModel, optimiser: Optimizer, first_row: int) ->
     `first_row`: of the step. The learning rate is that which the optimiser has.
     """
     used: dict[str, LocalGradient] = {}
+    if not model.plan.optimiser.in_backward:
+        yield used
+        return
     names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
 
     def update(group: dict[str, Any], parameter: Tensor) -> None:

@@ -106,14 +106,14 @@ class Objective:
         """
         rows = self.rows
         if self.taught:
-            if model.said is not None:
-                return _Asked(model.said, batches)
+            if model.cached_teacher is not None:
+                return _OnDemand(model.cached_teacher, batches)
             if model.teacher is None:
                 raise UserError("this loss compares with a teacher: give the ParallelModel one before it is trained")
             teacher = model.teacher
             if model.pipeline is not None:
                 return _teacher_logits(teacher, batches)
-            return _Asked(lambda batch: _teacher_logits(teacher, [batch])[0], batches)
+            return _OnDemand(lambda batch: _teacher_logits(teacher, [batch])[0], batches)
         if rows is None:
             return [None for _ in batches]
         if model.reference is None:
@@ -152,17 +152,17 @@ def count_of(batches: RankBatches, over: Over) -> int:
 
 
 @dataclass(frozen=True)
-class _Asked(Sequence[Any]):
+class _OnDemand(Sequence[Any]):
     """What a teacher says of each batch, made or read when it is asked for: all ranks ask a model alike."""
 
-    said: Callable[[Batch], Any]
+    make: Callable[[Batch], Any]
     batches: Sequence[Batch]
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, at: Any) -> Any:
-        return self.said(cast(Batch, self.batches[at]))
+        return self.make(cast(Batch, self.batches[at]))
 
 
 def _teacher_logits(teacher: ParallelModel, batches: Sequence[Batch]) -> Sequence[Logits | None]:

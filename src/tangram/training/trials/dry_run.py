@@ -195,7 +195,7 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
         world = make_world(plan, rank, cpu, group, Peers())
         model = apply(build_on_meta(source.config), plan, world)
         if plan.distill is not None:
-            model = replace(model, teacher=bare_teacher(plan, tokens_of(plan), world), said=_said(plan))
+            model = replace(model, teacher=bare_teacher(plan, tokens_of(plan), world), cached_teacher=_top_logits(plan))
         with FakeTensorMode(allow_non_fake_inputs=True), refusing_values():
             give_storage(model.module, cpu)
             if model.teacher is not None:
@@ -203,17 +203,17 @@ def counted_alone(plan: Plan, source: Source, rank: int) -> list[CountedStep]:
             return counted_steps(model)
 
 
-def _said(plan: Plan) -> Callable[[Batch], TopLogits] | None:
+def _top_logits(plan: Plan) -> Callable[[Batch], TopLogits] | None:
     """What a teacher that is not run says, without values."""
     if plan.runs_teacher:
         return None
     top, shared = sizes_of_cache(plan)
 
-    def said(batch: Batch) -> TopLogits:
+    def top_logits(batch: Batch) -> TopLogits:
         classes_BSK = torch.zeros(*batch.labels_BS.shape, top, dtype=torch.long)
         return TopLogits(classes_BSK, torch.zeros(*batch.labels_BS.shape, top + 1), shared)
 
-    return said
+    return top_logits
 
 
 def counted_steps(model: ParallelModel) -> list[CountedStep]:
