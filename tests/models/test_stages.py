@@ -219,8 +219,8 @@ def test_a_stage_of_which_nothing_is_trained() -> None:
 def test_tied_weights_across_stages() -> None:
     model = made("llama", tie_word_embeddings=True)
     assert refused(model, THREE) == (
-        "model.embed_tokens.weight and lm_head.weight are one tensor, and stage 0 of the pipeline has the one and stage "
-        '2 the other: add pipeline.tied = ["model.embed_tokens"], so that both keep it'
+        "model.embed_tokens.weight and lm_head.weight are one tensor, and stage 0 of the pipeline has the one and "
+        'stage 2 the other: add pipeline.tied = ["model.embed_tokens"], so that both keep it'
     )
     without = (*THREE[:2], tuple(name for name in THREE[2] if name != "lm_head"))
     assert refused(model, without) == (

@@ -92,7 +92,7 @@ def test_none_fits(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 "--set",
                 "model.change.num_hidden_layers=4",
             ],
-            "0 plans that fit this machine: pipeline.schedule: ZBVZeroBubble puts model.embed_tokens and the head that is",
+            "0 plans that fit this machine: pipeline.schedule: ZBVZeroBubble puts model.embed_tokens and the head",
         ),
         (["--out", "plan.toml", "--pick", "0"], "--pick 0: rows count from 1"),
         (["--out", "."], "cannot be written"),

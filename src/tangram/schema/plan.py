@@ -145,8 +145,9 @@ class Plan(Job):
         assert self.pipeline is not None
         if on_one := [name for name in self.pipeline.tied if rank_of[self.stage_of(f"{name}.")] == rank_of[-1]]:
             return "pipeline.schedule", (
-                f"{self.pipeline.schedule} puts {on_one[0]} and the head that is tied to it on one rank, as parts of two "
-                "stages: take a schedule that puts them on two, as 1F1B, or set model.change.tie_word_embeddings = false"
+                f"{self.pipeline.schedule} puts {on_one[0]} and the head that is tied to it on one rank, as parts of "
+                "two stages: take a schedule that puts them on two, as 1F1B, or set "
+                "model.change.tie_word_embeddings = false"
             )
         return None
 

@@ -164,7 +164,7 @@ TIED = (
     "InterleavedZeroBubble of derived",
 )  # fmt: skip
 TIED_QUICK = ("stages of fsdp",)
-"""Of which the last stage has the embeddings of the first; the norm is clipped, so that it counts what both have once."""
+"""Of which the last stage has the embeddings of the first. They clip the norm, which counts what both have once."""
 STAGED_QUICK = ("stages of fsdp", "stages within fsdp", "stages inside copies")
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 

@@ -122,8 +122,10 @@ class Counted:
         return tensor_layouts(self.config, self.plain, graph, axis, shard)
 
     def pipeline(self, count: int, schedule: str) -> PipelinePlan | None:
-        """The modules of each of so many stages of a pipeline, None for one. Raises UserError where it cannot be cut so,
-        ValueError (pydantic's) for a schedule that does not exist."""
+        """The modules of each of so many stages of a pipeline; None for one.
+
+        Raises UserError where it cannot be cut so, ValueError (pydantic's) for a schedule that does not exist.
+        """
         if count == 1:
             return None
         names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))

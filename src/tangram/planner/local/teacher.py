@@ -40,9 +40,8 @@ def _cut(plan: Plan, teacher: Counted) -> Plan:
     parameters = {**(lies.parameters if lies else {}), "*": f"_/{shard} ..." if shard else "..."}
     layouts = plan.layouts.model_copy(update={"parameters": parameters, "marks": dict(lies.marks) if lies else {}})
     pipeline = plan.pipeline
-    if pipeline is not None:
-        if its := teacher.pipeline(len(pipeline.stages), PIPELINE):
-            pipeline = pipeline.model_copy(update={"stages": its.stages, "tied": its.tied})
+    if pipeline is not None and (its := teacher.pipeline(len(pipeline.stages), PIPELINE)):
+        pipeline = pipeline.model_copy(update={"stages": its.stages, "tied": its.tied})
     return plan.of_teacher().model_copy(update={"layouts": layouts, "pipeline": pipeline})
 
 

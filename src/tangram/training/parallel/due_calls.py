@@ -3,8 +3,8 @@
     DDP          an all-reduce for each bucket of gradients
     FSDP         a gather for each unit (a layer; all outside of layers) and pass, a reduction for each backward
     HSDP         an all-reduce of each reduced shard
-    pipelines    a send and a receive for each micro-batch at each border of ranks, as the schedule's table has them, and
-                 of each gradient of tied weights
+    pipelines    a send and a receive for each micro-batch at each border of ranks, as the schedule's table has them;
+                 of each gradient of tied weights one more
     norms        one all-reduce over all ranks, with the loss and the wishes to stop
     derived      what programs move over model axes at borders and around functions, in each forward and backward
 

@@ -113,7 +113,7 @@ class ParallelModel:
         return [(type(part.module).__name__, part.draws) for part in self.parts if part.draws is not None]
 
     def sum_gradients(self) -> None:
-        """Add up, once a step, gradients of which the ranks of model axes have a part each, or two stages of a pipeline.
+        """Add up, once a step, gradients of which ranks of model axes, or two stages of a pipeline, have a part each.
 
         Collective over them.
         """

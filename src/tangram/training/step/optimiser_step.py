@@ -132,8 +132,8 @@ def local_gradients(
     used: Mapping[str, LocalGradient] = NONE_USED,
     elsewhere: Collection[str] = (),
 ) -> list[LocalGradient]:
-    """This rank's part of every gradient. `plain`, `elsewhere`: as of the `ParallelModel`, whose `counted_elsewhere` that
-    is; `used`: in the backward, by name.
+    """This rank's part of every gradient. `plain`: as of the `ParallelModel`; `used`: in the backward, by name;
+    `elsewhere`: its `counted_elsewhere`.
 
     Raises UserError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
     """
