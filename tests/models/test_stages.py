@@ -13,7 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tangram.errors import UserError
 from tangram.models.building.build import token_inputs
 from tangram.models.capturing.capture import capture
-from tangram.models.capturing.stages import Stages, Through, keep_stages, refuse_unlike_chain, refuse_unlike_modules
+from tangram.models.capturing.stages import (
+    Stages,
+    Through,
+    keep_stages,
+    refuse_unlike_chain,
+    refuse_unlike_modules,
+    tied_modules,
+)
 
 FIELDS = {
     "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -71,7 +78,7 @@ def made(kind: str, **changes: Any) -> nn.Module:
 
 
 def stage(model: nn.Module, stages: Stages, number: int) -> nn.Module:
-    return keep_stages(copy.deepcopy(model), stages, [number])[0]
+    return keep_stages(copy.deepcopy(model), stages, [number], tied_modules(model, stages))[0]
 
 
 @pytest.mark.parametrize("kind", ["llama", *MORE])
@@ -210,11 +217,54 @@ def test_a_stage_of_which_nothing_is_trained() -> None:
 
 
 def test_tied_weights_across_stages() -> None:
-    said = refused(made("llama", tie_word_embeddings=True), THREE)
-    assert "model.embed_tokens.weight and lm_head.weight are one tensor" in said
-    assert said.endswith("set model.change.tie_word_embeddings = false")
+    model = made("llama", tie_word_embeddings=True)
+    assert refused(model, THREE) == (
+        "model.embed_tokens.weight and lm_head.weight are one tensor, and stage 0 of the pipeline has the one and "
+        'stage 2 the other: add pipeline.tied = ["model.embed_tokens"], so that both keep it'
+    )
     without = (*THREE[:2], tuple(name for name in THREE[2] if name != "lm_head"))
-    assert "one and none the other: this version" in refused(made("llama", tie_word_embeddings=True), without)
+    assert refused(model, without) == (
+        "lm_head.weight is in no stage of the pipeline: name its module in pipeline.stages"
+    )
+    between = ((*THREE[0], "lm_head"), THREE[1], (f"{BLOCKS}.2", "model.norm"))
+    assert "lm_head" in refused(model, between)
+    cast(Any, model).model.layers[1].mlp.up_proj.weight = cast(Any, model).model.layers[0].mlp.up_proj.weight
+    assert refused(model, THREE).endswith(
+        "weights are tied to those of the last stage only; set model.change.tie_word_embeddings = false"
+    )
+    with pytest.raises(UserError, match=r"names model.layers.0, whose \S+ is no tensor of the last stage"):
+        refuse_unlike_modules(made("llama", tie_word_embeddings=True), THREE, ("model.embed_tokens", f"{BLOCKS}.0"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("llama", "model.embed_tokens | model.layers | model.norm lm_head"),
+        ("gemma3_text", "model.embed_tokens | model.layers | model.norm lm_head"),
+        *((kind, BEFORE[kind][1]) for kind in ("gpt2", "opt", "bloom", "granite", "openai-gpt")),
+    ],
+)
+def test_stages_with_tied_weights_are_the_model(kind: str, names: str) -> None:
+    model = made(kind, **BEFORE.get(kind, ({},))[0], tie_word_embeddings=True).eval()
+    before, (layers,), after = (part.split() for part in names.split(" | "))
+    stages = ((*before, f"{layers}.0"), (f"{layers}.1",), (f"{layers}.2", *after))
+    tied = tied_modules(model, stages)
+    assert tied == (before[0],)
+    parts = [stage(model, stages, number) for number in range(3)]
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    x: Tensor = ids
+    for part in parts:
+        x = part(x)
+    whole = cast(Any, model)(input_ids=ids, use_cache=False).logits
+    assert torch.equal(x, whole)
+    x.square().mean().backward()
+    whole.square().mean().backward()
+    first, last = (dict(parts[at].named_parameters()) for at in (0, 2))
+    word = f"{before[0]}.weight"  # by the model's own name in both
+    both = cast(Tensor, first[word].grad) + cast(Tensor, last[word].grad)
+    torch.testing.assert_close(both, model.get_parameter(word).grad, rtol=1e-5, atol=1e-8)
+    assert first.keys() & last.keys() == {word}
+    assert word not in dict(parts[1].named_parameters())
 
 
 def test_modules_out_of_turn() -> None:

@@ -22,6 +22,7 @@ from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import Ranked, predict, rank
 from tangram.planner.local.show import rows
 from tangram.schema.files import dumps, load, mistakes
+from tangram.schema.parallelism import PipelinePlan
 from tangram.schema.plan import Plan
 from tangram.schema.schedule_table import parse
 from tests.models.tiny import tiny
@@ -99,14 +100,15 @@ def shares_of(counted: Counted, plan: Plan) -> list[stage_shares.Share]:
 FOUR = (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head"))
 
 
-def with_schedule(four: tuple[Ranked, ...], name: str, stages: Stages = FOUR) -> Plan:
+def with_schedule(four: tuple[Ranked, ...], name: str, pipeline: PipelinePlan | None = None) -> Plan:
     """A plan of two stage ranks and four micro-batches."""
     data = job(micro_batch=1).data.model_dump()
-    return changed(taken(four), pipeline={"schedule": name, "stages": stages}, data=data)
+    tables = {"schedule": name, "stages": FOUR} if pipeline is None else pipeline.model_dump()
+    return changed(taken(four), pipeline=tables, data=data)
 
 
 def test_what_stages_keep_is_what_the_formulas_say(counted: Counted, four: tuple[Ranked, ...]) -> None:
-    plan, gpipe = (with_schedule(four, name, counted.stages(2)) for name in ("1F1B", "GPipe"))
+    plan, gpipe = (with_schedule(four, name, counted.pipeline(2, name)) for name in ("1F1B", "GPipe"))
     assert plan.micro_steps == 4
     assert [one.kept for one in shares_of(counted, plan)] == [(2,), (1,)]
     assert [one.kept for one in shares_of(counted, gpipe)] == [(4,), (4,)]
@@ -117,6 +119,28 @@ def test_what_stages_keep_is_what_the_formulas_say(counted: Counted, four: tuple
         assert sorted(names) == sorted(p.name for p in counted.costs(1).parameters)
         for share in found:
             assert share.activations == share.kept[0] * sum(part.kept_bytes for part in share.local.parts)
+
+
+def test_the_last_stage_has_the_embeddings_that_its_head_is_tied_to() -> None:
+    """By the plan, in memory, and in where a checkpoint has them; a schedule that has both on one rank is refused."""
+    config = tiny("qwen3", vocab_size=64, tie_word_embeddings=True)
+    counted = Counted(job(), config)
+    plan = taken(rank(job(), 4, rates(4), config, counted, stages=2))
+    assert plan.pipeline is not None
+    assert plan.pipeline.stages[-1][-1] == "lm_head"
+    assert plan.pipeline.tied == ("model.embed_tokens",)
+    word = "model.embed_tokens.weight"
+    assert str(bound_layout(plan, word, (64, 32))).endswith("@pp=0,1")
+    assert plan.places_of(word) == (0, 1)
+    assert [word in {p.name for p in share.parameters} for share in shares_of(counted, plan)] == [True, True]
+    legal(plan, build_on_meta(config))
+    with pytest.raises(ValidationError, match=r"puts model.embed_tokens and the head that is tied to it on one rank"):
+        changed(
+            plan, pipeline={"schedule": "ZBVZeroBubble", "stages": FOUR, "tied": ["model.embed_tokens"]},
+            data=job(micro_batch=1).data.model_dump(),
+        )  # fmt: skip
+    with pytest.raises(ValidationError, match=r'"lm_head" is tied and in no stage before the last'):
+        changed(plan, pipeline={**plan.pipeline.model_dump(), "tied": ["lm_head"]})
 
 
 def test_several_stages_of_a_rank_are_one_share(counted: Counted, four: tuple[Ranked, ...]) -> None:
@@ -219,7 +243,7 @@ def test_a_table_is_read_from_beside_the_plan(four: tuple[Ranked, ...], tmp_path
     assert isinstance(plan, Plan)
     assert plan.rank_of_stage == (0, 1, 0)
     assert plan.stages_at(0) == (0, 2)
-    assert (plan.stage_of("lm_head.weight"), plan.place_of("lm_head.weight")) == (2, 0)
+    assert (plan.stage_of("lm_head.weight"), plan.places_of("lm_head.weight")[0]) == (2, 0)
     assert str(bound_layout(plan, "lm_head.weight", (64, 32))).endswith("@pp=0")
     assert plan.actions().rows[1] == parse(MINE, "x").rows[1]
     legal(plan, build_on_meta(CONFIG))

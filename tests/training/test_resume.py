@@ -102,7 +102,7 @@ def test_the_page_says_the_same() -> None:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     whole = small_plan(tmp_path_factory.mktemp("text"))
     more = {
-        "pipeline": PipelinePlan(stages=(("a",), ("b",))),
+        "pipeline": PipelinePlan(stages=(("a",), ("b",)), tied=("a",)),
         "lora": LoraPlan(),
         "preference": PreferencePlan(),
         "distill": DistillPlan(teacher="teacher", cache="cache"),

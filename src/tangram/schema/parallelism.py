@@ -89,6 +89,9 @@ class PipelinePlan(TomlTable):
     stages: tuple[tuple[str, ...], ...]
     """For each stage the modules whose parameters it has, by name, in the order in which they are computed. What has no
     parameters, as rotary embeddings, every stage computes. Which rank has it, the schedule says."""
+    tied: tuple[str, ...] = ()
+    """Modules of earlier stages whose parameters the last one has, too, as its head is tied to embeddings: both ranks
+    keep and update them, by the sum of their gradients."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,6 +113,8 @@ class PipelinePlan(TomlTable):
             other = next((o for o in names if o != name and f"{name}.".startswith(f"{o}.")), None)
             if names.count(name) > 1 or other is not None:
                 raise ValueError(f'"{name}" is in two places of the stages{f": also in {other}" if other else ""}')
+        if wrong := [name for name in self.tied if not any(name in stage for stage in self.stages[:-1])]:
+            raise ValueError(f'"{wrong[0]}" is tied and in no stage before the last: name a module of one')
         if empty := [i for i, stage in enumerate(self.stages) if not stage]:
             raise ValueError(f"stage {empty[0]} has no modules: give each stage one at least")
         if (self.schedule == "table") != (self.table is not None):

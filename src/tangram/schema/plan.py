@@ -8,6 +8,7 @@ Layout rules are `name pattern -> layout`, in the one notation; the first patter
 neither torch nor transformers, so that a mistake shows at once.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Self
@@ -122,6 +123,8 @@ class Plan(Job):
             return self
         if self.pipeline.schedule == "table":  # its file is read when the plan's is
             return self
+        if together := self._tied_on_one_rank(self.rank_of_stage):
+            raise Mistake(*together)
         name, stages, ranks = self.pipeline.schedule, len(self.pipeline.stages), self.stage_ranks
         if why := stages_unlike(name, ranks, stages):
             raise Mistake("pipeline.stages", f"{stages} stages for the {ranks} ranks of the pipeline axis: {why}")
@@ -136,6 +139,17 @@ class Plan(Job):
         if MAKERS[name].splits and (whole := self._undivided_backwards()):
             raise Mistake(*whole)
         return self
+
+    def _tied_on_one_rank(self, rank_of: Sequence[int]) -> tuple[str, str] | None:
+        """The key by which stages with one tensor come to one rank, which cuts it once for each; None where none do."""
+        assert self.pipeline is not None
+        if on_one := [name for name in self.pipeline.tied if rank_of[self.stage_of(f"{name}.")] == rank_of[-1]]:
+            return "pipeline.schedule", (
+                f"{self.pipeline.schedule} puts {on_one[0]} and the head that is tied to it on one rank, as parts of "
+                "two stages: take a schedule that puts them on two, as 1F1B, or set "
+                "model.change.tie_word_embeddings = false"
+            )
+        return None
 
     def _undivided_backwards(self) -> tuple[str, str] | None:
         """The key by which backwards cannot be done in two parts, and why; None where they can."""
@@ -278,15 +292,25 @@ class Plan(Job):
                 raise UserError(f"{self.pipeline.table} is for {has} {what}, but the plan has {wanted}: change one")
         if found.splits and (whole := self._undivided_backwards()):
             raise UserError(f"{whole[0]}: {whole[1]}")
+        if together := self._tied_on_one_rank(found.rank_of):
+            raise UserError(f"{together[0]}: {together[1]}")
         return found
 
-    def place_of(self, name: str) -> int:
-        """The place on the pipeline axis of the rank that has a parameter or a buffer. Raises UserError for none."""
-        return self.rank_of_stage[self.stage_of(name)]
+    def is_tied(self, name: str) -> bool:
+        """Whether the last stage has a parameter or a buffer of an earlier one, too."""
+        return self.pipeline is not None and any(name.startswith(f"{module}.") for module in self.pipeline.tied)
+
+    def places_of(self, name: str) -> tuple[int, ...]:
+        """The places on the pipeline axis of the ranks that have a parameter or a buffer, that of its own stage first.
+
+        Raises UserError where none has.
+        """
+        ranks = self.rank_of_stage
+        return tuple(dict.fromkeys((ranks[self.stage_of(name)], *(ranks[-1:] if self.is_tied(name) else ()))))
 
     def stages_of(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Where on the pipeline axis a parameter or a buffer is, as the `at` of a layout; empty: everywhere."""
-        return ((self.axes.pipeline[0], (self.place_of(name),)),) if self.pipeline is not None else ()
+        return ((self.axes.pipeline[0], tuple(sorted(self.places_of(name)))),) if self.pipeline is not None else ()
 
     @property
     def ranks(self) -> int:

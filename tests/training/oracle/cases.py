@@ -159,6 +159,12 @@ SCHEDULED: Mapping[str, tuple[int, Strategy]] = {
 }
 """Every schedule, of five micro-batches or ten; of three where they pass in rounds."""
 SCHEDULED_QUICK = ("ZBVZeroBubble of fsdp",)
+TIED = (
+    "stages of fsdp", "stages inside copies", "stages of fsdp and derived", "Interleaved1F1B of fsdp",
+    "InterleavedZeroBubble of derived",
+)  # fmt: skip
+TIED_QUICK = ("stages of fsdp",)
+"""Of which the last stage has the embeddings of the first. They clip the norm, which counts what both have once."""
 STAGED_QUICK = ("stages of fsdp", "stages within fsdp", "stages inside copies")
 OTHER_QUICK = ("one rank", "fsdp over three", "tensor over two", "derived inside fsdp")
 
@@ -355,6 +361,17 @@ def _add_staged(text: Path, add: Callable[..., None], *, slow: bool) -> None:
     add("tabled", ["stages"], tables(text), instead={"pipeline": pipeline})
     clipped = tables(text, data={"micro_batch": 2}, optimiser={"clip_norm": 0.05})
     add("clipped", ["stages of fsdp"], clipped)
+    for strategy in TIED if slow else TIED_QUICK:
+        own = {"change": {**SMALL_MODEL, "tie_word_embeddings": True}}
+        rate = {"lr": 1e-3, "clip_norm": 0.05}
+        base = tables(
+            text, data={"micro_batch": _rows_of(strategy)}, model=own, optimiser=rate, run={"evaluate_every": 2}
+        )
+        instead = {"pipeline": {**_KNOWN[strategy][1].tables["pipeline"], "tied": ["model.embed_tokens"]}}
+        add("tied", [strategy], base, SHORT, instead=instead)
+        if slow and strategy == "stages of fsdp and derived":
+            again = {**base, "checkpoint": {"every_steps": 2, "keep": 1000}}
+            add("resumed, tied", [strategy], again, FEW, instead=instead, resume_at=3)
     if slow:
         again = tables(text, data={"micro_batch": 2}, run={"evaluate_every": 2}, checkpoint={"every_steps": 2})
         add("resumed", ["stages of fsdp", "stages of fsdp and derived"], again, FEW, resume_at=3)

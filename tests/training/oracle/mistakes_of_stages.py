@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tangram.training.data import Batch
 from tangram.training.parallel import pipeline, schedule_runtime
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.pipeline import ModelPart
 from tangram.training.step import loop
 from tests.training.oracle.ranks import Setting, swapped
@@ -104,7 +105,22 @@ def stages_of_a_rank_exchanged(setting: Setting) -> Planted:
         yield
 
 
+@contextlib.contextmanager
+def tied_gradients_left_apart(setting: Setting) -> Planted:
+    """Each stage updates its own copy of the embeddings by what it did with it."""
+    with swapped(pipeline.PipelineRun, "sum_tied", lambda self: None):
+        yield
+
+
+@contextlib.contextmanager
+def tied_gradients_counted_twice(setting: Setting) -> Planted:
+    """The norm has them of both stages."""
+    with swapped(ParallelModel, "counted_elsewhere", frozenset()):
+        yield
+
+
 STAGED_MISTAKES = {
+    "tied: stages of fsdp": (tied_gradients_left_apart, tied_gradients_counted_twice),
     "ZBVZeroBubble of fsdp": (weights_of_a_micro_batch_passed_over, stages_of_a_rank_exchanged),
     "stages of fsdp": (
         gradients_averaged_over_micro_batches,

@@ -23,7 +23,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -142,30 +142,33 @@ class Stage:
     """Whether its code runs on parts of tensors, which say nothing of how many samples there are."""
 
 
-def keep_stages(model: nn.Module, stages: Stages, numbers: Sequence[int]) -> list[nn.Module]:
+def keep_stages(model: nn.Module, stages: Stages, numbers: Sequence[int], tied: Sequence[str] = ()) -> list[nn.Module]:
     """The stages of these numbers of a Hugging Face model, of which only their modules are left.
 
     Each takes one tensor, by position, and gives one. The first of all takes token ids, shape (batch, sequence), the
     others hidden states, shape (batch, sequence, hidden); the last gives logits, the others hidden states. The model
-    has all of them and cannot be called. Raises UserError for a module that the model lacks.
+    has all of them and cannot be called. `tied`: modules of other stages that the last one keeps and does not run, as
+    its head has their weights. Raises UserError for a module that the model lacks.
     """
-    refuse_unlike_modules(model, stages)
-    found = [_stage(model, stages, number) for number in numbers]
-    for number, names in enumerate(stages):
-        for name in names if number not in numbers else ():
+    refuse_unlike_modules(model, stages, tied)
+    last = len(stages) - 1
+    found = [_stage(model, stages, number, tied if number == last else ()) for number in numbers]
+    kept = {*itertools.chain(*(stages[number] for number in numbers)), *(tied if last in numbers else ())}
+    for name in itertools.chain(*stages):
+        if name not in kept:
             model.set_submodule(name, Through(model.get_submodule(name)))
     _call_instead(model, "Stages", _is_not_called)
     return found
 
 
-def _stage(model: nn.Module, stages: Stages, number: int) -> nn.Module:
+def _stage(model: nn.Module, stages: Stages, number: int, tied: Sequence[str]) -> nn.Module:
     kinds: dict[str, type[Through]] = dict.fromkeys((name for stage in stages for name in stage), Through)
     entry = stages[number - 1][-1] if number else ""
     if entry and model.get_submodule(entry) is cast("Any", model).get_input_embeddings():
         entry = ""  # for which what flows in stands already
     end = stages[number + 1][0] if number < len(stages) - 1 else ""
     kinds |= {name: kind for name, kind in ((entry, Entry), (end, Exit)) if name}
-    found = _around(model, "", set(stages[number]), kinds, {})
+    found = _around(model, "", {*stages[number], *tied}, kinds, {})
     _call_instead(found, f"Stage{number}", _forward_of(type(model), entry, end, first=not number))
     return found
 
@@ -245,32 +248,77 @@ def _of_all(result: Tensor, x: Tensor) -> Tensor:
     return result
 
 
-def refuse_unlike_modules(model: nn.Module, stages: Stages) -> None:
-    """Raise UserError where the stages do not name modules that have every parameter once, each stage a trained one."""
+def tied_modules(model: nn.Module, stages: Stages) -> tuple[str, ...]:
+    """The modules of earlier stages that have a parameter together with one of the last stage."""
+    return tuple(dict.fromkeys(a.module for a, b in _tied_across(model, stages) if b.stage == len(stages) - 1))
+
+
+class _Owned(NamedTuple):
+    """A parameter, and the module of a stage that has it; "" and -1: of none."""
+
+    name: str
+    module: str
+    stage: int
+
+
+def _owned(name: str, stages: Stages) -> _Owned:
+    found = ((module, stage) for stage, own in enumerate(stages) for module in own if name.startswith(f"{module}."))
+    return _Owned(name, *next(found, ("", -1)))
+
+
+def _tied_across(model: nn.Module, stages: Stages) -> list[tuple[_Owned, _Owned]]:
+    """Of each parameter that several stages have its first owner, with each of another stage."""
+    owners: dict[nn.Parameter, _Owned] = {}
+    found: list[tuple[_Owned, _Owned]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = _owned(name, stages)
+        first = owners.setdefault(parameter, own)
+        found += [(first, own)] if first.stage != own.stage else []
+    return found
+
+
+def refuse_unlike_modules(model: nn.Module, stages: Stages, tied: Sequence[str] = ()) -> None:
+    """Raise UserError where the stages do not name modules that have every parameter once, each stage a trained one.
+
+    `tied`: those that the last stage has beside. They have no other parameters than those of its own modules.
+    """
     modules = dict(cast("Any", model).named_modules())
     names = [name for stage in stages for name in stage]
     if unknown := next((name for name in names if name not in modules), None):
         raise UserError(f'pipeline.stages names "{unknown}", which is no module of a {type(model).__name__}')
-    owners: dict[nn.Parameter, tuple[str, int]] = {}
+    for first, other in _tied_across(model, stages):
+        if other.stage != len(stages) - 1 or first.module not in tied:
+            raise UserError(_tied_otherwise(first, other, stages))
+    own = {p for module in stages[-1] for p in cast("Any", model).get_submodule(module).parameters()}
+    for module in tied:
+        if alone := next((name for name, p in modules[module].named_parameters() if p not in own), None):
+            raise UserError(
+                f"pipeline.tied names {module}, whose {alone} is no tensor of the last stage: name modules of which "
+                "it has all"
+            )
     trained: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        stage = next((i for i, own in enumerate(stages) if any(name.startswith(f"{x}.") for x in own)), None)
-        if parameter in owners and owners[parameter][1] != stage:
-            other, where = owners[parameter]
-            raise UserError(
-                f"{other} and {name} are one tensor, and stage {where} of the pipeline would have the one and "
-                f"{'none' if stage is None else f'stage {stage}'} the other: this version does not tie weights across "
-                "stages; set model.change.tie_word_embeddings = false"
-            )
-        if stage is None:
+        stage = _owned(name, stages).stage
+        if stage < 0:
             raise UserError(f"{name} is in no stage of the pipeline: name its module in pipeline.stages")
         trained.update([stage] if parameter.requires_grad else [])
-        owners[parameter] = name, stage
     idle = [stage for stage in range(len(stages)) if stage not in trained]
     if idle:
         raise UserError(
             f"nothing of stage {idle[0]} of the pipeline is trained: give it modules that model.freeze leaves"
         )
+
+
+def _tied_otherwise(first: _Owned, other: _Owned, stages: Stages) -> str:
+    if none := next((one.name for one in (first, other) if one.stage < 0), None):
+        return f"{none} is in no stage of the pipeline: name its module in pipeline.stages"
+    why = (
+        f"{first.name} and {other.name} are one tensor, and stage {first.stage} of the pipeline has the one and stage "
+        f"{other.stage} the other"
+    )
+    if other.stage == len(stages) - 1:
+        return f'{why}: add pipeline.tied = ["{first.module}"], so that both keep it'
+    return f"{why}: weights are tied to those of the last stage only; set model.change.tie_word_embeddings = false"
 
 
 def refuse_unlike_chain(graph: Graph, stages: Stages) -> None:

@@ -61,7 +61,7 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
     if plan.run.by_tokens:
         refuse_unable(model)
     if plan.pipeline is not None:
-        refuse_unlike_modules(model, plan.pipeline.stages)
+        refuse_unlike_modules(model, plan.pipeline.stages, plan.pipeline.tied)
         graph = graph or capture(model, token_inputs(1, CHECKED))
         refuse_unlike_chain(graph, plan.pipeline.stages)
         _refuse_marks(plan, graph)

@@ -16,6 +16,7 @@ from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta, read_source
 from tangram.models.capturing.attention import by_tokens
 from tangram.models.capturing.graph import Graph
+from tangram.models.capturing.stages import tied_modules
 from tangram.models.lora.adapters import add_adapters
 from tangram.models.lora.base_layers import base_layers
 from tangram.models.lora.bases import BASES
@@ -30,8 +31,9 @@ from tangram.planner.local.derived_layouts import (
     tensor_layouts,
 )
 from tangram.planner.local.own_rules import rules_of
-from tangram.planner.local.stage_shares import Stages, cut_into_stages, local_shapes, scaled
+from tangram.planner.local.stage_shares import cut_into_stages, local_shapes, scaled
 from tangram.schema.job import Job
+from tangram.schema.parallelism import PipelinePlan
 from tangram.schema.plan import Plan, matches
 
 
@@ -119,9 +121,16 @@ class Counted:
             return " ".join(str(error).split())
         return tensor_layouts(self.config, self.plain, graph, axis, shard)
 
-    def stages(self, count: int) -> Stages:
-        """The modules of each of so many stages of a pipeline. Raises UserError where it cannot be cut so."""
-        return cut_into_stages(self._graph(), self.costs(1), count)
+    def pipeline(self, count: int, schedule: str) -> PipelinePlan | None:
+        """The modules of each of so many stages of a pipeline; None for one.
+
+        Raises UserError where it cannot be cut so, ValueError (pydantic's) for a schedule that does not exist.
+        """
+        if count == 1:
+            return None
+        names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
+        stages = cut_into_stages(self._graph(), self.costs(1), names, count)
+        return PipelinePlan(schedule=schedule, stages=stages, tied=tied_modules(self.model, stages))
 
     @property
     def graph(self) -> Graph:

@@ -196,12 +196,12 @@ def _ranked(one: Strategy, job: Job, counted: Counted, rates: Rates) -> Iterator
         lies = layouts_of(one, counted)
         size = Mesh.parse(one.mesh).axes[TENSOR.name][0] if one.model else 1
         moves = lies.communication if lies else ()
-        stages = counted.stages(one.stages) if one.stages > 1 else ()
-        plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), stages)
+        pipeline = counted.pipeline(one.stages, one.schedule)
+        plan = make_plan(one, job, lies, fitting_micro_batch(one, job, 1), pipeline)
         judge(plan, counted)
         teacher = teacher_costs(plan, counted)
         for micro_batch in _micro_batches(plan):
-            plan = make_plan(one, job, lies, micro_batch, stages)
+            plan = make_plan(one, job, lies, micro_batch, pipeline)
             whole, axis = counted.costs(micro_batch), (TENSOR.name, size)
             local, timed = (at.local_costs(lies, axis, micro_batch) for at in (counted, counted.timed))
             needs = estimate(plan, whole, local, rates, moves, timed, teacher)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
@@ -102,7 +102,7 @@ def shares(plan: Plan, parameters: Sequence[Parameter], local: ModelCosts) -> li
     return [
         Share(
             own,
-            tuple(one for one in parameters if plan.stage_of(one.name) in own),
+            tuple(p for p in parameters if plan.stage_of(p.name) in own or (last in own and plan.is_tied(p.name))),
             replace(
                 local,
                 parts=tuple(part for stage in own for part in parts[stage]),
@@ -117,17 +117,19 @@ def shares(plan: Plan, parameters: Sequence[Parameter], local: ModelCosts) -> li
     ]
 
 
-def cut_into_stages(graph: Graph, costs: ModelCosts, count: int) -> Stages:
+def cut_into_stages(graph: Graph, costs: ModelCosts, parameters: Iterable[str], count: int) -> Stages:
     """The modules of each of `count` stages, cut between layers so that the stage with most work has least.
 
-    `graph`: of the whole model, which says in what order modules run; `costs`: of its layers. What runs before the
-    layers is the first stage's, what runs after them the last one's. Raises UserError where there are fewer layers.
+    `graph`: of the whole model, which says in what order modules run; `costs`: of its layers; `parameters`: by name,
+    tied ones by each of theirs. What runs before the layers is the first stage's, what runs after them the last one's.
+    Raises UserError where there are fewer layers.
     """
     blocks = [part.name for part in costs.blocks]
     if len(blocks) < count:
         raise UserError(f"the model has {len(blocks)} layers, too few for {count} stages")
     first = {run.module: run.first for run in reversed(graph.runs)}
-    names = {base_of(p.name)[0] for p in costs.parameters if p.block == OUTSIDE}  # adapters go with their weights
+    inside = tuple(f"{block}." for block in blocks)
+    names = {base_of(name)[0] for name in parameters if not name.startswith(inside)}  # adapters go with their weights
     outside = sorted({name.rpartition(".")[0] for name in names}, key=first.__getitem__)
     before = [name for name in outside if first[name] < first[blocks[0]]]
     after = [name for name in outside if first[name] >= first[blocks[0]]]

@@ -17,7 +17,6 @@ from tangram.layout import Mesh
 from tangram.planner.legality.check_plan import legal, refused_heads
 from tangram.planner.local.derived_layouts import ModelAxis, TensorLayouts, axes_layouts
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.stage_shares import Stages
 from tangram.schema.files import mistakes
 from tangram.schema.job import Job
 from tangram.schema.parallelism import AxesPlan, ContextPlan, LayoutsPlan, PipelinePlan
@@ -60,8 +59,8 @@ def plan_of(one: Strategy, job: Job, counted: Counted, micro_batch: int | None =
     """
     try:
         lies = layouts_of(one, counted)
-        stages = counted.stages(one.stages) if one.stages > 1 else ()
-        plan = make_plan(one, job, lies, fitting_micro_batch(one, job, micro_batch or job.data.micro_batch), stages)
+        pipeline = counted.pipeline(one.stages, one.schedule)
+        plan = make_plan(one, job, lies, fitting_micro_batch(one, job, micro_batch or job.data.micro_batch), pipeline)
     except ValidationError as error:
         raise UserError(mistakes(error)) from None
     judge(plan, counted)
@@ -98,7 +97,9 @@ def layouts_of(one: Strategy, counted: Counted) -> TensorLayouts | None:
     return found
 
 
-def make_plan(one: Strategy, job: Job, lies: TensorLayouts | None, micro_batch: int, stages: Stages = ()) -> Plan:
+def make_plan(
+    one: Strategy, job: Job, lies: TensorLayouts | None, micro_batch: int, pipeline: PipelinePlan | None = None
+) -> Plan:
     """The job with a strategy. Raises ValueError (pydantic's) where the two do not go together."""
     rest = {"*": f"_/{one.shard} ..." if one.shard else "..."}
     tables = {name: getattr(job, name) for name in Job.model_fields if name != "data"}
@@ -114,9 +115,9 @@ def make_plan(one: Strategy, job: Job, lies: TensorLayouts | None, micro_batch: 
         axes=AxesPlan(
             data=one.data,
             **roles,
-            pipeline=("pp",) if stages else (),
+            pipeline=("pp",) if pipeline else (),
         ),
-        pipeline=PipelinePlan(schedule=one.schedule, stages=stages) if stages else None,
+        pipeline=pipeline,
         context=context,
         layouts=LayoutsPlan(
             parameters={**(lies.parameters if lies else {}), **rest},

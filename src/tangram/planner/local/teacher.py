@@ -12,7 +12,7 @@ from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.estimate import TeacherCosts
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.peak_memory import BYTES, largest_parts
-from tangram.planner.local.strategies import Strategy, layouts_of
+from tangram.planner.local.strategies import PIPELINE, Strategy, layouts_of
 from tangram.schema.plan import Plan
 
 
@@ -40,8 +40,8 @@ def _cut(plan: Plan, teacher: Counted) -> Plan:
     parameters = {**(lies.parameters if lies else {}), "*": f"_/{shard} ..." if shard else "..."}
     layouts = plan.layouts.model_copy(update={"parameters": parameters, "marks": dict(lies.marks) if lies else {}})
     pipeline = plan.pipeline
-    if pipeline is not None:
-        pipeline = pipeline.model_copy(update={"stages": teacher.stages(len(pipeline.stages))})
+    if pipeline is not None and (its := teacher.pipeline(len(pipeline.stages), PIPELINE)):
+        pipeline = pipeline.model_copy(update={"stages": its.stages, "tied": its.tied})
     return plan.of_teacher().model_copy(update={"layouts": layouts, "pipeline": pipeline})
 
 
@@ -54,5 +54,6 @@ def teacher_costs(plan: Plan, student: Counted) -> TeacherCosts | None:
     held = largest_parts(own, costs.parameters)
     of_place = [0.0 for _ in range(plan.stage_ranks)]
     for one in costs.parameters:
-        of_place[own.place_of(one.name)] += held[one.name] * BYTES[own.precision.parameters]
+        for place in own.places_of(one.name):
+            of_place[place] += held[one.name] * BYTES[own.precision.parameters]
     return TeacherCosts(max(of_place), costs.forward.flops / student.costs(1).forward.flops)

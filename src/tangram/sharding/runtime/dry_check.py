@@ -67,13 +67,17 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
 
     Raises UserError for what cannot be run, with the line of the model.
     """
+    inside = False
     while True:
         try:
-            return _rehearsed(found, model, inputs, dtype)
+            return _rehearsed(found, model, inputs, dtype, inside)
         except _OtherWayError as error:
             whole = found.replicated | cut_classes(found, error.run)
-            if whole == found.replicated:
-                raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
+            if whole == found.replicated:  # code may still see what a module's border has cut for a function in it
+                if inside:
+                    raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
+                inside = True
+                continue
             try:
                 found = derive(found.folded.graph, found.marks, found.mesh, whole=whole)
             except ConflictError:
@@ -88,9 +92,11 @@ class _OtherWayError(Exception):
         self.run = run
 
 
-def _rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
-    """The same for one derivation. Raises _OtherWayError, too."""
-    program = lower(found)
+def _rehearsed(
+    found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, inside: bool
+) -> Program:
+    """The same for one derivation. `inside`: as of `lower`. Raises _OtherWayError, too."""
+    program = lower(found, inside=inside)
     # What one of them needs, all do: it sends nothing.
     unfit = [_rehearsed_by(rank, program, model, inputs, dtype) for rank in unlike(found)]
     for action in (action for own in program.actions.values() for action in own.values()):

@@ -30,9 +30,12 @@ States = Mapping[str, State]
 Fits = Callable[[range], bool]
 
 
-def lower(found: Derived) -> Program:
-    """The program of a derivation. Raises UserError for what no runtime can do, with the line of the model."""
-    return _Lowering(found).program()
+def lower(found: Derived, *, inside: bool = False) -> Program:
+    """The program of a derivation. Raises UserError for what no runtime can do, with the line of the model.
+
+    `inside`: what code has to see whole is cut around the functions that take parts of it, and at no module's border.
+    """
+    return _Lowering(found, inside).program()
 
 
 def places_of(node: Node, step: Node_Step) -> list[int | None]:
@@ -46,8 +49,8 @@ def places_of(node: Node, step: Node_Step) -> list[int | None]:
 
 
 class _Lowering:
-    def __init__(self, found: Derived) -> None:
-        self.found, self.graph = found, found.folded.graph
+    def __init__(self, found: Derived, inside: bool) -> None:
+        self.found, self.graph, self.inside = found, found.folded.graph, inside
         self.steps = steps_of_nodes(found)
         self.call_of = {i: c for c, call in enumerate(self.graph.calls) for i in range(call.first, call.stop)}
         self.inner = {run for one in self.graph.customs for run in one.runs}
@@ -179,8 +182,12 @@ class _Lowering:
         while waiting:
             i, place = min(waiting)
             change = changes[i, place]
-            run = self._common(
-                v, [i], lambda nodes, own=change: all(c == own for (j, _), c in changes.items() if j in nodes)
+            run = (
+                None
+                if self.inside and self.found.folded.classes[v] in self.found.replicated
+                else self._common(
+                    v, [i], lambda nodes, own=change: all(c == own for (j, _), c in changes.items() if j in nodes)
+                )
             )
             if run is not None:
                 self._border_takes(run, v, change)

@@ -57,7 +57,8 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
         expert_capacity.routers_with_capacity(model, plan),
     )  # of all stages
     numbers, drawn = plan.stages_at(world.stage), counts_of_stages(model, plan)
-    parts = [model] if plan.pipeline is None else keep_stages(model, plan.pipeline.stages, numbers)
+    stages = plan.pipeline
+    parts = [model] if stages is None else keep_stages(model, stages.stages, numbers, stages.tied)
     cuts = cuts_of(model, plan)
     if not is_meta(model):
         _refuse_unlike_values(model, world)

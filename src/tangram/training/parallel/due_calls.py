@@ -3,7 +3,8 @@
     DDP          an all-reduce for each bucket of gradients
     FSDP         a gather for each unit (a layer; all outside of layers) and pass, a reduction for each backward
     HSDP         an all-reduce of each reduced shard
-    pipelines    a send and a receive for each micro-batch at each border of ranks, as the schedule's table has them
+    pipelines    a send and a receive for each micro-batch at each border of ranks, as the schedule's table has them;
+                 of each gradient of tied weights one more
     norms        one all-reduce over all ranks, with the loss and the wishes to stop
     derived      what programs move over model axes at borders and around functions, in each forward and backward
 
@@ -293,10 +294,16 @@ def _between_stages(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
     call = PlannedCall(numbers * dtype.itemsize if even else -1, dtype, what="activations or gradients between stages")
     counts: Counter[CallKind] = Counter()
     axes = _axes_of_dim(world, "pipeline")
+    tied = {other: [*some.values()] for other, some in model.pipeline.tied().items()} if model.pipeline else {}
     for action in table.rows[place]:
         ahead = action.stage + 1 if action.kind == "F" else action.stage - 1
         behind = action.stage - 1 if action.kind == "F" else action.stage + 1
         for op, other in ((SEND, ahead), (RECV, behind)):
             if action.kind != "W" and 0 <= other < table.stages and table.rank_of[other] != place:
                 counts[CallKind(axes, op, table.rank_of[other])] += 1
-    return {kind: CallsOfKind([call] * count) for kind, count in counts.items()}
+    found = {kind: CallsOfKind([call] * count) for kind, count in counts.items()}
+    for other, some in tied.items():
+        gradients = dtype_of(plan.gradients)
+        calls = [PlannedCall(_numel(p) * gradients.itemsize, gradients, what="gradients of tied weights") for p in some]
+        found |= {CallKind(axes, op, other, late=True): CallsOfKind(calls) for op in (SEND, RECV)}
+    return found

@@ -113,7 +113,20 @@ class ParallelModel:
         return [(type(part.module).__name__, part.draws) for part in self.parts if part.draws is not None]
 
     def sum_gradients(self) -> None:
-        """Add up, once a step, gradients of which the ranks of model axes have a part each. Collective over them."""
+        """Add up, once a step, gradients of which ranks of model axes, or two stages of a pipeline, have a part each.
+
+        Collective over them.
+        """
         for part in self.parts:
             if part.derived is not None:
                 part.derived.sum_gradients()
+        if self.pipeline is not None:
+            self.pipeline.sum_tied()
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """The trained parameters whose gradients another rank counts in the norm: tied ones, but on their own stage."""
+        if self.pipeline is None:
+            return frozenset()
+        tied = [name for some in self.pipeline.tied().values() for name in some]
+        return frozenset(name for name in tied if self.plan.places_of(name)[0] != self.world.stage)

@@ -6,6 +6,9 @@ loss of routers is made of (`training.objective.router_loss`). Within a stage al
 derived tensor parallelism, recomputing, compiled blocks. Gradients of all micro-batches are added before FSDP reduces
 them, once a step.
 
+A parameter that the first stage has together with the last (`pipeline.tied`) lies on the ranks of both, which add up
+their gradients of a step after everybody else has, and so update it alike.
+
 A table is made for each size of the micro-batches and number of them, and kept.
 """
 
@@ -29,6 +32,7 @@ from tangram.schema.schedule_table import Schedule
 from tangram.schema.schedules import forward_only
 from tangram.training.data import Batch
 from tangram.training.mesh.drawing import Draws, DrawSource
+from tangram.training.mesh.local_parts import local
 from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_capacity import Capacity
@@ -130,6 +134,32 @@ class PipelineRun:
         """The losses of micro-batches of one size on the last stage, else none; without gradients."""
         with torch.no_grad():
             return self._run_in_parts(micro, loss, None, train=False)
+
+    def tied(self) -> dict[int, dict[str, nn.Parameter]]:
+        """The trained parameters that another place on the pipeline axis has, too, by that place and name."""
+        found: dict[int, dict[str, nn.Parameter]] = {}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and self._plan.is_tied(name):
+                other = next(place for place in self._plan.places_of(name) if place != self._world.stage)
+                found.setdefault(other, {})[name] = parameter
+        return found
+
+    @torch.no_grad()
+    def sum_tied(self) -> None:
+        """Add up the gradients of tied parameters, once a step, when they are whole otherwise. Collective.
+
+        Each of the two ranks adds the other's to its own, which rounds alike in either order.
+        """
+        group = self._world.devices.get_group("pipeline")
+        for other, tied in self.tied().items():
+            own = [local(p.grad) for p in tied.values() if p.grad is not None]  # of none the loop refuses the step
+            came = [torch.empty_like(one) for one in own]
+            send = [dist.P2POp(dist.isend, one, group=group, group_peer=other) for one in own]
+            receive = [dist.P2POp(dist.irecv, one, group=group, group_peer=other) for one in came]
+            for work in dist.batch_isend_irecv([*send, *receive]) if own else ():
+                work.wait()
+            for one, more in zip(own, came, strict=True):
+                one.add_(more)
 
     def logits(self, batch: Batch) -> Tensor:
         """The logits (B, S, V) of a batch, which the last stage gives to all; without gradients."""

@@ -145,6 +145,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "pipeline.schedule": _REPORTED,
         "pipeline.table": _REPORTED,
         "pipeline.stages": _REPORTED,
+        "pipeline.tied": _REPORTED,
         "context.keys": _REPORTED,
         "context.order": _REPORTED,
     }

@@ -52,7 +52,7 @@ def _is_here(name: str, plan: Plan, world: World | None) -> bool:
     if world is None or plan.pipeline is None:
         return True
     kind, _, rest = name.partition(".")
-    return kind not in ("model", "optim") or plan.place_of(rest) == world.stage
+    return kind not in ("model", "optim") or world.stage in plan.places_of(rest)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Parameters that are not trained have no states. Randomness is no part of it: the
 the learning rate is a function of the step.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -100,8 +101,9 @@ class TensorPlaces:
             return TensorPlace(Region.full(_shape_of(shape, spec)), (0,), "")
         mesh, rank = self._world.mesh, self._world.index
         if spec.kind == "shared":
-            there = tuple(mesh.ranks(tuple((axis, at[0]) for axis, at in self._plan.stages_of(name))))
-            return TensorPlace(Region.full(shape), there, "")
+            where = [((axis, at),) for axis, places in self._plan.stages_of(name) for at in places] or [()]
+            there = itertools.chain.from_iterable(mesh.ranks(coords) for coords in where)
+            return TensorPlace(Region.full(shape), tuple(sorted(there)), "")
         layout = bound_layout(self._plan, name, shape)
         if spec.kind == "reduced":
             layout = state_layout(layout, mesh, spec)

@@ -329,7 +329,7 @@ def train_step(
     buffers.synchronise(modules, before, world)
     if check and world.model_size > 1:
         refuse_unlike_gradients(model.module, world, model.plain)
-    gradients = local_gradients(model.module, model.plain, used)
+    gradients = local_gradients(model.module, model.plain, used, model.counted_elsewhere)
     told, objective = 4 + len(found.figures), objective_of(plan, loss_sum)
     sums = torch.zeros(told + len(stop_requests), dtype=torch.float64, device=world.device)
     sums[0] = found.loss / world.model_size  # the ranks of model axes have all computed the same part

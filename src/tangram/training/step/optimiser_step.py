@@ -6,7 +6,7 @@ all-reduce that a step makes anyway.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -121,20 +121,25 @@ class LocalGradient(NamedTuple):
     part: Tensor
     """Empty of one that was used in the backward already."""
     cut: int
-    """Over how many ranks it is cut; 1 where it is whole here."""
+    """Over how many ranks it is cut; 1 where it is whole here, 0 where the norm has it of other ranks."""
     norm: Tensor | None = None
     """Of one that was used: a float32 scalar."""
 
 
 def local_gradients(
-    model: nn.Module, plain: PlainParts, used: Mapping[str, LocalGradient] = NONE_USED
+    model: nn.Module,
+    plain: PlainParts,
+    used: Mapping[str, LocalGradient] = NONE_USED,
+    elsewhere: Collection[str] = (),
 ) -> list[LocalGradient]:
-    """This rank's part of every gradient. `plain`: as of the `ParallelModel`; `used`: in the backward, by name.
+    """This rank's part of every gradient. `plain`: as of the `ParallelModel`; `used`: in the backward, by name;
+    `elsewhere`: its `counted_elsewhere`.
 
     Raises UserError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [used[name] if name in used else local_gradient(name, p, plain) for name, p in trained]
+    found = [(name, used[name] if name in used else local_gradient(name, p, plain)) for name, p in trained]
+    return [one._replace(cut=0) if name in elsewhere else one for name, one in found]
 
 
 def local_gradient(name: str, parameter: Tensor, plain: PlainParts) -> LocalGradient:

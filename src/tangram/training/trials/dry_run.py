@@ -163,7 +163,7 @@ def _kind(plan: Plan, model: nn.Module, place: int) -> object:
     own = sorted(
         (_NUMBER.sub("*", name), tuple(p.shape), p.requires_grad, plan.layout_of(name))
         for name, p in model.named_parameters()
-        if plan.pipeline is None or plan.place_of(name) == place
+        if plan.pipeline is None or place in plan.places_of(name)
     )
     return place == 0, place == plan.stage_ranks - 1, tuple(own), plan.runs_teacher and place  # of the teacher
 
@@ -262,7 +262,7 @@ def _step(model: ParallelModel, optimiser: Optimizer, micros: int, tally: Tally)
     with early_updates(model, optimiser, 0) as used:
         part = loop.backward(model, batches).loss
     model.sum_gradients()
-    gradients = local_gradients(model.module, model.plain, used)
+    gradients = local_gradients(model.module, model.plain, used, model.counted_elsewhere)
     sums = torch.stack([part, square_sum(norms_of(gradients), gradients, world.size // world.stages)])
     dist.all_reduce(sums, group=world.group)
     clip(gradients, math.inf, plan.optimiser.clip_norm)
