@@ -275,11 +275,12 @@ class Recorder(Trace):
         self._lengths.clear()
         self.files.name({"planned": planned_words(planned, derived.axes)})
 
-    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:
+    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = (), *, in_backward: bool = False) -> None:
         """The weights whose bits are summed now and then, and of each trained parameter the layer."""
+        updates = frozenset({Phase.OPTIMISER} | ({Phase.BACKWARD} if in_backward else set()))
         self._spikes = Spikes(trained)
         if self._digest_steps:
-            self._weights = WeightWatch(groups, self._digest_steps)
+            self._weights = WeightWatch(groups, self._digest_steps, updates)
             self.files.name({"layers": [[group.layer, [*group.axes]] for group in groups]})
 
     def _weigh(self, weights: WeightWatch, phase: Phase) -> None:

@@ -162,7 +162,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     plan, world = model.plan, model.world
     rank.trace.label(part.module for part in model.parts)
     rank.trace.expect(due_calls(model), due_in_forwards(model))
-    rank.trace.weights(weight_groups(model), layers_of_trained(model))
+    early = plan.optimiser.in_backward
+    rank.trace.weights(weight_groups(model), layers_of_trained(model), in_backward=early)
     tell = rank.emit if rank.index == 0 else _nowhere
     to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)
     pace = Pace() if to.every is None and rank.index == 0 else None  # whose writer does the most
