@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from bench._training.job import fsdp, job
 from tangram.schema.plan import Plan
@@ -214,7 +216,7 @@ def trains(rank: Rank, task: tuple[Plan, str]) -> int:
             micro = tuple(replace(one, labels_BS=y) for one, y in zip(batches.micro, drawn, strict=True))
             batches = replace(batches, micro=micro)
         hooks = [
-            one.register_post_accumulate_grad_hook(hundredfold)  # FSDP2 calls no other ones
+            cast("RemovableHandle", one.register_post_accumulate_grad_hook(hundredfold))  # FSDP2 calls no other ones
             for name, one in model.module.named_parameters()
             if fault == "gradient" and step == 30 and ".layers.1." in f".{name}"
         ]
