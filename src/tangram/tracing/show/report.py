@@ -86,7 +86,8 @@ def _basis(traces: Sequence[RankTrace]) -> str:
     if not planned:
         return "calls are held against what each rank did in its first steps, and ranks against each other"
     some = [*planned][:MOST_KINDS]
-    more = f" and {len(planned) - len(some)} kinds more" if len(planned) > len(some) else ""
+    over = len(planned) - len(some)
+    more = f" and {over} kind{'s' if over > 1 else ''} more" if over else ""
     return f"held against the plan in each step: {', '.join(some)}{more}; all other calls against the first steps"
 
 
