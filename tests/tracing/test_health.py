@@ -22,7 +22,7 @@ from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
-from tangram.tracing.slow import median_of_others, stands_out
+from tangram.tracing.slow import change, median_of_others, stands_out
 from tangram.tracing.stacks import rank_words
 from tangram.tracing.weights import WeightGroup, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
@@ -65,6 +65,13 @@ def steps(recorder: Recorder, weight: torch.Tensor, count: int, flip: int = 0, w
 ])  # fmt: skip
 def test_a_rank_is_slow_by_more_than_its_steps_differ(excess: list[float], slow: bool) -> None:
     assert stands_out(np.array(excess)) is slow
+
+
+def test_a_few_steps_for_which_others_take_the_cores_are_no_change_for_good() -> None:
+    # Of a clean run of two ranks on two busy cores: how much longer one of them took, in microseconds.
+    excess = [-86e3, 10e3, 31e3, 22e3, -14e3, -9e3, -31e3, -25e3, 37e3, 72e3, 57e3, 105e3, 82e3, 77e3]
+    assert change(np.array(excess)) == 0
+    assert change(np.array([*excess, 75e3, 80e3, 91e3])) == 9
 
 
 @pytest.mark.parametrize("flip", [0, 5])
