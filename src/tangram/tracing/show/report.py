@@ -120,13 +120,22 @@ def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, 
     if other := _other_plan(folder, traces[0]):
         notes.append(other)
     if absent := missing([*traces]):
-        notes.append(f"{rank_words(absent)} of {traces[0].world} have no trace here: findings are of the others")
+        have = "has" if len(absent) == 1 else "have"
+        notes.append(f"{rank_words(absent)} of {traces[0].world} {have} no trace here: findings are of the others")
+    torn = [trace.rank for trace in traces if _lacks_names(trace)]
+    if torn:
+        notes.append(f"the names file of {rank_words(torn)} is cut off or gone: what it noted is not among these")
     if shown < len(traces):
         notes.append(f"{shown} of {len(traces)} ranks are shown, those with findings first")
     clocks = {trace.host: trace.begun_wall - trace.begun for trace in traces}
     if clocks and max(clocks.values()) - min(clocks.values()) > 60e9 and len(clocks) > 1:
         notes.append("the clocks of hosts are apart by minutes: times of one host are not held against another's")
     return tuple(notes)
+
+
+def _lacks_names(trace: RankTrace) -> bool:
+    calls = trace.rows["calls"].any() and not trace.sites
+    return bool(calls) or trace.live.deviations > len(trace.deviations)
 
 
 def _other_plan(folder: Path, trace: RankTrace) -> str:
