@@ -142,6 +142,18 @@ def test_ranks_that_are_missing_are_named_and_the_others_read(tmp_path: Path) ->
     assert report(tmp_path).notes == ("ranks 0, 2, 3 of 4 have no trace here: findings are of the others",)
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_names_file_without_what_a_rank_noted_is_said(gone: bool, tmp_path: Path) -> None:
+    for rank in range(2):
+        recorder = write(tmp_path, rank, 5)
+        recorder.enter(0, 1, 8, torch.float32, -1)  # which is not due
+        recorder.step(6)
+    assert report(tmp_path).notes == ()
+    names = tmp_path / file_of(1, "names.jsonl")
+    names.write_text("" if gone else "".join(names.read_text().splitlines(keepends=True)[:5]))
+    assert report(tmp_path).notes == ("the names file of rank 1 is cut off or gone: what it noted is not among these",)
+
+
 def test_a_plan_that_is_not_the_traces_is_said(tmp_path: Path) -> None:
     write(tmp_path / "trace", 0, 3)
     write(tmp_path / "trace", 1, 3)

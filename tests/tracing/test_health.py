@@ -22,7 +22,7 @@ from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
-from tangram.tracing.slow import median_of_others, stands_out
+from tangram.tracing.slow import change, median_of_others, stands_out
 from tangram.tracing.stacks import rank_words
 from tangram.tracing.weights import WeightGroup, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
@@ -30,10 +30,18 @@ from tangram.training.parallel.due_calls import runs_in_order
 GATHER, REDUCE = OPS.index("all-gather"), OPS.index("reduce-scatter")
 
 
-def rank_of(folder: Path, rank: int, weight: torch.Tensor, axes: tuple[str, ...] = ("tp",), every: int = 2) -> Recorder:
+def rank_of(
+    folder: Path,
+    rank: int,
+    weight: torch.Tensor,
+    axes: tuple[str, ...] = ("tp",),
+    every: int = 2,
+    *,
+    in_backward: bool = False,
+) -> Recorder:
     """A rank of dp=4 tp=2 that has one layer."""
     recorder = Recorder(TraceFiles(folder, b"r" * 16, rank, 8), {"mesh": "dp=4 tp=2", "stages": []}, every)
-    recorder.weights([WeightGroup("layers.0", axes, lambda: [weight])])
+    recorder.weights([WeightGroup("layers.0", axes, lambda: [weight])], in_backward=in_backward)
     return recorder
 
 
@@ -57,6 +65,31 @@ def steps(recorder: Recorder, weight: torch.Tensor, count: int, flip: int = 0, w
 ])  # fmt: skip
 def test_a_rank_is_slow_by_more_than_its_steps_differ(excess: list[float], slow: bool) -> None:
     assert stands_out(np.array(excess)) is slow
+
+
+def test_a_few_steps_for_which_others_take_the_cores_are_no_change_for_good() -> None:
+    # Of a clean run of two ranks on two busy cores: how much longer one of them took, in microseconds.
+    excess = [-86e3, 10e3, 31e3, 22e3, -14e3, -9e3, -31e3, -25e3, 37e3, 72e3, 57e3, 105e3, 82e3, 77e3]
+    assert change(np.array(excess)) == 0
+    assert change(np.array([*excess, 75e3, 80e3, 91e3])) == 9
+
+
+@pytest.mark.parametrize("flip", [0, 5])
+def test_weights_that_a_backward_updates_are_looked_at_before_it(tmp_path: Path, flip: int) -> None:
+    weight = torch.ones(7)
+    recorder = rank_of(tmp_path, 3, weight, in_backward=True)
+    for step in range(1, 9):
+        recorder.step(step)
+        recorder.phase(Phase.FORWARD)
+        if step == flip:
+            weight.view(torch.int32)[3] ^= 1 << 5
+        recorder.phase(Phase.BACKWARD)
+        weight += 0.5
+        recorder.phase(Phase.OPTIMISER)
+        weight += 0.5  # as of gradients that ranks add up
+        recorder.phase(Phase.OTHER)
+    assert [one.step for one in findings(read(tmp_path))] == [5] * bool(flip)
+    assert [*read(tmp_path)[0].sums] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

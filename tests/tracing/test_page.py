@@ -27,6 +27,16 @@ PIXELS = """(() => {
   const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   return %s.map(([x, y]) => [...image.data.slice((y * canvas.width + x) * 4, (y * canvas.width + x) * 4 + 3)]);
 })()"""
+TICKS = """[140, 200, 260, 320, 500, 1100].map((wide) => {
+  const context = document.createElement("canvas").getContext("2d");
+  context.font = "12px sans-serif";
+  const ends = ticks(context, wide).map(([text, x, align]) => {
+    const long = context.measureText(text).width;
+    const from = align === "right" ? x - long : align === "left" ? x : x - long / 2;
+    return [from, from + long];
+  });
+  return Math.min(...ends.slice(1).map(([from], at) => from - ends[at][1]));
+})"""
 MANY = Cluster(4, 64, 4)
 SLOW = Planted("slow", 517, "tp", 20, 1.5)
 
@@ -87,6 +97,8 @@ def test_a_page_of_real_calls_draws_lanes_and_escapes_what_it_is_told(tmp_path: 
         assert [*window.value("[...document.querySelectorAll('#kinds li')].map((one) => one.textContent)")] == [
             "data", "forward", "backward", "optimiser", "wait",
         ]  # fmt: skip
+        gaps = window.value(f"(times.to = 2568870, {TICKS})")
+        assert all(gap > 0 for gap in gaps), gaps
         assert window.complaints() == []
 
 

@@ -191,8 +191,9 @@ def test_a_loss_that_stays_high_is_told_once(tmp_path: Path) -> None:
     assert [one.step for one in found] == [50]
 
 
-def hundredfold(grad: torch.Tensor) -> torch.Tensor:
-    return grad * 100
+def hundredfold(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 100
 
 
 def trains(rank: Rank, task: tuple[Plan, str]) -> int:
@@ -215,7 +216,7 @@ def trains(rank: Rank, task: tuple[Plan, str]) -> int:
             micro = tuple(replace(one, labels_BS=y) for one, y in zip(batches.micro, drawn, strict=True))
             batches = replace(batches, micro=micro)
         hooks = [
-            cast("RemovableHandle", one.register_hook(hundredfold))
+            cast("RemovableHandle", one.register_post_accumulate_grad_hook(hundredfold))  # FSDP2 calls no other ones
             for name, one in model.module.named_parameters()
             if fault == "gradient" and step == 30 and ".layers.1." in f".{name}"
         ]
@@ -230,7 +231,7 @@ def trains(rank: Rank, task: tuple[Plan, str]) -> int:
     ("fault", "world", "found"),
     [
         ("garbage", 2, ("loss spike", (1,), 30, "")),
-        ("gradient", 1, ("gradient spike", (0,), 30, "model.layers.1")),
+        ("gradient", 2, ("gradient spike", (0, 1), 30, "model.layers.1")),
     ],
 )
 def test_what_is_planted_in_steps_of_real_ranks_is_named(

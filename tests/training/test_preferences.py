@@ -21,6 +21,7 @@ from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan, LossType, PreferencePlan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.objective.preferences import FORMULAS, Scores
+from tangram.training.parallel.model import Reference
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
@@ -115,6 +116,19 @@ def test_losses_and_gradients_are_those_of_transformers_and_peft_on_any_mesh(
             assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
     if (job, "rest") in ran:  # on another mesh, with the reference of the begin
         assert ran[job, "rest"][0].losses == pytest.approx(expected.losses[HALF:], rel=1e-5)
+
+
+def test_what_fails_within_a_reference_is_told_though_parameters_are_still_gathered() -> None:
+    module = torch.nn.Linear(3, 2)
+    reference = Reference(module)
+
+    def fails() -> None:
+        with reference.used():
+            module.weight = torch.nn.Parameter(torch.zeros(4, 3))  # as FSDP leaves it
+            raise ValueError("the model's own")
+
+    with pytest.raises(ValueError, match="the model's own"):
+        fails()
 
 
 def test_a_reference_of_other_weights_is_refused(

@@ -68,6 +68,7 @@ class Recorder(Trace):
         self._weights: WeightWatch | None = None
         self._spikes = Spikes(())
         self._memory = files.memory
+        self._waiting = memoryview(files.memory)[WAITING_AT : WAITING_AT + 8].cast("Q")
         self._numbers = itertools.count(1)
         self._thread = _thread()
         self._groups: list[str] = []
@@ -82,6 +83,7 @@ class Recorder(Trace):
         self._learns = 0  # how many steps had ended when it began to learn
         self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
         self._deviations, self._reported = 0, False
+        self._peak = -(2**62), 0  # when the memory was asked for last, and how much it was at most
         self._pending = Pending()
         self._plan: PlanCheck | None = None
         self._plans = False  # whether this step's calls are held against the plan: there is no learned sequence yet
@@ -129,7 +131,7 @@ class Recorder(Trace):
                 self._settle()
             self._own[self._phase] += now - self._mark
             self._mark = now
-            _LONG(self._memory, WAITING_AT, number)
+            self._waiting[0] = number
         return now
 
     def waited(self, number: int, group: int, op: int, since: int) -> None:
@@ -138,7 +140,7 @@ class Recorder(Trace):
         if _thread() == self._thread:
             self._waits[self._slots[group]] += now - since
             self._mark = now
-            _LONG(self._memory, WAITING_AT, 0)
+            self._waiting[0] = 0
         event = next(self._numbers)
         at = HEADER_BYTES + (event % EVENTS) * 40
         turn = self._turns[group]
@@ -275,11 +277,12 @@ class Recorder(Trace):
         self._lengths.clear()
         self.files.name({"planned": planned_words(planned, derived.axes)})
 
-    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:
+    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = (), *, in_backward: bool = False) -> None:
         """The weights whose bits are summed now and then, and of each trained parameter the layer."""
+        updates = frozenset({Phase.OPTIMISER} | ({Phase.BACKWARD} if in_backward else set()))
         self._spikes = Spikes(trained)
         if self._digest_steps:
-            self._weights = WeightWatch(groups, self._digest_steps)
+            self._weights = WeightWatch(groups, self._digest_steps, updates)
             self.files.name({"layers": [[group.layer, [*group.axes]] for group in groups]})
 
     def _weigh(self, weights: WeightWatch, phase: Phase) -> None:
@@ -317,8 +320,9 @@ class Recorder(Trace):
             due = left_out(self._checked, self._step, self._groups) if ended else None
             if due is not None:
                 self._deviated(due)
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            row = (self._step, self._flags, min(self._calls, 0xFFFF), self._begun, now - self._begun, memory)
+            if now - self._peak[0] > BEAT_SECONDS * 1e9:  # it takes some systems longer than many calls
+                self._peak = now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            row = (self._step, self._flags, min(self._calls, 0xFFFF), self._begun, now - self._begun, self._peak[1])
             own, waits = ([min(t // 1000, 0xFFFFFFFF) for t in some] for some in (self._own, self._waits))
             self.files.row(self._rows, (*row, *own, *waits))
             self._rows += 1

@@ -30,6 +30,8 @@ LINKS_COMPARED = 8
 """Other groups, whose calls are read one by one."""
 FEWEST = 5
 """Steps below which nobody is called slow."""
+FEWEST_SINCE = 8
+"""And after which one has become so, for which the place is chosen that suits best."""
 FEWEST_OF_LINKS = 10
 """And no link: of fewer steps on a machine that others use, some group's calls are always the longest."""
 
@@ -132,7 +134,7 @@ def change(excess: npt.NDArray[np.float64]) -> int:
     """Where a series rises for good: the cut whose two sides differ most, 0 where they do not by much."""
     best, at = 0.0, 0
     n = len(excess)
-    for cut in range(2, n - FEWEST + 1):
+    for cut in range(2, n - FEWEST_SINCE + 1):
         left, right = excess[:cut], excess[cut:]
         spread = np.sqrt(left.var() / cut + right.var() / (n - cut)) + 1.0
         score = (right.mean() - left.mean()) / spread

@@ -39,8 +39,11 @@ class Trace:
     def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
         """By layer how often each expert was chosen of late, over all ranks."""
 
-    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = ()) -> None:
-        """The weights whose bits are summed now and then, and of each trained parameter the layer."""
+    def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = (), *, in_backward: bool = False) -> None:
+        """The weights whose bits are summed now and then, and of each trained parameter the layer.
+
+        `in_backward`: they are updated then, too.
+        """
 
     def failure(self) -> str:
         """Why nothing is written any more, once; "" while all is well."""

@@ -55,16 +55,18 @@ class WeightWatch:
     groups: Sequence[WeightGroup]
     every: int
     """After the update of each so-many-th step, and before the next one."""
+    updates: frozenset[Phase] = frozenset({Phase.OPTIMISER})
+    """In which they change."""
     _before: Phase = Phase.START
     _kept: tuple[int, list[int]] | None = field(default=None)
 
     def enters(self, phase: Phase, step: int) -> tuple[list[int] | None, Deviation | None]:
         """A phase of a step begins: the sums that are new after an update, and what is wrong before one."""
-        before, self._before = self._before, phase
-        if before is Phase.OPTIMISER and phase is not Phase.OPTIMISER and step % self.every == 0:
+        before, self._before = self._before in self.updates, phase
+        if before and phase not in self.updates and step % self.every == 0:
             self._kept = step, sums_of(self.groups)
             return self._kept[1], None
-        if phase is Phase.OPTIMISER and before is not Phase.OPTIMISER and self._kept is not None:
+        if phase in self.updates and not before and self._kept is not None:
             (updated, kept), self._kept = self._kept, None
             return None, self._changed(kept, updated, step)
         return None, None

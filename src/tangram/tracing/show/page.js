@@ -161,12 +161,18 @@ function drawLanes(context, width, height) {
     }
   });
   context.fillStyle = style("--soft");
-  for (let i = 0; i <= 5; i++) {
-    const text = `${((times.from + (times.to - times.from) * i / 5) / 1000).toFixed(2)} ms`;
-    context.textAlign = i === 5 ? "right" : i ? "center" : "left";
-    context.fillText(text, LEFT + wide * i / 5, lanes.length * LANE + 10);
+  for (const [text, x, align] of ticks(context, wide)) {
+    context.textAlign = align;
+    context.fillText(text, LEFT + x, lanes.length * LANE + 10);
   }
   context.textAlign = "left";
+}
+
+/* As many times as have room side by side, both ends among them. */
+function ticks(context, wide) {
+  const text = (share) => `${((times.from + (times.to - times.from) * share) / 1000).toFixed(2)} ms`;
+  const parts = Math.max(1, Math.min(5, Math.floor(wide / (1.5 * context.measureText(text(1)).width + 8))));
+  return Array.from({ length: parts + 1 }, (_, i) => [text(i / parts), wide * i / parts, i === parts ? "right" : i ? "center" : "left"]);
 }
 
 if (!ends.length) byId("span").textContent = "No call of these steps is left in the rings.";

@@ -86,7 +86,8 @@ def _basis(traces: Sequence[RankTrace]) -> str:
     if not planned:
         return "calls are held against what each rank did in its first steps, and ranks against each other"
     some = [*planned][:MOST_KINDS]
-    more = f" and {len(planned) - len(some)} kinds more" if len(planned) > len(some) else ""
+    over = len(planned) - len(some)
+    more = f" and {over} kind{'s' if over > 1 else ''} more" if over else ""
     return f"held against the plan in each step: {', '.join(some)}{more}; all other calls against the first steps"
 
 
@@ -119,13 +120,22 @@ def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, 
     if other := _other_plan(folder, traces[0]):
         notes.append(other)
     if absent := missing([*traces]):
-        notes.append(f"{rank_words(absent)} of {traces[0].world} have no trace here: findings are of the others")
+        have = "has" if len(absent) == 1 else "have"
+        notes.append(f"{rank_words(absent)} of {traces[0].world} {have} no trace here: findings are of the others")
+    torn = [trace.rank for trace in traces if _lacks_names(trace)]
+    if torn:
+        notes.append(f"the names file of {rank_words(torn)} is cut off or gone: what it noted is not among these")
     if shown < len(traces):
         notes.append(f"{shown} of {len(traces)} ranks are shown, those with findings first")
     clocks = {trace.host: trace.begun_wall - trace.begun for trace in traces}
     if clocks and max(clocks.values()) - min(clocks.values()) > 60e9 and len(clocks) > 1:
         notes.append("the clocks of hosts are apart by minutes: times of one host are not held against another's")
     return tuple(notes)
+
+
+def _lacks_names(trace: RankTrace) -> bool:
+    calls = trace.rows["calls"].any() and not trace.sites
+    return bool(calls) or trace.live.deviations > len(trace.deviations)
 
 
 def _other_plan(folder: Path, trace: RankTrace) -> str:

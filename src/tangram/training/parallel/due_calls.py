@@ -10,17 +10,17 @@
 
 Nothing is asked of FSDP2 or of the runtime of pipelines, so that what they do can be held against it. What is not
 said here is learned from the first steps (`tracing.conformance`): gathers of models whose layers do not surely run
-once and in order; derived programs of compiled models, of stages of pipelines
-and of keys that go round in rings; adapters, frozen and quantised
-parameters, of which FSDP2 leaves some out; buffers that steps change; the losses of routers; updates by what ranks have
-together.
+once and in order; derived programs of compiled models, of stages of pipelines and of keys that go round in rings, and
+backwards of those with frozen parameters; buffers that steps change; the losses of routers; what ranks exchange to
+update what they have together. Where other forwards run that are not counted here, as a teacher's, only what is missing
+of a kind is seen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,29 +70,36 @@ WISHES = 3
 class _Unit:
     """Parameters that FSDP gathers together."""
 
-    layer: str
-    shards: int
-    """Numbers of a rank's part, padded to that of the first rank."""
+    gathered: PlannedCall
+    """Of a rank's part, padded to that of the first rank."""
+    trained: int
+    """How many numbers of that are trained."""
 
 
-def due_calls(model: ParallelModel, wishes: int = WISHES) -> PlannedCalls:
-    """The calls of a step on this rank, of the kinds that the plan says. `wishes`: how many are given to each step."""
+def due_calls(model: ParallelModel, wishes: int = WISHES, figures: int = 0) -> PlannedCalls:
+    """The calls of a step on this rank, of the kinds that the plan says. `wishes`, `figures`: how many are given to,
+    and told of, each step."""
     plan, world = model.plan, model.world
     if _is_learned(model):
         return {}
     data = _copies(model) if is_plain_ddp(plan) else _shards(model)
-    ends = PlannedCall((NORM_NUMBERS + wishes) * 8, torch.float64, what="loss, gradient norm, wishes to stop")
-    whole = {CallKind(_axes(world, range(world.size)), ALL_REDUCE, late=True): CallsOfKind([ends], alone=False)}
+    ends = PlannedCall((NORM_NUMBERS + figures + wishes) * 8, torch.float64, what="loss, gradient norm, wishes to stop")
+    all_ranks = _axes(world, range(world.size))
+    whole = {CallKind(all_ranks, ALL_REDUCE, late=True): CallsOfKind([ends], alone=False)}
     model_axes = {axis for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
     found = {**data, **_between_stages(model), **whole}
+    if plan.task == "kto" and (among := found.get(CallKind(all_ranks, ALL_REDUCE))):
+        answers = PlannedCall(4 * 8, torch.float64, what="how far answers of others are ahead")
+        found[CallKind(all_ranks, ALL_REDUCE)] = replace(among, calls=[answers, *among.calls])
+    if (plan.pipeline is not None and plan.other_forwards) or plan.runs_teacher:
+        found = {kind: replace(of, alone=kind.op == REDUCE_SCATTER and of.alone) for kind, of in found.items()}
     return {kind: of for kind, of in found.items() if of.calls and not {*kind.axes.split()} <= model_axes}
 
 
 def _is_learned(model: ParallelModel) -> bool:
     """Whether the calls of a step do not follow from the plan alone."""
-    plan = model.plan  # of adapters, preferences and shared updates calls are others
-    beside = plan.lora is not None or not plan.by_token or plan.optimiser.name in SHARED_UPDATES
-    if model.world.size == 1 or beside or not all(p.requires_grad for p in model.module.parameters()):
+    early = model.plan.optimiser.in_backward and model.plan.optimiser.name in SHARED_UPDATES
+    if model.world.size == 1 or early:
         return True
     buffers = any(isinstance(module, tuple(RULES)) for module in model.module.modules())
     return buffers or any(part.routers is not None or part.capacity is not None for part in model.parts)
@@ -104,13 +111,16 @@ def due_in_forwards(model: ParallelModel) -> ProgramCheck:
     derived = None if _is_learned(model) or plan.pipeline or plan.run.compile else model.parts[0].derived
     if derived is None or derived.rings:
         return ProgramCheck()
+    whole = all(p.requires_grad for p in model.module.parameters())  # else some gradients are not made
     sizes = {axis: world.mesh.axes[axis][0] for axis in world.axes.model if world.mesh.axes[axis][0] > 1}
     check, known = ProgramCheck(tuple(sizes)), dict[int, tuple[Program, DerivedCalls]]()
 
     def begins(program: Program) -> None:
         if check.active:
             if id(program) not in known:
-                known[id(program)] = program, _moved(program, sizes)  # held, so that no other has its number
+                moved = _moved(program, sizes)
+                moved = moved if whole else replace(moved, backward=())
+                known[id(program)] = program, moved  # held, so that no other has its number
             check.forward(known[id(program)][1])
 
     derived.begins = begins
@@ -191,7 +201,7 @@ def _copies(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
         return {}
     calls: list[PlannedCall] = []
     for part in model.parts:
-        for bucket in in_buckets(reversed([*part.module.parameters()])):
+        for bucket in in_buckets(reversed([p for p in part.module.parameters() if p.requires_grad])):
             numbers = sum(_numel(one) for one in bucket.parameters) + len(bucket.parameters)
             dtype = dtype_of(plan.gradients)
             calls.append(PlannedCall(numbers * dtype.itemsize, dtype, what="gradients"))
@@ -211,36 +221,51 @@ def _shards(model: ParallelModel) -> dict[CallKind, CallsOfKind]:
         return {}
     if plan.pipeline is None and not runs_in_order(model.module):
         return {}
-    compute = dtype_of(plan.precision.compute)
     reduce = dtype_of(plan.precision.reduce if plan.precision.compute != "float32" else plan.precision.parameters)
     gathers: list[PlannedCall] = []
     reductions: list[PlannedCall] = []
     copies: list[PlannedCall] = []
-    ordered = plan.pipeline is None
+    ordered = in_turn = alone = plan.pipeline is None
     for at, part in enumerate(model.parts):
         root, *layers = _units(model, part.module)
-        forward = [PlannedCall(u.shards * compute.itemsize, compute, u.layer, "parameters") for u in (root, *layers)]
-        backward = [*reversed(forward[1:])]
+        forward = [unit.gathered for unit in (root, *layers)]
+        # Below the first layer that is trained no backward comes, but for what is gathered ahead of it.
+        first = next((at for at, unit in enumerate(layers) if unit.trained), len(layers))
+        backward = [unit.gathered for unit in reversed(layers[first:])]
         if plan.pipeline is not None:
             row, stage = plan.actions().rows[world.stage], plan.stages_at(world.stage)[at]
             gathers += forward * times_gathered(row, stage)
-        elif plan.run.reshard == "after step":
-            gathers += forward
         else:
+            gathers += _other_gathers(plan, forward)
             again = plan.run.reshard == "after forward"
-            gathers += [*forward, *(backward if again else ())] * plan.micro_steps
-        ends = [u for u in (*reversed(layers), root) if u.shards]
-        parts = [PlannedCall(u.shards * reduce.itemsize, reduce, u.layer, "gradients") for u in ends]
+            each = 1 if plan.run.reshard == "after step" else plan.micro_steps
+            gathers += [*forward, *(backward if again else ())] * each
+        alone = ordered and first == 0
+        # The layer that a backward ends with is reduced after what lies outside, if nothing before it is trained.
+        in_turn = ordered and (not root.trained or all(p.requires_grad for p in part.module.parameters()))
+        ends = [unit for unit in (*reversed(layers), root) if unit.trained]
+        parts = [PlannedCall(u.trained * reduce.itemsize, reduce, u.gathered.layer, "gradients") for u in ends]
         reductions += [one._replace(nbytes=one.nbytes * shards) for one in parts] * _reductions(plan)
         copies += parts * _reductions(plan)
     over = _axes_of_dim(world, "shard")
     found = {
-        CallKind(over, ALL_GATHER): CallsOfKind([c for c in gathers if c.nbytes], ordered),
-        CallKind(over, REDUCE_SCATTER): CallsOfKind(reductions, ordered),
+        CallKind(over, ALL_GATHER): CallsOfKind([c for c in gathers if c.nbytes], ordered, alone or not ordered),
+        CallKind(over, REDUCE_SCATTER): CallsOfKind(reductions, in_turn),
     }
     if world.devices["replicate"].size() > 1:
-        found[CallKind(_axes_of_dim(world, "replicate"), ALL_REDUCE)] = CallsOfKind(copies, ordered)
+        found[CallKind(_axes_of_dim(world, "replicate"), ALL_REDUCE)] = CallsOfKind(copies, in_turn)
     return found
+
+
+def _other_gathers(plan: Plan, forward: list[PlannedCall]) -> Iterator[PlannedCall]:
+    """Of a reference's forwards, and for "kto" of those of others' answers by the reference and by what is trained.
+
+    What lies outside of layers is gathered once for several, and so are layers where they are kept.
+    """
+    root, *layers = forward
+    for rounds in {0: (), 1: (1,), 3: (2, 1)}[plan.other_forwards]:
+        yield root
+        yield from layers * (rounds * plan.micro_steps if plan.run.reshard == "after forward" else 1)
 
 
 def runs_in_order(model: nn.Module) -> bool:
@@ -263,10 +288,16 @@ def _units(model: ParallelModel, part: nn.Module) -> Iterator[_Unit]:
     layers = {path: [*module.parameters()] for path, module in named_modules(part) if module in blocks}
     inside = {parameter for some in layers.values() for parameter in some}
     outside = [parameter for parameter in part.parameters() if parameter not in inside]
+    compute = dtype_of(model.plan.precision.compute)
     for path, some in (("the root", outside), *layers.items()):
         # In a pipeline FSDP2 gathers a stage before its modules have learned their names.
         layer = path if model.pipeline is None else ""
-        yield _Unit(layer, sum(_shard_of(model, names[one], one) for one in some))
+        shards = {one: _shard_of(model, names[one], one) for one in some}
+        types = {one: compute if one.is_floating_point() else one.dtype for one in some}
+        alike = len({*types.values()}) < 2  # else bytes are gathered, as of a quantised base
+        nbytes = sum(n * types[one].itemsize for one, n in shards.items())
+        gathered = PlannedCall(nbytes, compute if alike else torch.uint8, layer, "parameters")
+        yield _Unit(gathered, sum(n for one, n in shards.items() if one.requires_grad))
 
 
 def _shard_of(model: ParallelModel, name: str, parameter: nn.Parameter) -> int:

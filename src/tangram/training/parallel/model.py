@@ -11,7 +11,7 @@ them is computed by the same model, so it lies and communicates alike on any mes
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -60,8 +60,11 @@ class Reference:
         try:
             with evaluating(self._module):
                 yield
-        finally:
-            self._exchange()
+        except BaseException:
+            with suppress(RuntimeError):  # FSDP leaves some gathered after a forward that failed
+                self._exchange()
+            raise
+        self._exchange()
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         """Asked each time: FSDP changes where parameters lie."""

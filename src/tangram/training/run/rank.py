@@ -53,6 +53,7 @@ from tangram.training.state.state import make_missing_states
 from tangram.training.state.teacher import build_teacher, classes_of
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
+from tangram.training.step.objectives import objective_of
 from tangram.training.step.optimiser_step import make_optimiser
 
 PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
@@ -161,8 +162,10 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     model, corpus, state = replace(begun.model, trace=rank.trace), begun.corpus, begun.state
     plan, world = model.plan, model.world
     rank.trace.label(part.module for part in model.parts)
-    rank.trace.expect(due_calls(model), due_in_forwards(model))
-    rank.trace.weights(weight_groups(model), layers_of_trained(model))
+    figures = len(objective_of(plan).figures)
+    rank.trace.expect(due_calls(model, figures=figures), due_in_forwards(model))
+    early = plan.optimiser.in_backward
+    rank.trace.weights(weight_groups(model), layers_of_trained(model), in_backward=early)
     tell = rank.emit if rank.index == 0 else _nowhere
     to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)
     pace = Pace() if to.every is None and rank.index == 0 else None  # whose writer does the most

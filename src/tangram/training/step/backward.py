@@ -36,10 +36,10 @@ def backward(
     The gradients are `scale` times as large; a power of two rounds nothing.
     """
     objective = objective_of(model.plan, loss_sum)
+    model.trace.phase(Phase.FORWARD if model.pipeline is None else Phase.PIPELINE)  # references are run, too
     references = objective.references(model, batches.micro)
     with drawing(model.draw_sources, model.plan.seed, batches) as draws:
         if model.pipeline is not None:
-            model.trace.phase(Phase.PIPELINE)
             return _backward_of_stage(model.pipeline, batches, objective, references, draws, scale)
         return _backward_of_model(model.parts[0], batches, objective, references, draws, scale, model.trace)
 
