@@ -267,7 +267,7 @@ def rule(
     operator: Annotated[str, typer.Argument(help="As aten calls it, as sum.dim_IntList.")], json: Json = False
 ) -> None:
     """Show the rule of an operator, and where it stands."""
-    from tangram.sharding.ops.show_rule import rules_of
+    from tangram.sharding.ops.rule_table import rules_of
 
     rows = rules_of(operator)
     if json:

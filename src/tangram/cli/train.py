@@ -1,6 +1,9 @@
 """`tangram train`: train a model as a plan says, and prove that what is left behind is what was trained."""
 
+from __future__ import annotations
+
 import contextlib
+import time
 from json import dumps as json_text  # a JSON string is a TOML string
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tangram.cli.dry import dry
 from tangram.cli.errors import say
-from tangram.cli.output import print_json
+from tangram.cli.output import print_json, print_table, progress, size
 from tangram.errors import UserError
 from tangram.models.building.directory import refuse_missing
 from tangram.schema.files import changes_of, load
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tangram.training.observe.progress import ProgressLine
 from tangram.training.observe.startup_times import Startup
 from tangram.training.run.environment import speaks, started_by_torchrun
@@ -21,6 +25,7 @@ from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_nam
 
 if TYPE_CHECKING:
     from tangram.training.run.torchrun import Meeting
+    from tangram.training.trials.dry_run import Needs
 
 
 def train(
@@ -99,10 +104,56 @@ def train(
     return 0
 
 
-def _met() -> "contextlib.AbstractContextManager[Meeting | None]":
+def _met() -> contextlib.AbstractContextManager[Meeting | None]:
     """The meeting of torchrun's ranks, or None: torch is loaded only where there is one."""
     if not started_by_torchrun():
         return contextlib.nullcontext()
     from tangram.training.run.torchrun import met
 
     return met()
+
+
+HEADERS = ("rank", "stage", "keeps", "parameters", "gradients", "optimiser", "gathered", "activations", "at the peak")
+
+
+def dry(plan: Job, *, json: bool) -> int:
+    """Print memory by what it is, and collectives with their bytes. Raises UserError where the plan cannot start."""
+    if not isinstance(plan, Plan):
+        raise UserError("--dry-run takes a plan, and this is a job: `tangram plan JOB --out plan.toml` makes one of it")
+    from tangram.training.trials.dry_run import dry_run  # loads torch: only for a sound plan
+
+    begun = time.monotonic()
+    with progress("reading") as line:
+        found = dry_run(plan, line.update)
+    seconds = time.monotonic() - begun
+    if json:
+        print_json({"ranks": plan.ranks, "seconds": seconds, "needs": [_as_json(one) for one in found]})
+        return 0
+
+    def row(one: Needs) -> tuple[str, ...]:
+        kinds = (size(nbytes) for nbytes in one.memory.values())
+        return str(one.rank), str(one.place), f"{one.kept:g}", *kinds, size(one.peak)
+
+    fullest = max(found, key=lambda one: one.peak)
+    titled = f"Memory of a rank of {plan.ranks:,}" + (" (the first of each stage)" if len(found) > 1 else "")
+    print_table(titled, HEADERS, [row(one) for one in found])
+    moved = [(one.axis, one.kind, f"{one.times:,}", size(one.nbytes)) for one in fullest.traffic]
+    print_table(
+        f"What rank {fullest.rank} sends and receives in a step", ("axis", "collective", "times", "bytes"), moved
+    )
+    print(f"dry run of one step in {seconds:.1f} s: nothing was computed, sent or written")
+    return 0
+
+
+def _as_json(one: Needs) -> dict[str, object]:
+    return {
+        "rank": one.rank,
+        "stage": one.place,
+        "kept_micro_batches": one.kept,
+        "memory_bytes": {kind: round(nbytes) for kind, nbytes in one.memory.items()},
+        "peak_bytes": round(one.peak),
+        "traffic": [
+            {"axis": x.axis, "collective": x.kind, "times": x.times, "received_bytes": round(x.nbytes)}
+            for x in one.traffic
+        ],
+    }

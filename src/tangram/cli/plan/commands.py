@@ -29,7 +29,7 @@ def local(
     json: o.Json = False,
 ) -> int:
     """Rank the plans of a job for the processes of this machine; exit code 1 where none fits."""
-    from tangram.cli.plan.local_answer import Wish, check, planned_here
+    from tangram.cli.plan.trials import Wish, check, planned_here
     from tangram.schema.files import changes_of, load
 
     wish = Wish(processes, stages, schedule, anew, measure, limit, out, pick)

@@ -30,7 +30,7 @@ from torch.distributed import FileStore, PrefixStore
 from tangram.errors import UserError
 from tangram.hardware.host import workers
 from tangram.hardware.host.channel import Json
-from tangram.sharding.compare.case import FOUND_WITH, CompareCase, Verdict
+from tangram.sharding.compare.bodies import FOUND_WITH, CompareCase, Verdict
 from tangram.sharding.compare.table import CASES
 from tangram.sharding.dtensor.rules import register
 

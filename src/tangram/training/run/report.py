@@ -21,8 +21,8 @@ from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.tracing.show.page import findings_as_html, ranks_as_html
 from tangram.tracing.show.report import TraceReport
+from tangram.training.observe.boards import need
 from tangram.training.observe.events import Record
-from tangram.training.observe.optional_libraries import need
 from tangram.training.observe.summary import Summary
 from tangram.training.run.charts import Chart, axes, charts, predicted
 from tangram.training.run.end_proofs import SAME_LOGITS, SAME_LOSS
