@@ -25,6 +25,7 @@ from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_nam
 
 if TYPE_CHECKING:
     from tangram.training.run.torchrun import Meeting
+    from tangram.training.start import TrainRequest
     from tangram.training.trials.dry_run import Needs
 
 
@@ -59,11 +60,7 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> int:
     """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
-    # The model first: it replaces the whole table, whose keys may then be set.
-    if model is not None:
-        refuse_missing(Path(model).expanduser())
-    whole = "" if model is None else json_text(str(Path(model).expanduser().resolve()))
-    changes = {} if model is None else {"model": f"{{path = {whole}}}"}
+    changes = {} if model is None else _of_model(Path(model).expanduser())  # first: its keys may then be set
     short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
     with _met() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
         changes |= changes_of(change or [])
@@ -82,23 +79,33 @@ def train(
                 raise UserError("--dry-run runs nothing: leave --out, --resume and torchrun out")
             return dry(asked, json=json)
 
-        from tangram.resilience.supervise import rescue  # these load torch: only for a sound plan
-        from tangram.training.run.resume import refuse_unknown
-        from tangram.training.start import FAILURES, TrainRequest, train_request
+        from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
+        from tangram.training.start import TrainRequest
 
         refuse_unknown(allow or [])
-        try:
-            with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
-                if folder is not None and (meeting is None or meeting.place.index == 0):
-                    rescue(folder, line)  # what the launcher of a run, who was killed, has left in memory
-                tries, begins = trials if auto else 0, resume and folder is None
-                told = TrainRequest(
-                    asked, run_name(plan), processes, out, folder, profile, tries, tuple(allow or ()), begins
-                )
-                summary = train_request(told, Startup(line) if profile_startup else line, meeting)
-        except FAILURES as failure:
-            say(str(failure))
-            return 1
+        tries, begins = trials if auto else 0, resume and folder is None
+        told = TrainRequest(asked, run_name(plan), processes, out, folder, profile, tries, tuple(allow or ()), begins)
+        return _trained(told, meeting, profile_startup=profile_startup, json=json)
+
+
+def _of_model(path: Path) -> dict[str, str]:
+    """The change that gives a plan another model, in the place of the whole table. Raises UserError for none."""
+    refuse_missing(path)
+    return {"model": f"{{path = {json_text(str(path.resolve()))}}}"}
+
+
+def _trained(told: TrainRequest, meeting: Meeting | None, *, profile_startup: bool, json: bool) -> int:
+    from tangram.resilience.supervise import rescue
+    from tangram.training.start import FAILURES, train_request
+
+    try:
+        with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
+            if told.resume is not None and (meeting is None or meeting.place.index == 0):
+                rescue(told.resume, line)  # what the launcher of a run, who was killed, has left in memory
+            summary = train_request(told, Startup(line) if profile_startup else line, meeting)
+    except FAILURES as failure:
+        say(str(failure))
+        return 1
     if json and summary is not None:
         print_json(summary)
     return 0
