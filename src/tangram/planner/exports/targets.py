@@ -55,8 +55,6 @@ COPIED = Rule(
     lambda f, g: (g.zero == 0) | (g.shard == g.data * g.context) | (g.shard > g.context),
     lambda f, at: "copies are of what DP ranks divide",
 )
-LAUNCHED = (DIVIDED, COPIED, FULL_REPLICAS)
-"""What `accelerate launch` does not take beyond what an `Able` says by numbers."""
 ONE_EXPERT_RANK = Rule(
     "TP ranks of experts",
     lambda f, g: (g.expert == 1) | (g.expert_tensor == 1),
