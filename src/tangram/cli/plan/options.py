@@ -1,17 +1,13 @@
 """Options that several commands of `tangram plan` have: each is named, explained and typed here once.
 
-A command takes groups of them as objects (`Common`, `Costs`, `Strategy`): `with_options(Common)` gives typer the fields
-as parameters, before the command's own, and the command an object.
-"""
+A command takes groups of them as objects (`Common`, `Costs`, `Strategy`), by `cli.grouped.with_options`."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -275,39 +271,6 @@ class Strategy:
             mesh, self.micro_batch, self.virtual_stages, self.schedule, self.zero, self.recompute, self.experts,
             self.fewer_layers,
         )  # fmt: skip
-
-
-def with_options(*kinds: type[Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """A command that takes objects of these dataclasses first, as typer takes it: each field a parameter."""
-
-    def decorate(command: Callable[..., int]) -> Callable[..., int]:
-        def run(**typed: Any) -> int:
-            made = [kind(**{one.name: typed.pop(one.name) for one in fields(kind)}) for kind in kinds]
-            return command(*made, **typed)
-
-        own = list(inspect.signature(command).parameters)[len(kinds) :]
-        hints = get_type_hints(command, include_extras=True)
-        found = {name: (hints[name], inspect.signature(command).parameters[name].default) for name in own}
-        shared = {
-            one.name: (get_type_hints(kind, include_extras=True)[one.name], one.default)
-            for kind in kinds
-            for one in fields(kind)
-        }
-        both = {**shared, **found}
-        empty = (MISSING, inspect.Parameter.empty)
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__annotations__ = {name: hint for name, (hint, _) in both.items()} | {"return": int}
-        parameters = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=hint,
-                default=inspect.Parameter.empty if default in empty else default,
-            )
-            for name, (hint, default) in both.items()
-        ]  # fmt: skip
-        setattr(run, "__signature__", inspect.Signature(parameters, return_annotation=int))  # noqa: B010
-        return run
-
-    return decorate
 
 
 def length(typed: str | None, option: str = "--seq") -> int | None:
