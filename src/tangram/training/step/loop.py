@@ -41,17 +41,9 @@ from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.backward import backward
 from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
+from tangram.training.step.in_backward import early_updates
 from tangram.training.step.objectives import LossSum, count_of, objective_of
-from tangram.training.step.optimiser_step import (
-    clip,
-    early_updates,
-    local_gradients,
-    lr_at,
-    norms_of,
-    round_for,
-    set_lr,
-    square_sum,
-)
+from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, round_for, set_lr, square_sum
 
 BEST, SINCE = "best_held_out_loss", "measured_since_best"
 """Metrics of a run that stops early."""

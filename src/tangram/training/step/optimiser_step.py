@@ -5,11 +5,8 @@ of one model lie over different meshes, which torch's own `clip_grad_norm_` does
 all-reduce that a step makes anyway.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,7 +25,7 @@ from tangram.training.step.weight_decay import rules_of, why_not
 from tangram.training.updates.parameter_shards import ParameterShards, shards_of
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
 
-NONE_USED: Mapping[str, LocalGradient] = MappingProxyType({})
+NONE_USED: Mapping[str, "LocalGradient"] = MappingProxyType({})
 
 
 def make_optimiser(model: ParallelModel) -> Optimizer:
@@ -174,46 +171,3 @@ def clip(gradients: Sequence[LocalGradient], norm: float, limit: float, scale: f
     factor = (limit / (norm + 1e-6) if norm > limit else 1.0) / scale
     if factor != 1:
         torch._foreach_mul_([one.part for one in gradients], factor)  # pyright: ignore[reportPrivateUsage]
-
-
-# Updates in the backward: each parameter by its gradient as soon as that is whole, which is freed then. So at most
-# one gradient is there at a time, of FSDP those of a unit. One that ranks of model axes have still to add up, or to
-# compare, waits for the end of the backward (`Plan.updates_early`).
-@contextmanager
-def early_updates(model: ParallelModel, optimiser: Optimizer, first_row: int) -> Generator[dict[str, LocalGradient]]:
-    """Within, a backward updates what the plan says is updated early; by name what of each gradient is left.
-
-    `first_row`: of the step. The learning rate is that which the optimiser has.
-    """
-    used: dict[str, LocalGradient] = {}
-    if not model.plan.optimiser.in_backward:
-        yield used
-        return
-    names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
-
-    def update(group: dict[str, Any], parameter: Tensor) -> None:
-        name = names[parameter]  # pyright: ignore[reportArgumentType]  it is a Parameter
-        if name in used:
-            raise RuntimeError(f"{name} got its gradient twice in one backward")
-        own = local_gradient(name, parameter, model.plain)
-        used[name] = LocalGradient(own.part.new_empty(0), own.cut, norms_of([own])[0])
-        round_for(optimiser, model.plan.seed, first_row)
-        every = optimiser.param_groups
-        optimiser.param_groups = [{**group, "params": [parameter]}]
-        try:
-            optimiser.step()
-        finally:
-            optimiser.param_groups = every
-        parameter.grad = None
-
-    hooks = [
-        p.register_post_accumulate_grad_hook(partial(update, group))
-        for group in optimiser.param_groups
-        for p in group["params"]
-        if model.plan.updates_early(names[p])
-    ]
-    try:
-        yield used
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -6,7 +6,7 @@ the parameter. A checkpoint holds the masters beside the other states, so a run 
 there as ever, and load without them. A master begins as its parameter's value; the cost is the memory of the copy.
 
 With `rounding = "stochastic"` there is none: a bfloat16 parameter, and its states in that type, are updated in float32
-one parameter at a time, and rounded as `stochastic_rounding` does.
+one parameter at a time, and rounded as `round_into` does.
 """
 
 from __future__ import annotations
