@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from tangram.hardware.measuring.measure import Row
 from tangram.layout import Layout, Mesh
-from tangram.relayout.collectives import shares
+from tangram.relayout.collectives import digits
 from tangram.relayout.collectives.sequences import Link, received, sequence
 
 MESHES = {1: ("a=4", 3), 2: ("a=4 b=2", 3), 3: ("a=2 b=2 c=2", 2)}
@@ -107,7 +107,7 @@ def _pairs(axes: int, mesh: Mesh, ndim: int, theirs: _Theirs, every: int) -> Ite
 
 
 def _uncached(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh, links: Any = None) -> float:
-    shares._equal.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    digits._equal.cache_clear()  # pyright: ignore[reportPrivateUsage]
     gc.disable()
     start = time.process_time()
     sequence.__wrapped__(shape, source, target, mesh, 4, links)

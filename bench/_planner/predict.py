@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from bench._planner.rows import Case, Row, number, why_not
 from tangram.errors import UserError
 from tangram.hardware.catalogue.devices import device
-from tangram.planner.cost.calibration import SURE, Learned, Run, learn, left_out
-from tangram.planner.cost.intervals import Misses
+from tangram.planner.cost.calibration import SURE, Learned, Misses, Run, learn, left_out
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.setting import Setting

@@ -1,6 +1,9 @@
-"""Tables as plain text, for what `str` gives of a result and for commands whose output is no terminal."""
+"""Texts that every room needs: tables in plain lines, files that come with the package, what a misspelt name meant."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import resources
 
 
 def plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -8,3 +11,15 @@ def plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headers, *rows)]
     return [title, *(line.rstrip() for line in lines)]
+
+
+@cache
+def packaged(package: str, *names: str) -> str:
+    """The text of a file that comes with a package, as `packaged("tangram.hardware", "devices.toml")`."""
+    return resources.files(package).joinpath(*names).read_text(encoding="utf-8")
+
+
+def nearest_hint(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'torchtitan'?)", or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -129,10 +129,10 @@ def test_what_the_same_nodes_want_they_read_in_turns(job: tuple[list[Any], list[
 def test_a_window_is_seen_by_others_and_its_name_goes(way: Any):
     shape = WindowShape(slots=2, ranks=3)
     made = way(shape.size)
-    mine, theirs = SharedWindow(made.memory, shape), SharedWindow(shared.opened(made.name, shape.size), shape)
+    mine = SharedWindow(made.memory, shape, os.getpid())
+    theirs = SharedWindow(shared.opened(made.name, shape.size), shape, os.getpid())
     made.close()
     assert made.name.startswith("/proc/") or not Path(made.name).exists()
-    mine.begin()
     mine.slots[1][:] = 7
     mine.ready[1] = 5
     theirs.passed[2] = 9

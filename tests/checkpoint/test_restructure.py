@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from tangram.checkpoint.conversion.convert import IDENTITY, LEAST, ConvertOptions, restructure
 from tangram.checkpoint.formats import torch_dist
-from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive, tensors
+from tangram.checkpoint.formats.archives.archive import Opaque, TensorPlace, read_archive
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import open_any
@@ -164,6 +164,17 @@ class Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch ran",)
+
+
+def tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, TensorPlace]]:
+    """All tensors of a tree of dicts and lists with their names, as `state.0.exp_avg`."""
+    pairs: Any = (
+        tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    )
+    if isinstance(tree, TensorPlace):
+        yield prefix, tree
+    for key, value in pairs:
+        yield from tensors(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def test_an_archive_is_read_and_nothing_of_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

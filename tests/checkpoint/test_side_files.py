@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tangram.checkpoint.conversion.convert import IDENTITY, bound_of, restructure
+from tangram.checkpoint.conversion.convert import IDENTITY, restructure
 from tangram.checkpoint.formats.common.config_json import is_quantised, true_of
 from tangram.checkpoint.formats.common.side_files import PROVENANCE, side_files, with_provenance, write_side_files
 from tangram.checkpoint.formats.detect import open_any
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.relayout import TensorSpec
+from tangram.relayout import TensorSpec, bind
 
 REPOSITORY: Mapping[str, str] = {
     "README.md": "# A model\n![](figures/loss.png)",
@@ -79,7 +79,7 @@ def test_they_go_through_every_format(way: tuple[str, ...], repository: Path, tm
     for at, to in enumerate(way):
         source = open_any(folder)
         folder = tmp_path / f"{at}-{to}"
-        restructure(source, bound_of(source, IDENTITY, {}), folder, to)
+        restructure(source, bind(IDENTITY, source.specs), folder, to)
     assert tree(folder) == REPOSITORY
     trail = json.loads((folder / PROVENANCE).read_text())
     assert set(trail["side_files"]["files"]) >= REPOSITORY.keys()
@@ -91,7 +91,7 @@ def test_they_go_through_every_format(way: tuple[str, ...], repository: Path, tm
 
 def test_the_command_says_what_it_leaves(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = open_any(repository)
-    restructure(source, bound_of(source, IDENTITY, {}), tmp_path / "own", "tangram")
+    restructure(source, bind(IDENTITY, source.specs), tmp_path / "own", "tangram")
     for source_, config in ((repository, []), (tmp_path / "own", ["--config", str(repository)])):
         target = tmp_path / f"hf-{len(config)}"
         asked = [str(source_), str(target), "--to", "hf", *config, *(() if config else ("--size", "x=1"))]
@@ -104,7 +104,7 @@ def test_the_command_says_what_it_leaves(repository: Path, tmp_path: Path, capsy
 
 def test_the_export_of_a_checkpoint_as_it_is_has_them_too(repository: Path, tmp_path: Path) -> None:
     source = open_any(repository)
-    restructure(source, bound_of(source, IDENTITY, {}), tmp_path / "own", "tangram")
+    restructure(source, bind(IDENTITY, source.specs), tmp_path / "own", "tangram")
     assert main(["checkpoint", "convert", str(tmp_path / "own"), str(tmp_path / "hf"), "--to", "hf"]) == 0
     assert tree(tmp_path / "hf") == REPOSITORY
     assert json.loads((tmp_path / "hf" / PROVENANCE).read_text())["from"] == "tangram"

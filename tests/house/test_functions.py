@@ -20,7 +20,6 @@ REASONS = {
     "tangram.relayout.exchange.redistribute.move": OPTIONS,
     "tangram.sharding.choose.choose.choose": OPTIONS,
     "tangram.cli.bench.bench": COMMAND,
-    "tangram.cli.checkpoint.convert": COMMAND,
     "tangram.cli.launch.launch": COMMAND,
     "tangram.cli.plan.commands.cluster": COMMAND,
     "tangram.cli.plan.commands.export": COMMAND,

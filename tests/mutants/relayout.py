@@ -369,7 +369,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- wilds
     Mutant(
-        "wild-takes-all", "relayout/mapping/wild_cards.py", "                if name not in taken[side]:\n",
+        "wild-takes-all", "relayout/mapping/names.py", "                if name not in taken[side]:\n",
         "                if name:\n", "a wild card takes what a statement names",
         (_NAMES + "::test_wild_cards_take_what_nothing_else_names",),
     ),

@@ -75,16 +75,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- shares
     Mutant(
-        "equal-digits-independent", "relayout/collectives/shares.py", "if root(x) != root(y):", "if True:",
+        "equal-digits-independent", "relayout/collectives/digits.py", "if root(x) != root(y):", "if True:",
         "axes that swap places are said to receive more than they do", (_RUN, _BEST),
     ),
     Mutant(
-        "pairs-count-nothing", "relayout/collectives/shares.py",
+        "pairs-count-nothing", "relayout/collectives/digits.py",
         "return _equal(tuple(pairs)) / parts if pairs else", "return",
         "what lies elsewhere on a rank counts as there", (_RUN, _BEST),
     ),
     Mutant(
-        "overlaps-not-counted", "relayout/collectives/shares.py",
+        "overlaps-not-counted", "relayout/collectives/digits.py",
         "            return _counted(pairs)", "            return 0.0",
         "digits that do not nest have nothing in common", (_BEST,),
     ),

@@ -15,8 +15,7 @@ from bench._planner.threads import THREADS, verdict
 from bench._planner.times import errors
 from tangram.hardware.catalogue.devices import device
 from tangram.models.outlines.outline import Group
-from tangram.planner.cost.calibration import PARTS, Learned, Run, learn, left_out, load, published, save
-from tangram.planner.cost.intervals import Misses
+from tangram.planner.cost.calibration import PARTS, Learned, Misses, Run, learn, left_out, load, published, save
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.setting import Setting
 

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tangram.checkpoint.conversion.convert import IDENTITY, bound_of, restructure
+from tangram.checkpoint.conversion.convert import IDENTITY, restructure
 from tangram.checkpoint.formats.detect import open_any
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta, read_source
+from tangram.relayout import bind
 from tangram.schema.optimiser import OptimiserPlan
 from tangram.schema.plan import Plan
 from tangram.training.data import load_tokens
@@ -47,7 +48,7 @@ def exported(folder: Path, model: Path, tokenizer: str = "model", **change: Any)
 
 def converted(source: Path, target: Path) -> Path:
     opened = open_any(source)
-    restructure(opened, bound_of(opened, IDENTITY, {}), target, "hf")
+    restructure(opened, bind(IDENTITY, opened.specs), target, "hf")
     return target
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tangram.schema.plan import Plan
-from tangram.training.data import open_corpus, sample_ids, tokens_of
-from tests.training.tuning_tasks import Traced, begin_as, whole, write_folder
+from tests.training.tuning_tasks import Traced, adapted, by_adamw, write_folder
 
 Mistake = Literal["", "reference follows", "swapped", "mask shifted", "prompt counted", "own answer"]
 Row = tuple[list[int], list[bool]]
@@ -60,27 +59,13 @@ LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]] 
 
 def oracle(plan: Plan, mistake: Mistake = "") -> Traced:
     """The losses of a plan of pairs of messages, by the template's own renderings, padded on the right."""
-    from peft import LoraConfig, get_peft_model
-
     preference, folder = plan.preference, Path(str(plan.model.path))
     assert preference is not None
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if plan.lora is not None:
-        model = get_peft_model(
-            model, LoraConfig(r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear")
-        )
-        begin_as(model, plan)
+    model = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), plan)
     frozen: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    o = plan.optimiser
-    optimiser = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0)
-    pairs, size = _pairs(plan, folder, mistake), plan.data.global_batch
-    order = sample_ids(open_corpus(plan.data, tokens_of(plan)), plan.data, plan.seed, 0, plan.run.steps * size)
-    losses: list[float] = []
-    norms: list[float] = []
-    gradients: dict[str, Any] = {}
-    for step in range(plan.run.steps):
-        windows = [window for _, window in order[step * size :][:size]]
+    pairs = _pairs(plan, folder, mistake)
+
+    def loss_of_windows(windows: list[int]) -> Tensor:
         some = [row for window in windows for row in pairs[window]]
         logps_B, counts_B, tokens = _log_probs(model, some)
         if preference.loss_type != "orpo":
@@ -99,15 +84,9 @@ def oracle(plan: Plan, mistake: Mistake = "") -> Traced:
             loss = LOSSES[preference.loss_type](c, r, nc, nr, preference.beta).mean()
         if preference.loss_type == "orpo":
             loss = loss - torch.cat(tokens[::2]).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        if not step:
-            named = ((name.removeprefix("base_model.model."), p) for name, p in model.named_parameters())
-            gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, o.clip_norm)))
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    return Traced(tuple(losses), tuple(norms), gradients)
+        return loss
+
+    return by_adamw(plan, model, loss_of_windows)
 
 
 def _pairs(plan: Plan, folder: Path, mistake: Mistake) -> list[list[Row]]:

@@ -14,10 +14,9 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM
 
 from tangram.schema.plan import Plan
-from tangram.training.data import open_corpus, sample_ids, tokens_of
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, tokenizer_of
-from tests.training.tuning_tasks import Traced, begin_as, conversations, whole, write_folder
+from tests.training.tuning_tasks import Traced, adapted, by_adamw, conversations, write_folder
 
 Mistake = Literal["", "sides swapped", "no squared temperature", "mask shifted", "own teacher", "padding counted"]
 PADDED = 7
@@ -55,34 +54,11 @@ def oracle(plan: Plan, mistake: Mistake = "") -> Traced:
     """The losses of a plan: conversations rendered, masked and padded by transformers, one big batch a step."""
     distill, folder = plan.distill, Path(str(plan.model.path))
     assert distill is not None
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if plan.lora is not None:
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear")
-        model = get_peft_model(model, config)
-        begin_as(model, plan)
+    model = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), plan)
     at = folder if mistake == "own teacher" else Path(str(distill.teacher))
     teacher: Any = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32).eval()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    o = plan.optimiser
-    optimiser = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0)
-    rows, size = conversations(plan, folder), plan.data.global_batch
-    order = sample_ids(open_corpus(plan.data, tokens_of(plan)), plan.data, plan.seed, 0, plan.run.steps * size)
-    losses: list[float] = []
-    norms: list[float] = []
-    gradients: dict[str, Any] = {}
-    for step in range(plan.run.steps):
-        loss = _loss(model, teacher, [rows[window] for _, window in order[step * size :][:size]], plan, mistake)
-        optimiser.zero_grad()
-        loss.backward()
-        if not step:
-            named = ((name.removeprefix("base_model.model."), p) for name, p in model.named_parameters())
-            gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, o.clip_norm)))
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    return Traced(tuple(losses), tuple(norms), gradients)
+    rows = conversations(plan, folder)
+    return by_adamw(plan, model, lambda windows: _loss(model, teacher, [rows[one] for one in windows], plan, mistake))
 
 
 def _loss(model: Any, teacher: Any, some: list[tuple[list[int], list[int]]], plan: Plan, mistake: Mistake) -> Tensor:

@@ -18,9 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tangram.errors import UserError
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
-from tangram.training.observe.boards import Boards
+from tangram.training.observe.boards import Boards, need
 from tangram.training.observe.events import CheckpointSaved, Evaluated, Note, StepDone
-from tangram.training.observe.optional_libraries import need
 from tests.training.made_up import plan_of
 
 
@@ -109,7 +108,7 @@ def test_nothing_is_written_for_a_run_without_events(tmp_path: Path) -> None:
 def test_a_missing_extra_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = importlib.util.find_spec
     monkeypatch.setattr(
-        "tangram.training.observe.optional_libraries.find_spec", lambda name: None if name == "plotly" else whole(name)
+        "tangram.training.observe.boards.find_spec", lambda name: None if name == "plotly" else whole(name)
     )
     with pytest.raises(UserError) as refused:
         Boards(tmp_path, plan("tensorboard"))

@@ -23,12 +23,9 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
-from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tests.training import tuning_tasks
-from tests.training.chat import write_chat
-from tests.training.data.test_chat import CHATML, tokenizer_of
-from tests.training.tuning_tasks import Traced, oracle, run_in_turn, write_folder
+from tests.training.tuning_tasks import Traced, oracle, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -83,12 +80,8 @@ def test_a_weight_is_what_a_plain_formula_makes(base: str, rows: int, columns: i
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_folder(tmp_path_factory.mktemp("bytes"))
-    shutil.rmtree(folder / "chat-model")
-    model = write_chat(folder / "chat-model", fields=WIDE)
-    tokenizer_of(model)
-    (model / "chat_template.jinja").write_text(CHATML)
-    gone = shutil.copytree(model, folder / "gone") / "model.safetensors"
+    folder = write_folder(tmp_path_factory.mktemp("bytes"), fields=WIDE)
+    gone = shutil.copytree(folder / "chat-model", folder / "gone") / "model.safetensors"
     save_file({name: torch.zeros_like(one) for name, one in load_file(gone).items()}, gone, metadata={"format": "pt"})
     return folder
 
@@ -108,14 +101,7 @@ def ran(folder: Path) -> dict[Key, Traced]:
     plans = {(base, way): planned(folder, base, way) for base in ("int8", "fp8") for way in WAYS}
     plans |= {(base, "half"): planned(folder, base, "fsdp", steps=HALF) for base in ("int8", "fp8")}
     plans |= {(base, "resumed"): planned(folder, base, "tp", "gone") for base in ("int8", "fp8")}
-    found: dict[Key, Traced] = {}
-    for ranks in (1, 2):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[Key, Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", RESUMED), world=ranks, on_event=print, device="cpu"
-        )
-        found.update(done[0])
-    return found
+    return {key: ranks[0] for key, ranks in run_each(plans, folder / "runs", RESUMED).items()}
 
 
 @pytest.mark.parametrize("base", ["int8", "fp8"])

@@ -26,7 +26,7 @@ from tangram.training.state.teacher import classes_of
 from tangram.training.trials.dry_run import dry_run
 from tangram.training.trials.teach import teach
 from tests.training.taught import PADDED, write_taught
-from tests.training.tuning_tasks import Traced, run_in_turn
+from tests.training.tuning_tasks import Traced, run_each, run_in_turn
 
 Key = tuple[str, str]
 SET = {
@@ -86,14 +86,7 @@ def ran(folder: Path, kept: dict[str, Path]) -> dict[Key, Traced]:
         steps = HALF if way == "half" else STEPS
         plans[what, way] = plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
     after: dict[Key, Key] = {("all", "rest"): ("all", "half")}
-    found: dict[Key, Traced] = {}
-    for ranks in (2, 1):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[Key, Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", after), world=ranks, on_event=print, device="cpu"
-        )
-        found.update(done[0])
-    return found
+    return {key: ranks[0] for key, ranks in run_each(plans, folder / "runs", after).items()}
 
 
 def test_all_classes_have_the_losses_of_the_teacher_on_any_mesh(ran: dict[Key, Traced]) -> None:

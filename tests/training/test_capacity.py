@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
@@ -19,7 +19,7 @@ from tangram.models.building.build import build_on_meta
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, cut
-from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
+from tangram.training.data import BYTES, IGNORE, RankBatches
 from tangram.training.mesh.local_parts import ResultPlacement
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective import expert_capacity
@@ -35,15 +35,13 @@ from tangram.training.trials.dry_run import (
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
+from tests.training.mixtures import CPU, FIELDS, LENGTH, ROWS, as_batches, gradients, mixture, some_labels
 from tests.training.oracle.axes import MIXTURES, WITH_EXPERTS
 from tests.training.oracle.cases import write_models
 from tests.training.oracle.dropping import dropping, kept
-from tests.training.small import SMALL_MODEL, small_plan
+from tests.training.small import small_plan
 
-FIELDS = {**SMALL_MODEL, "vocab_size": 64}
 KINDS = {**MIXTURES, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}}
-ROWS, LENGTH = 3, 16
-CPU = torch.device("cpu")
 
 
 def plan_of(factor: float = 0.7, **run: Any) -> Plan:
@@ -62,31 +60,16 @@ def world() -> Iterator[World]:
 
 
 def model_of(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**FIELDS, **KINDS[kind]})
-    model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate.weight" in name or "router.weight" in name:
-                parameter.normal_()  # so that it prefers some experts
-    return model
+    return mixture(kind, KINDS[kind])
 
 
 def batches_of(*empty: int) -> RankBatches:
     """Micro-batches; the last rows of each are empty, so many."""
-    micro: list[Batch] = []
-    for number, count in enumerate(empty):
-        ids = torch.randint(64, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(number))
-        labels_BS = ids[:, 1:].clone()
+    micro = some_labels(len(empty))
+    for (_, labels_BS), count in zip(micro, empty, strict=True):
         labels_BS[ROWS - count :] = IGNORE
         labels_BS[:, :2] = IGNORE  # a row of which some count is not empty
-        micro.append(Batch(ids[:, :-1].contiguous(), labels_BS, None))
-    counted = sum(int((batch.labels_BS != IGNORE).sum()) for batch in micro)
-    return RankBatches(tuple(micro), counted, tuple(range(len(micro))))
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return as_batches(micro)
 
 
 # ------------------------------------------------------------ one process

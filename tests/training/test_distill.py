@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,7 +24,7 @@ from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import teacher_source
 from tangram.training.trials.dry_run import dry_run
 from tests.training.taught import PADDED, Mistake, oracle, write_taught
-from tests.training.tuning_tasks import Traced, run_in_turn
+from tests.training.tuning_tasks import Traced, assert_as_expected, run_each, run_in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -91,14 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(runs: Path, plans: dict[Key, Plan]) -> dict[Key, list[Traced]]:
     """What all ranks have measured, each number of ranks started once."""
     after = {(job, "rest"): (job, "half") for job in ("forward", OTHER)}
-    found: dict[Key, list[Traced]] = {}
-    for ranks in (2, 1):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[Key, Traced]] = run_ranks(
-            run_in_turn, (work, runs, after), world=ranks, on_event=print, device="cpu"
-        )
-        found |= {key: [rank[key] for rank in done] for key in work}
-    return found
+    return run_each(plans, runs, after)
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -108,16 +100,7 @@ def test_losses_and_gradients_are_those_of_formulas_on_any_mesh(
     expected = oracle(plans[job, "one"])
     assert expected.losses[-1] < expected.losses[0]
     for way in [way for way in WAYS if (job, way) in ran]:
-        ranks = ran[job, way]
-        for rank in ranks:
-            some = expected.losses[: len(rank.losses)]
-            assert rank.losses == pytest.approx(some, rel=1e-6 if way == "one" else 1e-5), way
-        assert ranks[0].norms == pytest.approx(expected.norms[: len(ranks[0].norms)], rel=1e-4), way
-        gradients = {name: value for rank in ranks for name, value in rank.gradients.items()}
-        assert gradients.keys() == expected.gradients.keys(), way
-        for name, value in expected.gradients.items():
-            furthest = float(np.abs(gradients[name] - value).max())
-            assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
+        assert_as_expected(ran[job, way], expected, way, plans[job, way].run.steps)
     if (job, "rest") in ran:  # on another mesh, with the same teacher
         assert ran[job, "rest"][0].losses == pytest.approx(expected.losses[HALF:], rel=1e-5)
 

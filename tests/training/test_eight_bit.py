@@ -33,7 +33,7 @@ from tangram.training.updates.eight_bit_adamw import AT_ONCE, BLOCK
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, tokenizer_of
-from tests.training.tuning_tasks import Traced, run_in_turn, write_folder
+from tests.training.tuning_tasks import Traced, run_each, run_in_turn, write_folder
 
 # ---------------------------------------------------------------- the arithmetic
 
@@ -218,14 +218,7 @@ def ran(folder: Path) -> dict[tuple[str, str], Traced]:
     plans["plain", "one"] = planned(folder, "one", **{"optimiser.moments": '"as masters"'})
     plans["half", "fsdp"] = planned(folder, "fsdp", 3)
     plans |= {key: planned(folder, key[1]) for key in RESUMED}
-    found: dict[tuple[str, str], Traced] = {}
-    for ranks in (2, 1):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", RESUMED), world=ranks, on_event=print, device="cpu"
-        )
-        found.update(done[0])
-    return found
+    return {key: ranks[0] for key, ranks in run_each(plans, folder / "runs", RESUMED).items()}
 
 
 def test_any_mesh_has_the_losses_of_one_process(ran: dict[tuple[str, str], Traced]) -> None:

@@ -4,10 +4,10 @@ import copy
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -34,10 +34,9 @@ from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.objective.expert_loads import Loads
-from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training.small import SMALL_MODEL
-from tests.training.tuning_tasks import Named, Traced, oracle, run_plans, write_folder
+from tests.training.tuning_tasks import Named, Traced, assert_as_expected, oracle, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -79,25 +78,17 @@ def test_losses_and_gradients_are_those_of_peft(plans: dict[tuple[str, str], Pla
     model = build_unsharded(one, source_of(one, tokens_of(one)), torch.device("cpu"), values=False)
     factors = {factor.name: factor for factor in factors_of(model)}
     assert len(factors) == 2 * 2 * 2  # of two weights in two layers
-    for ranks in (1, 2):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_plans, (work, tmp_path), world=ranks, on_event=print, device="cpu"
-        )
-        for key in work:
-            for rank in done:
-                assert rank[key].losses == pytest.approx(expected.losses, rel=1e-6 if ranks == 1 else 1e-5), key
-            assert done[0][key].norms == pytest.approx(expected.norms, rel=1e-4), key
-            gradients: Named = {}
-            for rank in done:
-                for name, value in rank[key].gradients.items():
-                    factor = factors.get(name)
-                    stored = f"{factor.stored}.default.weight" if factor else name
-                    gradients[stored] = factor.matrix(torch.from_numpy(value)).numpy() if factor else value
-            assert gradients.keys() == expected.gradients.keys(), key
-            for name, value in expected.gradients.items():
-                furthest = float(np.abs(gradients[name] - value).max())
-                assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (key, name, furthest)
+
+    def as_peft(rank: Traced) -> Traced:
+        gradients: Named = {}
+        for name, value in rank.gradients.items():
+            factor = factors.get(name)
+            stored = f"{factor.stored}.default.weight" if factor else name
+            gradients[stored] = factor.matrix(torch.from_numpy(value)).numpy() if factor else value
+        return replace(rank, gradients=gradients)
+
+    for (_, way), ranks in run_each(plans, tmp_path).items():
+        assert_as_expected([as_peft(rank) for rank in ranks], expected, way, STEPS)
 
 
 SMALL = {**SMALL_MODEL, "vocab_size": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

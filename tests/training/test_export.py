@@ -12,10 +12,16 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, END, Corpus, held_out_batches, open_corpus, prepare
 from tangram.training.objective.model_inputs import logits_in_order
-from tangram.training.run.end_proofs import ProofError, same_logits, same_loss
+from tangram.training.run.end_proofs import (
+    ProofError,
+    load_exported,
+    logits_difference,
+    same_logits,
+    same_loss,
+    unlike_weights,
+)
 from tangram.training.run.rank import probe_batch
 from tangram.training.state.build_model import build_unsharded, source_of
-from tangram.training.state.check_export import load_exported, logits_difference, unlike_weights
 from tangram.training.state.export_hf import export
 from tangram.training.step.evaluate import evaluate_unsharded
 from tests.training.small import SMALL_MODEL, small_plan, write_text

@@ -138,7 +138,7 @@ def test_a_configuration_alone_brings_only_how_it_generates(chat: Made, tmp_path
 
 def test_an_export_that_lost_its_settings_writes_otherwise(chat: Made) -> None:
     """Settings are compared by what they write as well: by the source's, and by those of another model."""
-    from tangram.training.state.check_export import load_exported, unlike_writing
+    from tangram.training.run.end_proofs import load_exported, unlike_writing
 
     loaded = load_exported(chat.model, chat.folder)
     assert unlike_writing(chat.model, loaded, chat.source, chat.tokens, PROMPT) == ""

@@ -18,9 +18,8 @@ from tangram.planner.local.strategies import TENSOR, ModelAxis, Strategy, plan_o
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, sample_ids, tokens_of
-from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
-from tests.training.tuning_tasks import Traced, conversations, loss_of, run_in_turn, write_folder
+from tests.training.tuning_tasks import Traced, conversations, loss_of, run_each, write_folder
 
 STEPS, HALF = 20, 10
 SET = {
@@ -90,14 +89,7 @@ def run_all(
     resumed: Mapping[tuple[str, str], tuple[str, str]] = RESUMED,
 ) -> dict[tuple[str, str], Traced]:
     """Of the first rank."""
-    found: dict[tuple[str, str], Traced] = {}
-    for ranks in sorted({plan.ranks for plan in plans.values()}, key=lambda n: (n == 1, n)):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_in_turn, (work, folder / name, resumed), world=ranks, on_event=print, device="cpu"
-        )
-        found.update(done[0])
-    return found
+    return {key: ranks[0] for key, ranks in run_each(plans, folder / name, resumed).items()}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tangram.training.state.build_model import source_of
 from tests.training.optimiser_tasks import Astray, with_a_bad_step
 from tests.training.small import SMALL_MODEL, small_plan, write_text
 from tests.training.test_stochastic_rounding import LOW
-from tests.training.tuning_tasks import Traced, run_in_turn, write_folder
+from tests.training.tuning_tasks import run_each, write_folder
 
 STEPS, HALF, BF16 = 3, 1, "bfloat16"
 WIDE = {"preset": "qwen3-1m", "change": {**SMALL_MODEL, "hidden_size": 128, "intermediate_size": 256, "head_dim": 128}}
@@ -96,13 +96,7 @@ def test_ranks_have_the_losses_of_one_process_and_go_on_elsewhere(folder: Path) 
         plans[f"{case}, half", first] = planned(folder, case, first, HALF)
         plans[f"{case}, resumed", then] = planned(folder, case, then)
         after[f"{case}, resumed", then] = (f"{case}, half", first)
-    ran: dict[tuple[str, str], Traced] = {}
-    for ranks in (2, 1):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", after), world=ranks, on_event=print, device="cpu"
-        )
-        ran.update(done[0])
+    ran = {key: ranks[0] for key, ranks in run_each(plans, folder / "runs", after).items()}
     for (key, way), found in ran.items():
         case, _, part = key.partition(", ")
         whole = ran[case, "one"].losses

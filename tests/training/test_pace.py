@@ -2,7 +2,7 @@
 
 import pytest
 
-from tangram.training.state.pace import LAST, Pace
+from tangram.training.state.checkpointer import LAST, Pace
 
 
 def saves(pace: Pace, steps: int, step: float, cost: float, start: float = 0.0) -> list[int]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -26,7 +25,7 @@ from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.pairs import Mistake, oracle, write_pairs
-from tests.training.tuning_tasks import Traced, run_in_turn
+from tests.training.tuning_tasks import Traced, assert_as_expected, run_each, run_in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -88,14 +87,7 @@ def plans(folder: Path) -> dict[Key, Plan]:
 def ran(folder: Path, plans: dict[Key, Plan]) -> dict[Key, list[Traced]]:
     """What all ranks have measured, each number of ranks started once."""
     after = {(job, "rest"): (job, "half") for job in ("dpo", "ipo, whole")}
-    found: dict[Key, list[Traced]] = {}
-    for ranks in (2, 1, 4):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[Key, Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", after), world=ranks, on_event=print, device="cpu"
-        )
-        found |= {key: [rank[key] for rank in done] for key in work}
-    return found
+    return run_each(plans, folder / "runs", after)
 
 
 @pytest.mark.parametrize("job", ["dpo", "ipo, whole", "orpo", "kto"])
@@ -105,15 +97,7 @@ def test_losses_and_gradients_are_those_of_transformers_and_peft_on_any_mesh(
     expected = oracle(plans[job, "one"])
     assert expected.losses[-1] < expected.losses[0]
     for way in [way for way in WAYS if (job, way) in ran]:
-        ranks = ran[job, way]
-        for rank in ranks:
-            assert rank.losses == pytest.approx(expected.losses, rel=1e-6 if way == "one" else 1e-5), way
-        assert ranks[0].norms == pytest.approx(expected.norms, rel=1e-4), way
-        gradients = {name: value for rank in ranks for name, value in rank.gradients.items()}
-        assert gradients.keys() == expected.gradients.keys(), way
-        for name, value in expected.gradients.items():
-            furthest = float(np.abs(gradients[name] - value).max())
-            assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
+        assert_as_expected(ran[job, way], expected, way, plans[job, way].run.steps)
     if (job, "rest") in ran:  # on another mesh, with the reference of the begin
         assert ran[job, "rest"][0].losses == pytest.approx(expected.losses[HALF:], rel=1e-5)
 

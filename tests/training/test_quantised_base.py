@@ -37,9 +37,7 @@ from tangram.training.parallel.quantised_base import QuantisedWeight, dequantise
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training import tuning_tasks
-from tests.training.chat import write_chat
-from tests.training.data.test_chat import CHATML, tokenizer_of
-from tests.training.tuning_tasks import Traced, oracle, run_in_turn, write_folder
+from tests.training.tuning_tasks import Traced, oracle, run_each, run_in_turn, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -183,12 +181,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_folder(tmp_path_factory.mktemp("quantised"))
-    shutil.rmtree(folder / "chat-model")
-    model = write_chat(folder / "chat-model", fields=WIDE)
-    tokenizer_of(model)
-    (model / "chat_template.jinja").write_text(CHATML)
-    return folder
+    return write_folder(tmp_path_factory.mktemp("quantised"), fields=WIDE)
 
 
 def _plan(folder: Path, lora: LoraPlan, way: str, steps: int = STEPS, **more: str) -> Plan:
@@ -210,14 +203,7 @@ def ran(folder: Path) -> dict[tuple[str, str], Traced]:
     values = {name: torch.zeros_like(one) for name, one in load_file(gone).items()}
     save_file(values, gone, metadata={"format": "pt"})
     plans |= {key: _plan(folder, LORA, key[1], **{"model.path": str(gone.parent)}) for key in RESUMED}
-    found: dict[tuple[str, str], Traced] = {}
-    for ranks in (1, 2):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", RESUMED), world=ranks, on_event=print, device="cpu"
-        )
-        found.update(done[0])
-    return found
+    return {key: ranks[0] for key, ranks in run_each(plans, folder / "runs", RESUMED).items()}
 
 
 def test_any_mesh_has_the_losses_of_one_process(ran: dict[tuple[str, str], Traced]) -> None:

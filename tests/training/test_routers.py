@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
@@ -21,7 +21,7 @@ from tangram.models.building.build import build_on_meta
 from tangram.relayout.exchange.peers import Peers
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State
-from tangram.training.data import BYTES, IGNORE, Batch, RankBatches
+from tangram.training.data import BYTES, IGNORE, RankBatches
 from tangram.training.mesh.local_parts import ResultPlacement
 from tangram.training.mesh.world import World, make_world, of_stage
 from tangram.training.objective import router_loss
@@ -35,13 +35,13 @@ from tangram.training.trials.dry_run import (
     _fake_ranks,  # pyright: ignore[reportPrivateUsage]
     counted_alone,
 )
+from tests.training.mixtures import CPU, FIELDS, LENGTH, ROWS, as_batches, gradients, mixture, some_labels
 from tests.training.oracle.axes import EP, MIXTURES, WITH_EXPERTS
 from tests.training.oracle.cases import write_models
-from tests.training.small import SMALL_MODEL, small_plan
+from tests.training.small import small_plan
 from tests.training.strategies import EXPERTS, FOUR_STAGES, FSDP, TWO_STAGES, Strategy, derived, with_experts
 from tests.training.zoo import tiny
 
-FIELDS = {**SMALL_MODEL, "vocab_size": 64}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": MIXTURES["qwen3_moe"],
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -70,8 +70,6 @@ OTHERS = [
     "qwen4_exp_text",
 ]
 WEIGHT = 0.5
-ROWS, LENGTH = 3, 16
-CPU = torch.device("cpu")
 
 
 def plan_of(**changes: Any) -> Plan:
@@ -86,30 +84,15 @@ def world() -> Iterator[World]:
 
 
 def model_of(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **FIELDS, **KINDS[kind])
-    model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "gate.weight" in name or "router.weight" in name:
-                parameter.normal_()  # so that it prefers some experts
-    return model
+    return mixture(kind, KINDS[kind])
 
 
 def batches_of(*ignored: int) -> RankBatches:
     """Micro-batches; of each so many tokens do not count."""
-    micro: list[Batch] = []
-    for number, count in enumerate(ignored):
-        ids = torch.randint(64, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(number))
-        labels_BS = ids[:, 1:].clone()
+    micro = some_labels(len(ignored))
+    for (_, labels_BS), count in zip(micro, ignored, strict=True):
         labels_BS.view(-1)[:count] = IGNORE
-        micro.append(Batch(ids[:, :-1].contiguous(), labels_BS, None))
-    counted = sum(int((batch.labels_BS != IGNORE).sum()) for batch in micro)
-    return RankBatches(tuple(micro), counted, tuple(range(len(micro))))
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return as_batches(micro)
 
 
 def assert_alike(ours: nn.Module, right: nn.Module) -> None:

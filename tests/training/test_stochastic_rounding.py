@@ -18,8 +18,7 @@ from tangram.schema.optimiser import OptimiserPlan, Rounding, RuleName
 from tangram.training.run.launch import run_ranks
 from tangram.training.step.optimiser_step import make_adamw
 from tangram.training.updates.parameter_shards import ParameterShards
-from tangram.training.updates.ruled_optimiser import RuledOptimiser
-from tangram.training.updates.stochastic_rounding import round_into
+from tangram.training.updates.ruled_optimiser import RuledOptimiser, round_into
 from tests.training import test_optimisers
 from tests.training.rounding_tasks import RULES, unlike
 from tests.training.test_optimisers import HALF, planned, run_all

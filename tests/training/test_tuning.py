@@ -22,11 +22,10 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
-from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.small import SMALL_MODEL
-from tests.training.tuning_tasks import STEPS, Traced, oracle, run_plans, write_folder
+from tests.training.tuning_tasks import STEPS, Traced, oracle, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -73,14 +72,8 @@ def ran(folder: Path, plans: dict[tuple[str, str], Plan]) -> Callable[[str], dic
 
     @cache
     def run(job: str) -> dict[str, list[Traced]]:
-        found: dict[str, list[Traced]] = {}
-        for ranks in (1, 2):
-            work = {key: plan for key, plan in plans.items() if key[0] == job and plan.ranks == ranks}
-            done: list[dict[tuple[str, str], Traced]] = run_ranks(
-                run_plans, (work, folder / "runs"), world=ranks, on_event=print, device="cpu"
-            )
-            found |= {way: [rank[job, way] for rank in done] for _, way in work}
-        return found
+        of_job = {key: plan for key, plan in plans.items() if key[0] == job}
+        return {way: ranks for (_, way), ranks in run_each(of_job, folder / "runs").items()}
 
     return run
 

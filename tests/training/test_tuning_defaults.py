@@ -22,9 +22,8 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
-from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
-from tests.training.tuning_tasks import Traced, oracle, run_in_turn, write_folder
+from tests.training.tuning_tasks import Traced, oracle, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -94,14 +93,7 @@ def ran(folder: Path) -> dict[tuple[str, str], Traced]:
     }
     plans["half", "fsdp"] = _plan(folder, "chat-model", DROPOUT, FSDP, 2)
     plans["resumed", "tp"] = _plan(folder, "chat-model", DROPOUT, TP)
-    found: dict[tuple[str, str], Traced] = {}
-    for ranks in (2, 1):
-        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
-        done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_in_turn, (work, folder / "runs", RESUMED), world=ranks, on_event=print, device="cpu"
-        )
-        found |= done[0]
-    return found
+    return {key: ranks[0] for key, ranks in run_each(plans, folder / "runs", RESUMED).items()}
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from tangram.models.lora.expert_adapters import factors_of
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
 from tangram.training.observe.events import StepDone
-from tangram.training.run.launch import Rank
+from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin
 from tangram.training.state.checkpointer import Checkpointer, newest
 from tangram.training.step import loop
@@ -71,26 +72,47 @@ def write_folder(
     return folder
 
 
-def run_plans(rank: Rank, work: tuple[Mapping[tuple[str, str], Plan], Path]) -> dict[tuple[str, str], Traced]:
-    """The task of the ranks."""
-    found: dict[tuple[str, str], Traced] = {}
-    for key, plan in work[0].items():
-        rank.emit(key)
-        found[key] = run_plan(rank, plan, work[1] / "-".join(key))
-    return found
-
-
 def run_in_turn(
     rank: Rank, work: tuple[Mapping[tuple[str, str], Plan], Path, Mapping[tuple[str, str], tuple[str, str]]]
 ) -> dict[tuple[str, str], Traced]:
-    """The same; what another goes on from (the last of `work`: whose checkpoint) is saved."""
+    """The task of the ranks; what another goes on from (the last of `work`: whose checkpoint) is saved."""
     plans, folder, after = work
     found: dict[tuple[str, str], Traced] = {}
     for key, plan in plans.items():
+        rank.emit(key)
         before = after.get(key)
         resume = None if before is None else newest(folder / "-".join(before))
         found[key] = run_plan(rank, plan, folder / "-".join(key), resume, keep=key in after.values())
     return found
+
+
+def run_each(
+    plans: Mapping[tuple[str, str], Plan],
+    folder: Path,
+    after: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType({}),
+) -> dict[tuple[str, str], list[Traced]]:
+    """What all ranks have measured of each plan, each number of ranks started once, one rank last: as of `run_in_turn`,
+    what is gone on from comes before."""
+    found: dict[tuple[str, str], list[Traced]] = {}
+    for ranks in sorted({plan.ranks for plan in plans.values()}, key=lambda n: (n == 1, n)):
+        work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
+        done: list[dict[tuple[str, str], Traced]] = run_ranks(
+            run_in_turn, (work, folder, dict(after)), world=ranks, on_event=print, device="cpu"
+        )
+        found |= {key: [rank[key] for rank in done] for key in work}
+    return found
+
+
+def assert_as_expected(ranks: Sequence[Traced], expected: Traced, way: str, steps: int) -> None:
+    """All that ranks have measured in so many steps of a plan is what one process has."""
+    for rank in ranks:
+        assert rank.losses == pytest.approx(expected.losses[:steps], rel=1e-6 if way == "one" else 1e-5), way
+    assert ranks[0].norms == pytest.approx(expected.norms[:steps], rel=1e-4), way
+    gradients = {name: value for rank in ranks for name, value in rank.gradients.items()}
+    assert gradients.keys() == expected.gradients.keys(), way
+    for name, value in expected.gradients.items():
+        furthest = float(np.abs(gradients[name] - value).max())
+        assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
 
 
 def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *, keep: bool = False) -> Traced:
@@ -160,26 +182,38 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
         begin_as(peft, plan)
     else:
         peft = PeftModel.from_pretrained(plain, lora.start, is_trainable=True)
-    parameters = [p for p in peft.parameters() if p.requires_grad]
-    o = plan.optimiser
-    optimiser = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0)
     rows = conversations(plan, folder)
+    return by_adamw(plan, peft.train(), lambda windows: loss_of(peft, [rows[window] for window in windows]))
+
+
+def adapted(model: Any, plan: Plan) -> Any:
+    """A model with the adapters of a plan, if it has some, by peft."""
+    from peft import LoraConfig, get_peft_model
+
+    if plan.lora is None:
+        return model
+    config = LoraConfig(r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear")
+    model = get_peft_model(model, config)
+    begin_as(model, plan)
+    return model
+
+
+def by_adamw(plan: Plan, model: nn.Module, loss_of_windows: Callable[[list[int]], Tensor]) -> Traced:
+    """The steps of a plan by torch's AdamW: the samples of each in one big batch, in the plan's order."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    o, size = plan.optimiser, plan.data.global_batch
+    optimiser = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0)
+    order = sample_ids(open_corpus(plan.data, tokens_of(plan)), plan.data, plan.seed, 0, plan.run.steps * size)
     losses: list[float] = []
     norms: list[float] = []
     gradients: Named = {}
-    order = sample_ids(open_corpus(plan.data, tokens_of(plan)), plan.data, plan.seed, 0, STEPS * plan.data.global_batch)
-    peft.train()
     for step in range(plan.run.steps):
-        some = [rows[window] for _, window in order[step * plan.data.global_batch :][: plan.data.global_batch]]
-        loss = loss_of(peft, some)
+        loss = loss_of_windows([window for _, window in order[step * size :][:size]])
         optimiser.zero_grad()
         loss.backward()
         if not step:
-            gradients = {
-                name.removeprefix("base_model.model."): whole(p.grad)
-                for name, p in peft.named_parameters()
-                if p.grad is not None
-            }
+            named = ((name.removeprefix("base_model.model."), p) for name, p in model.named_parameters())
+            gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, o.clip_norm)))
         optimiser.step()
         losses.append(float(loss.detach()))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tangram.cli.convert import TypedOptions, compared, run
+from tangram.cli.grouped import Json, with_options
 from tangram.cli.output import byte_bar, print_json, print_table, size
 from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
@@ -18,11 +20,8 @@ if TYPE_CHECKING:
 ROWS = 30
 """Of a table of what is wrong or differs; --json has all."""
 
-TE = "transformer_engine"
-
 checkpoint = typer.Typer()
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Folder = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")]
 Pattern = Annotated[str, typer.Argument(metavar="[NAMES]", help="Only tensors that fit, as 'model.layers.*'.")]
 
@@ -124,7 +123,6 @@ def diff(
 ) -> int:
     """Compare names, shapes, types, values and objects of two checkpoints; exit code 1 when something differs."""
     from tangram.checkpoint.inspect.tree import short
-    from tangram.cli.convert import compared
 
     with _files():
         found = compared(a, b, pattern, config)
@@ -156,48 +154,18 @@ def diff(
 
 
 @checkpoint.command()
+@with_options(TypedOptions)
 def convert(
+    asked: TypedOptions,
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="A checkpoint of any format that is read; also s3://...")
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="A new directory, or the address of an object store.")],
-    to: Annotated[
-        str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's), tangram or paddle.")
-    ],
-    dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None,
-    rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False,
-    dequantise: Annotated[
-        bool, typer.Option("--dequantise", "--dequantize", help="Make weights of codes and scales (FP8, GPTQ ...).")
-    ] = False,
-    shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB",
-    memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB",
-    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None,
-    mapping: Annotated[Path | None, typer.Option(metavar="FILE", help="A mapping of your own.")] = None,
-    sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None,
-    family: Annotated[str | None, typer.Option(metavar="FILE", help="A family of your own, or one by name.")] = None,
-    optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None,
-    adapter: Annotated[Path | None, typer.Option(metavar="DIR", help="A LoRA adapter of peft's, to merge.")] = None,
-    transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = TE,
-    pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1,
-    betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None,
-    apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False,
-    one_optimiser: Annotated[
-        bool, typer.Option("--one-optimiser", help="For Megatron-core without expert-parallel ranks.")
-    ] = False,
-    model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimiser's states out.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
-    json: Json = False,
-) -> None:
+) -> int:
     """Convert a checkpoint to another format and structure, as a stream; what is not cast has the same bits."""
-    from tangram.cli.convert import TypedOptions, run
-
-    asked = TypedOptions(
-        to, dtype, rounded, shard_size, memory, config, mapping, tuple(sizes or ()), family, optimiser,
-        transformer_impl, pad_vocabulary, betas, not apart, not one_optimiser, not model_only, dry_run, json, adapter,
-        dequantise,
-    )  # fmt: skip
     with _files():
         run(source, target, asked)
+    return 0
 
 
 @checkpoint.command()

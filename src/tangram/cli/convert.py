@@ -4,8 +4,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from tangram.cli.grouped import Json
 from tangram.cli.output import byte_bar, print_json, print_table, size
 from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
@@ -36,26 +39,32 @@ SKIPPED = 12
 class TypedOptions:
     """The options of the command."""
 
-    to: str
-    dtype: str | None
-    rounded: bool
-    shard_size: str
-    memory: str
-    config: Path | None
-    mapping: Path | None
-    sizes: Sequence[str]
-    family: str | None
-    optimiser: Path | None
-    transformer_impl: str
-    pad_vocabulary: int
-    betas: str | None
-    stack: bool
-    experts_apart: bool
-    states: bool
-    dry_run: bool
-    json: bool
-    adapter: Path | None = None
-    dequantise: bool = False
+    to: Annotated[
+        str, typer.Option(help="The format: hf, torch_dist (Megatron-core's), dcp (torch's), tangram or paddle.")
+    ]
+    dtype: Annotated[str | None, typer.Option(help="Cast floating point to it, as bfloat16.")] = None
+    rounded: Annotated[bool, typer.Option("--round", help="The cast may lose bits.")] = False
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", "--dequantize", help="Make weights of codes and scales (FP8, GPTQ ...).")
+    ] = False
+    shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB"
+    memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB"
+    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None
+    mapping: Annotated[Path | None, typer.Option(metavar="FILE", help="A mapping of your own.")] = None
+    sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None
+    family: Annotated[str | None, typer.Option(metavar="FILE", help="A family of your own, or one by name.")] = None
+    optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None
+    adapter: Annotated[Path | None, typer.Option(metavar="DIR", help="A LoRA adapter of peft's, to merge.")] = None
+    transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = NAMES[0]
+    pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1
+    betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None
+    apart: Annotated[bool, typer.Option("--apart", help="Layers of a torch_dist one by one, not stacked.")] = False
+    one_optimiser: Annotated[
+        bool, typer.Option("--one-optimiser", help="For Megatron-core without expert-parallel ranks.")
+    ] = False
+    model_only: Annotated[bool, typer.Option("--model-only", help="Leave the optimiser's states out.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False
+    json: Json = False
 
 
 def run(source: str, target: str, asked: TypedOptions) -> None:
@@ -86,9 +95,10 @@ def _options(asked: TypedOptions, room: Mapping[str, int]) -> "ConvertOptions":
 
     return ConvertOptions(
         asked.dtype, asked.rounded, room["shard"], room["memory"], asked.config, _text(asked.mapping),
-        _sizes(asked.sizes), asked.family, _settings(asked.optimiser) if asked.optimiser else None,
+        _sizes(asked.sizes or ()), asked.family, _settings(asked.optimiser) if asked.optimiser else None,
         _betas(asked.betas) if asked.betas is not None else None, asked.transformer_impl == "local",
-        asked.pad_vocabulary, asked.stack, asked.experts_apart, asked.states, asked.adapter, asked.dequantise,
+        asked.pad_vocabulary, not asked.apart, not asked.one_optimiser, not asked.model_only, asked.adapter,
+        asked.dequantise,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from tangram.cli.grouped import Json
 from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
 
@@ -29,7 +30,6 @@ class _Group(TyperGroup):
 
 shard = typer.Typer(cls=_Group)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Samples = Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Gives arguments of calls to try.")]
 Imports = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help="Defines operators.")]
 Names = Annotated[list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="Only these, as aten calls them.")]
@@ -267,7 +267,7 @@ def rule(
     operator: Annotated[str, typer.Argument(help="As aten calls it, as sum.dim_IntList.")], json: Json = False
 ) -> None:
     """Show the rule of an operator, and where it stands."""
-    from tangram.sharding.ops.show_rule import rules_of
+    from tangram.sharding.ops.rule_table import rules_of
 
     rows = rules_of(operator)
     if json:

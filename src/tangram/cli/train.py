@@ -1,6 +1,9 @@
 """`tangram train`: train a model as a plan says, and prove that what is left behind is what was trained."""
 
+from __future__ import annotations
+
 import contextlib
+import time
 from json import dumps as json_text  # a JSON string is a TOML string
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tangram.cli.dry import dry
 from tangram.cli.errors import say
-from tangram.cli.output import print_json
+from tangram.cli.output import print_json, print_table, progress, size
 from tangram.errors import UserError
 from tangram.models.building.directory import refuse_missing
 from tangram.schema.files import changes_of, load
+from tangram.schema.job import Job
+from tangram.schema.plan import Plan
 from tangram.training.observe.progress import ProgressLine
 from tangram.training.observe.startup_times import Startup
 from tangram.training.run.environment import speaks, started_by_torchrun
@@ -21,6 +25,8 @@ from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_nam
 
 if TYPE_CHECKING:
     from tangram.training.run.torchrun import Meeting
+    from tangram.training.start import TrainRequest
+    from tangram.training.trials.dry_run import Needs
 
 
 def train(
@@ -54,11 +60,7 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> int:
     """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
-    # The model first: it replaces the whole table, whose keys may then be set.
-    if model is not None:
-        refuse_missing(Path(model).expanduser())
-    whole = "" if model is None else json_text(str(Path(model).expanduser().resolve()))
-    changes = {} if model is None else {"model": f"{{path = {whole}}}"}
+    changes = {} if model is None else _of_model(Path(model).expanduser())  # first: its keys may then be set
     short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
     with _met() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
         changes |= changes_of(change or [])
@@ -77,32 +79,88 @@ def train(
                 raise UserError("--dry-run runs nothing: leave --out, --resume and torchrun out")
             return dry(asked, json=json)
 
-        from tangram.resilience.supervise import rescue  # these load torch: only for a sound plan
-        from tangram.training.run.resume import refuse_unknown
-        from tangram.training.start import FAILURES, TrainRequest, train_request
+        from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
+        from tangram.training.start import TrainRequest
 
         refuse_unknown(allow or [])
-        try:
-            with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
-                if folder is not None and (meeting is None or meeting.place.index == 0):
-                    rescue(folder, line)  # what the launcher of a run, who was killed, has left in memory
-                tries, begins = trials if auto else 0, resume and folder is None
-                told = TrainRequest(
-                    asked, run_name(plan), processes, out, folder, profile, tries, tuple(allow or ()), begins
-                )
-                summary = train_request(told, Startup(line) if profile_startup else line, meeting)
-        except FAILURES as failure:
-            say(str(failure))
-            return 1
+        tries, begins = trials if auto else 0, resume and folder is None
+        told = TrainRequest(asked, run_name(plan), processes, out, folder, profile, tries, tuple(allow or ()), begins)
+        return _trained(told, meeting, profile_startup=profile_startup, json=json)
+
+
+def _of_model(path: Path) -> dict[str, str]:
+    """The change that gives a plan another model, in the place of the whole table. Raises UserError for none."""
+    refuse_missing(path)
+    return {"model": f"{{path = {json_text(str(path.resolve()))}}}"}
+
+
+def _trained(told: TrainRequest, meeting: Meeting | None, *, profile_startup: bool, json: bool) -> int:
+    from tangram.resilience.supervise import rescue
+    from tangram.training.start import FAILURES, train_request
+
+    try:
+        with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
+            if told.resume is not None and (meeting is None or meeting.place.index == 0):
+                rescue(told.resume, line)  # what the launcher of a run, who was killed, has left in memory
+            summary = train_request(told, Startup(line) if profile_startup else line, meeting)
+    except FAILURES as failure:
+        say(str(failure))
+        return 1
     if json and summary is not None:
         print_json(summary)
     return 0
 
 
-def _met() -> "contextlib.AbstractContextManager[Meeting | None]":
+def _met() -> contextlib.AbstractContextManager[Meeting | None]:
     """The meeting of torchrun's ranks, or None: torch is loaded only where there is one."""
     if not started_by_torchrun():
         return contextlib.nullcontext()
     from tangram.training.run.torchrun import met
 
     return met()
+
+
+HEADERS = ("rank", "stage", "keeps", "parameters", "gradients", "optimiser", "gathered", "activations", "at the peak")
+
+
+def dry(plan: Job, *, json: bool) -> int:
+    """Print memory by what it is, and collectives with their bytes. Raises UserError where the plan cannot start."""
+    if not isinstance(plan, Plan):
+        raise UserError("--dry-run takes a plan, and this is a job: `tangram plan JOB --out plan.toml` makes one of it")
+    from tangram.training.trials.dry_run import dry_run  # loads torch: only for a sound plan
+
+    begun = time.monotonic()
+    with progress("reading") as line:
+        found = dry_run(plan, line.update)
+    seconds = time.monotonic() - begun
+    if json:
+        print_json({"ranks": plan.ranks, "seconds": seconds, "needs": [_as_json(one) for one in found]})
+        return 0
+
+    def row(one: Needs) -> tuple[str, ...]:
+        kinds = (size(nbytes) for nbytes in one.memory.values())
+        return str(one.rank), str(one.place), f"{one.kept:g}", *kinds, size(one.peak)
+
+    fullest = max(found, key=lambda one: one.peak)
+    titled = f"Memory of a rank of {plan.ranks:,}" + (" (the first of each stage)" if len(found) > 1 else "")
+    print_table(titled, HEADERS, [row(one) for one in found])
+    moved = [(one.axis, one.kind, f"{one.times:,}", size(one.nbytes)) for one in fullest.traffic]
+    print_table(
+        f"What rank {fullest.rank} sends and receives in a step", ("axis", "collective", "times", "bytes"), moved
+    )
+    print(f"dry run of one step in {seconds:.1f} s: nothing was computed, sent or written")
+    return 0
+
+
+def _as_json(one: Needs) -> dict[str, object]:
+    return {
+        "rank": one.rank,
+        "stage": one.place,
+        "kept_micro_batches": one.kept,
+        "memory_bytes": {kind: round(nbytes) for kind, nbytes in one.memory.items()},
+        "peak_bytes": round(one.peak),
+        "traffic": [
+            {"axis": x.axis, "collective": x.kind, "times": x.times, "received_bytes": round(x.nbytes)}
+            for x in one.traffic
+        ],
+    }

@@ -9,7 +9,7 @@ number of elements, except where the result itself has more intervals.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 IntSet = tuple[tuple[int, int], ...]
 """Sorted, disjoint, non-touching, non-empty `(start, stop)` intervals."""
@@ -84,19 +84,8 @@ def take(s: IntSet, positions: IntSet) -> IntSet:
         a, b = s[0]
         inside = not positions or positions[-1][1] <= b - a
         return shift(positions if inside else intersect(positions, ((0, b - a),)), a)
-    out: list[tuple[int, int]] = []
-    base = j = 0
-    for a, b in s:
-        top = base + b - a
-        while j < len(positions) and positions[j][1] <= base:
-            j += 1
-        k = j
-        while k < len(positions) and positions[k][0] < top:
-            lo, hi = positions[k]
-            out.append((max(base, lo) + a - base, min(top, hi) + a - base))
-            k += 1
-        base = top
-    return normal(out)
+    places = accumulate((b - a for a, b in s), initial=0)
+    return _moved([(p, p + b - a, a - p) for p, (a, b) in zip(places, s, strict=False)], positions)
 
 
 def rank(s: IntSet, elements: IntSet) -> IntSet:
@@ -104,17 +93,21 @@ def rank(s: IntSet, elements: IntSet) -> IntSet:
     if len(s) == 1:
         inside = not elements or (s[0][0] <= elements[0][0] and elements[-1][1] <= s[0][1])
         return shift(elements if inside else intersect(elements, s), -s[0][0])
+    places = accumulate((b - a for a, b in s), initial=0)
+    return _moved([(a, b, p - a) for p, (a, b) in zip(places, s, strict=False)], elements)
+
+
+def _moved(runs: Iterable[tuple[int, int, int]], wanted: IntSet) -> IntSet:
+    """Of ascending runs (first, last + 1, by how much what is in them moves) what is wanted, moved."""
     out: list[tuple[int, int]] = []
-    base = j = 0
-    for a, b in s:
-        while j < len(elements) and elements[j][1] <= a:
+    j = 0
+    for a, b, by in runs:
+        while j < len(wanted) and wanted[j][1] <= a:
             j += 1
         k = j
-        while k < len(elements) and elements[k][0] < b:
-            lo, hi = elements[k]
-            out.append((max(a, lo) + base - a, min(b, hi) + base - a))
+        while k < len(wanted) and wanted[k][0] < b:
+            out.append((max(a, wanted[k][0]) + by, min(b, wanted[k][1]) + by))
             k += 1
-        base += b - a
     return normal(out)
 
 

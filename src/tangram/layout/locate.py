@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from tangram.layout import intervals
 from tangram.layout.errors import LayoutError
@@ -123,10 +124,7 @@ def region_at(layout: Layout, mesh: Mesh, at: At, family_dims: int = 0) -> Regio
 
 
 def _count(sets: Iterable[IntSet]) -> int:
-    n = 1
-    for s in sets:
-        n *= intervals.size(s)
-    return n
+    return prod(map(intervals.size, sets))
 
 
 def partitions(layout: Layout, mesh: Mesh) -> bool:
@@ -136,18 +134,20 @@ def partitions(layout: Layout, mesh: Mesh) -> bool:
     dims share an axis. So each dim is looked at alone, over the ranks of the axes that cut it. Raises LayoutError for
     another layout, and where the axes of one dim are of views that share digits of the rank.
     """
-    validate(layout, mesh)
-    if layout.flat or layout.at:
-        raise LayoutError(f"{layout}: cuts of the flattened block and ranks by name are not looked at dim by dim")
+    _refuse_joint(layout, mesh)
     return 0 in layout.shape or all(_partitioned(dim, mesh) for dim in layout.dims)
 
 
 def local_shapes(layout: Layout, mesh: Mesh) -> set[tuple[int, ...]]:
     """The shapes of what ranks hold, each once. Of a bound layout without flat cuts or `@`, as `partitions`."""
+    _refuse_joint(layout, mesh)
+    return set(itertools.product(*[{intervals.size(s) for s in _sets(dim, mesh)} for dim in layout.dims]))
+
+
+def _refuse_joint(layout: Layout, mesh: Mesh) -> None:
     validate(layout, mesh)
     if layout.flat or layout.at:
         raise LayoutError(f"{layout}: cuts of the flattened block and ranks by name are not looked at dim by dim")
-    return set(itertools.product(*[{intervals.size(s) for s in _sets(dim, mesh)} for dim in layout.dims]))
 
 
 @lru_cache(1 << 12)

@@ -40,7 +40,7 @@ from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.models.building.directory import hub_hint
-from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, bind, execute, plan
+from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, execute, plan
 from tangram.relayout.mapping.states import States
 
 __all__ = [
@@ -147,11 +147,6 @@ class Restructured:
         """For programs."""
         lists = {key: list(getattr(self, key)) for key in ("files", "changed", "left_beside")}
         return {**vars(self), **lists, "seconds": round(self.seconds, 3)}
-
-
-def bound_of(source: OpenCheckpoint, mapping: str, sizes: Mapping[str, int]) -> BoundMapping:
-    """A mapping bound to a checkpoint's tensors. Raises UserError for one that does not fit."""
-    return bind(mapping, source.specs, sizes=sizes)
 
 
 def cast_specs(bound: BoundMapping, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:

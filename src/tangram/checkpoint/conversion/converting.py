@@ -28,8 +28,7 @@ from tangram.checkpoint.conversion.convert import (
     target_of,
 )
 from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of, structure_of
-from tangram.checkpoint.conversion.inner_adapters import without_adapter
-from tangram.checkpoint.conversion.lora_adapters import with_adapter
+from tangram.checkpoint.conversion.lora_adapters import with_adapter, without_adapter
 from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint

@@ -28,7 +28,7 @@ from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.layout.intervals import span
 from tangram.relayout import Piece, RelayoutError, TensorSpec, bind
-from tangram.relayout.quantised.groups import Box, GroupUnfitError, Settings, TensorGroup
+from tangram.relayout.quantised.grids import Box, GroupUnfitError, Settings, TensorGroup
 from tangram.relayout.quantised.table import FLOAT8, GROUP_CODECS, find_groups, matched
 
 BLOCK = 4 << 20

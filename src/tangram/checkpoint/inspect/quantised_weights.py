@@ -18,7 +18,7 @@ from tangram.checkpoint.saving.rank_parts import MODEL
 from tangram.checkpoint.store.manifest import Manifest, StoredTensor
 from tangram.errors import UserError
 from tangram.relayout import TensorSpec
-from tangram.relayout.quantised.groups import TensorGroup
+from tangram.relayout.quantised.grids import TensorGroup
 from tangram.relayout.quantised.table import GROUP_CODECS
 
 WIDE = "float32"

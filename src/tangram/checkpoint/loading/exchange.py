@@ -27,8 +27,7 @@ from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, blocks_of
 from tangram.errors import UserError
 from tangram.hardware.host import shared
-from tangram.hardware.host.shared import Shared
-from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.peers import Peers, node_memory
 
 LIMIT = 900.0
 """Seconds without any progress after which a rank gives up: longer than storage stalls and recovers."""
@@ -61,7 +60,9 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
     room = (memory // BLOCK - READERS) // len(here)  # what a rank sees of all windows counts as its memory
     slots = max(1, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
     me = here.index(peers.index)
-    found = _windows(peers, here, me, WindowShape(slots if any(made.stretches) else 0, len(here)))
+    shape = WindowShape(slots if any(made.stretches) else 0, len(here))
+    memory_of_node = node_memory(lambda word: _all_words(peers, word), here, peers.index, shape.size)
+    found = [SharedWindow(window, shape, process) for window, process in memory_of_node]
     if not found:
         made, me = deal(wants, range(peers.size), peers.index, sizes), 0
     _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
@@ -69,30 +70,6 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
 
 
 # ---------------------------------------------------------------- what passes between ranks
-
-
-def _windows(peers: Peers, here: Sequence[int], me: int, shape: WindowShape) -> list[SharedWindow]:
-    """The windows of the ranks of this node, open to this one; none where they cannot have memory in common."""
-    for way in shared.WAYS:
-        made, _ = _tried(lambda way=way: way(shape.size))
-        try:
-            if made is not None:
-                SharedWindow(made.memory, shape).begin()
-            names = _all_words(peers, "" if made is None else made.name)
-            found, error = _tried(lambda made=made, names=names: _opened(made, [names[i] for i in here], me, shape))
-            if not any(_all_words(peers, error)):
-                return found
-        finally:
-            if made is not None:
-                made.close()
-    return []
-
-
-def _opened(made: Shared | None, names: Sequence[str], me: int, shape: WindowShape) -> list[SharedWindow]:
-    if made is None or not all(names):
-        raise OSError("a rank has no memory that others can open")
-    memory = [made.memory if i == me else shared.opened(name, shape.size) for i, name in enumerate(names)]
-    return [SharedWindow(some, shape) for some in memory]
 
 
 def _all_words(peers: Peers, word: Any) -> list[Any]:

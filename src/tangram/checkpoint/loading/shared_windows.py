@@ -1,6 +1,6 @@
 """Windows: memory that the ranks of a node share while they read, one window for each rank.
 
-    head     words that are written by one side and read by the other: process, failed, done, what each slot has,
+    head     words that are written by one side and read by the other: failed, done, what each slot has,
              how far each other rank is, and a sentence
     slots    blocks of the checkpoint; the owner fills them, everybody copies from them
 
@@ -9,7 +9,6 @@ between lie calls that are barriers of memory (the lock of Python, the kernel).
 """
 
 import mmap
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.hardware.host import shared
 
 _WORDS = 8
-_PROCESS, _FAILED, _DONE, _LENGTH, _MOVES = range(5)
+_FAILED, _DONE, _LENGTH, _MOVES = range(4)
 _GONE = 2
 _TEXT = 4 * PAGE
 
@@ -45,7 +44,9 @@ class WindowShape:
 class SharedWindow:
     """One window, seen by its owner or by another rank."""
 
-    def __init__(self, memory: mmap.mmap, shape: WindowShape) -> None:
+    def __init__(self, memory: mmap.mmap, shape: WindowShape, process: int) -> None:
+        """`process`: its owner's."""
+        self._process = process
         whole = np.frombuffer(memory, np.uint8)
         words = whole[: shape.head].view(np.int64)
         self._words = words
@@ -55,10 +56,6 @@ class SharedWindow:
         """For each rank, how many blocks of this window it needs no more."""
         self._text = whole[shape.head - _TEXT : shape.head]
         self.slots = [whole[shape.head + i * BLOCK : shape.head + (i + 1) * BLOCK] for i in range(shape.slots)]
-
-    def begin(self) -> None:
-        """Say whose it is."""
-        self._words[_PROCESS] = os.getpid()
 
     def fail(self, text: str, *, gone: bool) -> None:
         """Say that the owner has failed, and how; `gone`: because another rank ended."""
@@ -96,4 +93,4 @@ class SharedWindow:
     @property
     def alive(self) -> bool:
         """Whether the owner's process still runs."""
-        return shared.runs(int(self._words[_PROCESS]))
+        return shared.runs(self._process)

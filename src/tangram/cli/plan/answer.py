@@ -42,7 +42,7 @@ from tangram.planner.report.answer_tables import (
     front_tables,
     tables,
 )
-from tangram.planner.report.duration_tables import duration_json, duration_tables
+from tangram.planner.report.cost_tables import duration_json, duration_tables
 from tangram.planner.report.html_page import need_plotly
 from tangram.planner.report.report import Shown, write_report, write_step
 from tangram.planner.search.by_device_count import best

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tangram.cli.grouped import with_options
 from tangram.cli.output import print_json, print_table
 from tangram.cli.plan import options as o
 from tangram.errors import UserError
@@ -29,14 +30,14 @@ def local(
     json: o.Json = False,
 ) -> int:
     """Rank the plans of a job for the processes of this machine; exit code 1 where none fits."""
-    from tangram.cli.plan.local_answer import Wish, check, planned_here
+    from tangram.cli.plan.trials import Wish, check, planned_here
     from tangram.schema.files import changes_of, load
 
     wish = Wish(processes, stages, schedule, anew, measure, limit, out, pick)
     return planned_here(check(file, load(file, changes_of(change or [])), wish), file.stem, wish, json=json)
 
 
-@o.with_options(o.Common, o.Costs)
+@with_options(o.Common, o.Costs)
 def cluster(
     common: o.Common,
     costs: o.Costs,
@@ -73,7 +74,7 @@ def cluster(
     return answered(common, None, look, None, Taking(out, pick, runs))
 
 
-@o.with_options(o.Common, o.Strategy, o.Costs)
+@with_options(o.Common, o.Strategy, o.Costs)
 def explain(common: o.Common, how: o.Strategy, costs: o.Costs, strategy: o.Explained) -> int:
     """Explain one strategy on a cluster: is it legal, does it fit, where do its step and its memory go."""
     refuse_unknown(common)
@@ -84,7 +85,7 @@ def explain(common: o.Common, how: o.Strategy, costs: o.Costs, strategy: o.Expla
     return answered(common, how.of(strategy), look, None, Taking(None, 1, runs=False))
 
 
-@o.with_options(o.Common, o.Strategy)
+@with_options(o.Common, o.Strategy)
 def export(
     common: o.Common,
     how: o.Strategy,

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -69,10 +70,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Of all its elements."""
-        n = self.dtype.itemsize
-        for size in self.shape:
-            n *= size
-        return n
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True)

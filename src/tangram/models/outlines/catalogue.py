@@ -11,13 +11,13 @@ import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from tangram.errors import UserError
 from tangram.models.building.directory import hub_hint
 from tangram.models.outlines.images import tower_of, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
+from tangram.text import packaged
 
 TOLD = ("billions", "active", "tower")
 """Keys that are no sizes of the decoder."""
@@ -27,18 +27,14 @@ TUNED = {"instruct", "chat", "it", "base", "pt", "hf", "thinking", "2507", "meta
 @cache
 def catalogue() -> Mapping[str, Mapping[str, Any]]:
     """The file: sizes by name, of a name that is like another the other's."""
-    rows: dict[str, dict[str, Any]] = tomllib.loads(_text("catalogue.toml"))
+    rows: dict[str, dict[str, Any]] = tomllib.loads(packaged("tangram.models", "catalogue.toml"))
     return {name: rows[row["like"]] if "like" in row else row for name, row in rows.items()}
 
 
 @cache
 def presets_named() -> tuple[str, ...]:
     """Names of the presets (`presets.toml`)."""
-    return tuple(tomllib.loads(_text("presets.toml")))
-
-
-def _text(name: str) -> str:
-    return resources.files("tangram.models").joinpath(name).read_text(encoding="utf-8")
+    return tuple(tomllib.loads(packaged("tangram.models", "presets.toml")))
 
 
 @cache

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -51,10 +52,7 @@ class Parameter:
     @property
     def size(self) -> int:
         """How many numbers it has."""
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from tangram.errors import UserError
 from tangram.models.capturing.graph import Block as Place
-from tangram.models.capturing.graph import Graph, Value
+from tangram.models.capturing.graph import Graph
 from tangram.models.outlines.blocks import Batched, Block, Cut, Group, Product, Scores
 from tangram.models.outlines.flow import Flow, name_of
 from tangram.models.outlines.fused import Cuts, cuts_of, fused_of
@@ -71,7 +72,9 @@ def outline_of_graph(
     head = _head(graph, vocab, width)
     own = {one.path for one in graph.blocks}
     beside = sum(
-        _size(value) for _, value in graph.of_kind("parameter") if not any(_within(value.name, path) for path in own)
+        prod(value.shape)
+        for _, value in graph.of_kind("parameter")
+        if not any(_within(value.name, path) for path in own)
     )
     tied = head is None or head == embedded
     ends = vocab * hidden * (1 if tied else 2) + hidden
@@ -84,7 +87,7 @@ def block_of(graph: Graph, place: Place, masks: Masks | None = None) -> Block:
     cuts = cuts_of(flow)
     fused = fused_of(flow, cuts)
     products, numbers = _products(flow, cuts)
-    own = sum(_size(value) for _, value in graph.of_kind("parameter") if _within(value.name, place.path))
+    own = sum(prod(value.shape) for _, value in graph.of_kind("parameter") if _within(value.name, place.path))
     experts = max((one.experts for one in products), default=0)
     return Block(
         _name(flow, experts),
@@ -101,13 +104,6 @@ def block_of(graph: Graph, place: Place, masks: Masks | None = None) -> Block:
 
 def _within(name: str, path: str) -> bool:
     return name.startswith(f"{path}.")
-
-
-def _size(value: Value) -> int:
-    size = 1
-    for n in value.shape:
-        size *= n
-    return size
 
 
 def _name(flow: Flow, experts: int) -> str:

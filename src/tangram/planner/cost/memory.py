@@ -43,8 +43,6 @@ from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.schedule_formulas import beyond, folded, splits
 from tangram.planner.space.setting import Setting
 
-MIB = 2.0**20
-
 
 @dataclass(frozen=True)
 class Rank:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ from tangram.planner.search.strategy import Ask, Choice
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.layers_per_stage import ends
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, WHOLE
+from tangram.text import nearest_hint
 
 ENDS = (NOTHING, ALL_BLOCKS)
 
@@ -55,8 +55,6 @@ COPIED = Rule(
     lambda f, g: (g.zero == 0) | (g.shard == g.data * g.context) | (g.shard > g.context),
     lambda f, at: "copies are of what DP ranks divide",
 )
-LAUNCHED = (DIVIDED, COPIED, FULL_REPLICAS)
-"""What `accelerate launch` does not take beyond what an `Able` says by numbers."""
 ONE_EXPERT_RANK = Rule(
     "TP ranks of experts",
     lambda f, g: (g.expert == 1) | (g.expert_tensor == 1),
@@ -216,10 +214,9 @@ def written(name: str, one: Numbers, outline: Outline, cluster: Cluster) -> Writ
 def target(name: str) -> Target:
     """Raises UserError for a name that is none."""
     if name not in EXPORTS:
-        near = difflib.get_close_matches(name, EXPORTS, 1)
         raise UserError(
-            f"there is no export {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}: there are "
-            f"{', '.join(EXPORTS)}, and of a job tangram"
+            f"there is no export {name!r}{nearest_hint(name, EXPORTS)}: there are {', '.join(EXPORTS)}, and of a job "
+            "tangram"
         )
     return EXPORTS[name]
 

@@ -8,13 +8,13 @@ of the pod, which are passed on.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tangram.errors import UserError
 from tangram.planner.platforms.jobs import PORT, Job, resource, words, written
+from tangram.text import nearest_hint
 
 RUNTIME = "torch-distributed"
 """The runtime that comes with Kubeflow's trainer."""
@@ -176,9 +176,7 @@ def platform(name: str) -> Platform:
     """Raises UserError for a name that is none."""
     name = SHORT.get(name, name)
     if name not in PLATFORMS:
-        near = difflib.get_close_matches(name, PLATFORMS, 1)
         raise UserError(
-            f"there is no platform {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}: there are "
-            f"{', '.join(PLATFORMS)}"
+            f"there is no platform {name!r}{nearest_hint(name, PLATFORMS)}: there are {', '.join(PLATFORMS)}"
         )
     return PLATFORMS[name]

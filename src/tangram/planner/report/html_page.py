@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from functools import cache
 from html import escape
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
 from tangram.errors import UserError
+from tangram.text import packaged
+
+part = packaged
+"""Of the files of a page: the name that its users have for it."""
 
 
 def need_plotly() -> None:
@@ -29,9 +31,9 @@ def need_plotly() -> None:
 def page(title: str, css: str, body: str, charts: object, script: str, plotly: bool = True) -> str:
     """The whole file. `css`: after what all pages have; `charts`: values as JSON has them; `script`: draws them, with
     plotly's script or without."""
-    return Template(part("tangram.planner.report", "page.html")).substitute(
+    return Template(packaged("tangram.planner.report", "page.html")).substitute(
         title=escape(title),
-        css=part("tangram.planner.report", "page.css") + css,
+        css=packaged("tangram.planner.report", "page.css") + css,
         body=body,
         charts=script_json(charts),
         plotly=_plotly() if plotly else "",
@@ -44,24 +46,13 @@ def _plotly() -> str:
     # Here, as it loads slowly and only who writes a page with charts needs it.
     import plotly.offline  # pyright: ignore[reportMissingTypeStubs]
 
-    return _script_text(str(plotly.offline.get_plotlyjs()))
-
-
-@cache
-def part(package: str, name: str) -> str:
-    """The text of a file that comes with a package."""
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    return str(plotly.offline.get_plotlyjs()).replace("</script", "<\\/script")  # no text ends the element
 
 
 def script_json(value: object) -> str:
     """JSON that cannot end the script element it stands in, nor begin a comment there."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _script_text(text: str) -> str:
-    """A script whose texts cannot end the element it stands in."""
-    return text.replace("</script", "<\\/script")
 
 
 def write_atomically(path: Path, text: str) -> None:

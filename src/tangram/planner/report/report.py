@@ -37,13 +37,14 @@ from tangram.planner.report.answer_tables import (
 )
 from tangram.planner.report.charts import Picture
 from tangram.planner.report.figures import three
-from tangram.planner.report.html_page import page, part, write_atomically
+from tangram.planner.report.html_page import page, write_atomically
 from tangram.planner.report.html_parts import figures, section, table
 from tangram.planner.search.explain import Explained
 from tangram.planner.search.pareto import Fronts
 from tangram.planner.search.query import Answer
 from tangram.planner.search.strategy import Ask, Choice, setting_of
 from tangram.planner.space.setting import Setting
+from tangram.text import packaged
 
 MOST_ACTIONS = 5000
 """That a chart of a step has: more cannot be told from each other."""
@@ -175,7 +176,7 @@ def _instead_drawn(answer: Answer) -> list[Picture]:
 
 def _page(shown: Shown, body: Sequence[str], pictures: Sequence[Picture]) -> str:
     title = f"{shown.answer.outline.name} on {shown.where}: plan"
-    css, script = part("tangram.planner.report", "report.css"), part("tangram.planner.report", "report.js")
+    css, script = packaged("tangram.planner.report", "report.css"), packaged("tangram.planner.report", "report.js")
     return page(title, css, "\n".join(text for text in body if text), [one.as_json() for one in pictures], script)
 
 

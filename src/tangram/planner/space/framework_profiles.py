@@ -6,15 +6,14 @@ models or machines; each has its reason beside it in the table.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from tangram.errors import UserError
 from tangram.planner.space.losses import loss_of
+from tangram.text import nearest_hint, packaged
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ class Framework:
 @cache
 def frameworks() -> tuple[Framework, ...]:
     """All entries, the default first."""
-    file = resources.files("tangram.planner.space").joinpath("frameworks.toml")
-    tables: dict[str, dict[str, Any]] = tomllib.loads(file.read_text(encoding="utf-8"))
+    tables: dict[str, dict[str, Any]] = tomllib.loads(packaged("tangram.planner.space", "frameworks.toml"))
     usual = {"since": "", **tables["default"]}
     known = {one.name for one in fields(Framework)} - {"name"}
     found: list[Framework] = []
@@ -100,9 +98,8 @@ def framework(name: str, date: str = "") -> Framework:
         if _begins(said, start) and not (date and one.since > date)
     ]
     if not begins:
-        near = difflib.get_close_matches(said, [start for one in frameworks() for start in one.names], 1)
+        hint = nearest_hint(said, (start for one in frameworks() for start in one.names))
         raise UserError(
-            f"there is no framework {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}: "
-            f"there are {', '.join(one.name for one in frameworks())}"
+            f"there is no framework {name!r}{hint}: there are {', '.join(one.name for one in frameworks())}"
         )
     return max(begins, key=lambda one: one[:2])[2]

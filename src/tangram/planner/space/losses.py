@@ -13,10 +13,10 @@ parallel-fused  torch's compiled one of Megatron (`--cross-entropy-loss-fusion`)
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 from tangram.errors import UserError
+from tangram.text import nearest_hint
 
 LOSSES: Mapping[str, float] = {
     "eager": 14.0,
@@ -33,7 +33,5 @@ LOSSES: Mapping[str, float] = {
 def loss_of(name: str) -> str:
     """The name itself. Raises UserError for one that is none, with the nearest."""
     if name not in LOSSES:
-        near = difflib.get_close_matches(name, LOSSES, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise UserError(f'there is no loss "{name}"{hint}: there are {", ".join(LOSSES)}')
+        raise UserError(f'there is no loss "{name}"{nearest_hint(name, LOSSES)}: there are {", ".join(LOSSES)}')
     return name

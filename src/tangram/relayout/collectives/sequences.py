@@ -29,11 +29,11 @@ from tangram.relayout.collectives.digits import (
     RankDigit,
     State,
     fits,
+    in_common,
     layout_of,
     problem,
 )
 from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, ZERO
-from tangram.relayout.collectives.shares import in_common
 
 PERMUTE = "permute"
 Link = AxisLink

@@ -8,8 +8,9 @@ is gone is a PeerLostError on the others.
 import contextlib
 import itertools
 import json
+import mmap
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.errors import UserError
+from tangram.hardware.host import shared
 
 _HEAD, _SHORT = 8, 504
 """Bytes of a length, and of a word that passes together with it: most are no longer."""
@@ -153,6 +155,48 @@ class Peers:
         """Until all ranks are here."""
         if self.group is not None:
             dist.barrier(group=self.group)
+
+
+Words = Callable[[Any], list[Any]]
+"""What every rank of a group gives, on all: `Peers.all_words`, or the same that says its errors otherwise."""
+
+
+def node_memory(all_words: Words, here: Sequence[int], me: int, size: int) -> list[tuple[mmap.mmap, int]]:
+    """Memory of each of the ranks `here`, those of a node, open to all of them, and the number of its process.
+
+    `me`: this rank; `size`: bytes of its own. Nothing where on some node a rank has no memory that others can open.
+    Collective: the same ways are tried, and the same comes of it, on all ranks.
+    """
+    for way in shared.WAYS:
+        made = _made(way, size)
+        try:
+            words = all_words(["" if made is None else made.name, size, shared.process()])
+            found = _opened(made, [words[i] for i in here], here.index(me))
+            if all(all_words(found is not None)):
+                return found or []
+        finally:
+            if made is not None:
+                made.close()
+    return []
+
+
+def _made(way: Callable[[int], shared.Shared], size: int) -> shared.Shared | None:
+    try:
+        return way(size)
+    except Exception:  # noqa: BLE001  whatever it is, the others hear that there is none
+        return None
+
+
+def _opened(made: shared.Shared | None, words: Sequence[Any], me: int) -> list[tuple[mmap.mmap, int]] | None:
+    if made is None or not all(name for name, _, _ in words):
+        return None
+    try:
+        return [
+            (made.memory if i == me else shared.opened(name, size), process)
+            for i, (name, size, process) in enumerate(words)
+        ]
+    except Exception:  # noqa: BLE001  as above
+        return None
 
 
 def _data(word: Any) -> Tensor:

@@ -26,7 +26,7 @@ from tangram.errors import UserError
 from tangram.hardware.host import shared
 from tangram.layout import Region
 from tangram.relayout.exchange.messages import ALIGNED, Message, pack, unpack
-from tangram.relayout.exchange.peers import Peers
+from tangram.relayout.exchange.peers import Peers, node_memory
 from tangram.relayout.mapping.codecs import Codec
 from tangram.relayout.mapping.errors import CoverageError, PeerError, RelayoutError
 
@@ -162,32 +162,10 @@ def open_lanes(peers: Peers, nodes: Sequence[str], room: int, rooms: int) -> Lan
     """
     here = [i for i, name in enumerate(nodes) if name == nodes[peers.index]]
     plot = Plot(room, rooms, len(here))
-    for way in shared.WAYS:
-        made, _ = tried(lambda way=way: way(plot.size))
-        try:
-            word = ["" if made is None else made.name, room, shared.process()]
-            with noticed():
-                words = peers.all_words(word)
-            lanes, fault = tried(
-                lambda made=made, words=words: _opened(made, [words[i] for i in here], peers, here, plot)
-            )
-            with noticed():
-                if all(peers.all_words(fault is None)) and lanes is not None:
-                    return lanes
-        finally:
-            if made is not None:
-                made.close()
-    return None
-
-
-def _opened(made: shared.Shared | None, words: Sequence[Any], peers: Peers, here: Sequence[int], plot: Plot) -> Lanes:
-    if made is None or not all(name for name, _, _ in words):
-        raise OSError("a rank has no memory that others can open")
-    lanes: list[Lane] = []
-    for rank, (name, room, _) in zip(here, words, strict=True):
-        other = Plot(room, plot.rooms, plot.ranks)
-        lanes.append(Lane(made.memory if rank == peers.index else shared.opened(name, other.size), other))
-    return Lanes(lanes, here, [process for _, _, process in words], peers.index, plot)
+    with noticed():
+        found = node_memory(peers.all_words, here, peers.index, plot.size)
+    lanes = [Lane(memory, plot) for memory, _ in found]
+    return Lanes(lanes, here, [process for _, process in found], peers.index, plot) if found else None
 
 
 T = TypeVar("T")

@@ -26,10 +26,10 @@ from tangram.relayout.mapping.names import (
     Tensors,
     TensorSpec,
     extents,
+    fill_wilds,
     known_size,
     template_of,
 )
-from tangram.relayout.mapping.wild_cards import fill_wilds
 
 Specs = Mapping[str, TensorSpec]
 

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 from tangram.relayout.mapping.errors import RelayoutError
 from tangram.relayout.mapping.names import TensorSpec
 from tangram.relayout.quantised.grids import (
+    Box,
+    GroupCodec,
+    GroupForm,
+    Read,
+    Settings,
+    TensorGroup,
     bind_rows,
     bind_scaled,
+    ceil,
     decode_rows,
     decode_scaled,
     gridded,
@@ -20,8 +27,8 @@ from tangram.relayout.quantised.grids import (
     schemes,
     spread,
     stored,
+    unfit,
 )
-from tangram.relayout.quantised.groups import Box, GroupCodec, GroupForm, Read, Settings, TensorGroup, ceil, unfit
 
 if TYPE_CHECKING:
     from torch import Tensor

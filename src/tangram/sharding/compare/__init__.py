@@ -4,7 +4,7 @@ Each case is a row of a table (`CASES`), a script that anyone can save and run, 
 on the torch at hand: what upstream mends is reported as right, and nothing is claimed from memory.
 """
 
-from tangram.sharding.compare.case import FOUND_WITH, CompareCase, Verdict
+from tangram.sharding.compare.bodies import FOUND_WITH, CompareCase, Verdict
 from tangram.sharding.compare.pair import PairOutcome, run, script
 from tangram.sharding.compare.table import CASES
 

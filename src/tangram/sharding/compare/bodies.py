@@ -1,8 +1,12 @@
-"""The functions that show the cases: a few lines each, which a script repeats word for word.
+"""What one case is, and the functions that show the cases: a few lines each, which a script repeats word for word.
 
 A body sees only torch and the names that a script imports (`script.py`), and computes the same with plain tensors as
 with DTensors. It draws its inputs with the seed that the frame has set.
 """
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +16,47 @@ from torch.distributed.tensor.experimental import (
     local_map,  # pyright: ignore[reportUnknownVariableType]
     register_sharding,
 )
+from torch.distributed.tensor.placement_types import Placement
 
-from tangram.sharding.compare.case import Place
+FOUND_WITH = "2.13.0"
+"""The torch with which each row's `found` was seen."""
+
+Verdict = Literal["right", "wrong", "raises", "hangs", "not run"]
+"""right: DTensor gives what plain torch gives; wrong: it gives something else and says nothing; raises: it refuses
+what plain torch does, or falls over; hangs: a rank waits for ever; not run: no verdict, for a reason that is told."""
+
+Direction = Literal["forward", "backward"]
+
+Place = Callable[[Tensor, Placement], Tensor]
+"""Takes a tensor that every rank has whole and its placement on the one mesh axis; gives the DTensor, or, for the
+oracle, the tensor as it is."""
+
+Body = Callable[..., Tensor]
+"""Takes a `Place` and the row's settings, and computes with what it placed: the same lines serve DTensor and oracle."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareCase:
+    """One thing that DTensor is, or was, wrong about."""
+
+    name: str
+    """Letters, digits and hyphens: the name of its script, too."""
+    wrong: str
+    """What goes wrong, in one sentence for somebody who uses the operator."""
+    operator: str
+    inputs: tuple[Placement, ...]
+    """The placements of the inputs, in the order in which the body places them."""
+    body: Body
+    settings: Mapping[str, str | int] = field(default_factory=dict[str, str | int])
+    direction: Direction = "forward"
+    """Whether the wrong value is a result or a gradient."""
+    expected: Verdict = "wrong"
+    """With torch FOUND_WITH; `right` for something reported upstream that did not show there any more."""
+    ranks: int = 2
+    issue: str = ""
+    """Where upstream it is reported ("owner/repository#number"); empty where no report is known."""
+    limit: float = 60.0
+    """Seconds after which a rank that is not done is said to hang."""
 
 
 def scan(place: Place, operator: str) -> Tensor:

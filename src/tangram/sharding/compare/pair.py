@@ -20,8 +20,6 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,9 +28,10 @@ from torch.distributed import FileStore, PrefixStore
 from tangram.errors import UserError
 from tangram.hardware.host import workers
 from tangram.hardware.host.channel import Json
-from tangram.sharding.compare.case import FOUND_WITH, CompareCase, Verdict
+from tangram.sharding.compare.bodies import FOUND_WITH, CompareCase, Verdict
 from tangram.sharding.compare.table import CASES
 from tangram.sharding.dtensor.rules import register
+from tangram.text import packaged
 
 _START = 180.0
 """Seconds in which the processes must have started, on however busy a machine."""
@@ -232,7 +231,7 @@ def script(case: CompareCase) -> str:
         f"RANKS = {case.ranks}\nLIMIT = {case.limit:g}  # seconds\nPlace = Callable[[Tensor, Placement], Tensor]"
     )
     call = f"def case(place: Place) -> Tensor:\n    return {case.body.__name__}(place{settings})"
-    code = "\n\n\n".join([constants, body.strip(), call, _frame()])
+    code = "\n\n\n".join([constants, body.strip(), call, packaged("tangram.sharding.compare", "frame.txt")])
     return f"{_head(case)}\n{_imports(code)}\n\n{code}"
 
 
@@ -265,8 +264,3 @@ def _imports(code: str) -> str:
 def _without_remarks(source: str) -> str:
     """Without what only our own linter and type checker read."""
     return re.sub(r"\s+# (noqa|pyright|type):.*", "", source)
-
-
-@cache
-def _frame() -> str:
-    return resources.files("tangram.sharding.compare").joinpath("frame.txt").read_text()

@@ -3,7 +3,7 @@
 from torch.distributed.tensor import Replicate, Shard
 
 from tangram.sharding.compare import bodies
-from tangram.sharding.compare.case import CompareCase
+from tangram.sharding.compare.bodies import CompareCase
 
 _KEPT_WHOLE = -1
 """The dim that a body's settings name for an input that is not cut."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from types import TracebackType
 from typing import Any, cast
 
@@ -34,6 +33,7 @@ from tangram.sharding.dtensor.execute import (
 from tangram.sharding.ops import views
 from tangram.sharding.ops.calls import is_written, name_of, schema_of, tensor_arguments
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
+from tangram.text import packaged
 
 WRITES_UNSAID = ("batch_norm",)
 """Part of the names of operators that write tensors of which their schema does not say it."""
@@ -81,7 +81,7 @@ class Registered:
 
 def exported(table: RuleTable | None = None) -> RuleTable:
     """A table (the one that comes with Tangram) with what DTensor asks for beside it."""
-    text = resources.files("tangram.sharding.dtensor").joinpath("dtensor.rules").read_text()
+    text = packaged("tangram.sharding.dtensor", "dtensor.rules")
     return (builtin() if table is None else table).with_lines(parse_lines(text, "dtensor.rules"))
 
 

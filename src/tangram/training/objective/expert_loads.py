@@ -24,6 +24,7 @@ from tangram.models.lora.base_layers import BASE
 from tangram.training.data import Batch
 from tangram.training.mesh.world import World
 from tangram.training.observe.events import ExpertLoads
+from tangram.training.observe.steps_file import read_lines
 
 FILE = "experts.jsonl"
 """In the folder of a run: a line for each count."""
@@ -128,19 +129,15 @@ def read(path: Path) -> list[ExpertLoads]:
         raise UserError(f'"{file}": {error.strerror}; run.count_experts says how often a run counts') from None
     except UnicodeDecodeError:
         raise UserError(f'"{file}" is not UTF-8 text: give the folder of a run that counted experts') from None
-    found: list[ExpertLoads] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            one = json.loads(line)
-            layers = {str(name): tuple(map(int, counts)) for name, counts in one["layers"].items()}
-            found.append(ExpertLoads(int(one["step"]), int(one["tokens"]), layers))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            if number == len(lines):
-                break  # a run that was killed has left a part of its last line
-            raise UserError(f'"{file}": line {number} is no count of experts') from None
+    found = list(read_lines(file, lines, _counted, "count of experts"))
     if not found:
         raise UserError(f'"{file}" has no count of experts: run.count_experts says how often a run counts')
     return found
+
+
+def _counted(one: dict[str, Any]) -> ExpertLoads:
+    layers = {str(name): tuple(map(int, counts)) for name, counts in one["layers"].items()}
+    return ExpertLoads(int(one["step"]), int(one["tokens"]), layers)
 
 
 def together(counts: Iterable[ExpertLoads]) -> Mapping[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ A board is a class with `write` and `close`, and a row of `BOARDS`.
 import hashlib
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,6 @@ from tangram.errors import UserError
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import CheckpointSaved, Evaluated, StepDone, StepSkipped
-from tangram.training.observe.optional_libraries import need
 from tangram.training.observe.throughput import duration
 
 if TYPE_CHECKING:
@@ -209,3 +209,18 @@ class TensorBoard:
         text = "".join(f"    {line}" for line in dumps(self._plan).splitlines(keepends=True))
         writer.add_text("plan", text, first - 1)
         return writer
+
+
+def need(libraries: tuple[str, ...], extra: str) -> None:
+    """Raise UserError, with the extra to install, unless the libraries are there."""
+    missing = [library for library in libraries if not _there(library)]
+    if missing:
+        what = f"a run's report and boards need {' and '.join(missing)}"
+        raise UserError(f'{what}: install with pip install "tangram-train[{extra}]"')
+
+
+def _there(library: str) -> bool:
+    try:
+        return find_spec(library) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False

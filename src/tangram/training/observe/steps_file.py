@@ -6,9 +6,9 @@ A run that goes on appends; of a step that was done twice the last line holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from tangram.errors import UserError
 from tangram.training.observe.events import Evaluated, Note, StepDone
@@ -62,15 +62,26 @@ def read_steps(folder: Path) -> dict[int, dict[str, float]]:
         why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise UserError(f'"{file}" cannot be read ({why}): give the folder of a run that has trained a step') from None
     found: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            own = cast("dict[str, Any]", json.loads(line))
-            step, figures = int(own.pop("step")), {str(key): float(value) for key, value in own.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            if number == len(lines):
-                break  # a run that was killed has left a part of its last line
-            raise UserError(f'"{file}": line {number} is no step of a run') from None
+    for step, figures in read_lines(file, lines, _step, "step of a run"):
         found[step] = {**found.get(step, {}), **figures}
     if not found:
         raise UserError(f'"{file}" has no step: the run has trained none yet')
     return dict(sorted(found.items()))
+
+
+def _step(own: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    return int(own.pop("step")), {str(key): float(value) for key, value in own.items()}
+
+
+T = TypeVar("T")
+
+
+def read_lines(file: Path, lines: Sequence[str], read: Callable[[dict[str, Any]], T], what: str) -> Iterator[T]:
+    """What `read` makes of each line's table; a run that was killed may have left a part of its last line, which is
+    passed over. Raises UserError for another that is none of `what`."""
+    for number, line in enumerate(lines, 1):
+        try:
+            yield read(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if number < len(lines):
+                raise UserError(f'"{file}": line {number} is no {what}') from None

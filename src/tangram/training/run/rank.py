@@ -46,8 +46,7 @@ from tangram.training.run.launch import Rank
 from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
-from tangram.training.state.checkpointer import Checkpointer, JobState, describe, load
-from tangram.training.state.pace import Pace
+from tangram.training.state.checkpointer import Checkpointer, JobState, Pace, describe, load
 from tangram.training.state.reference_digest import begin_of_others
 from tangram.training.state.state import make_missing_states
 from tangram.training.state.teacher import build_teacher, classes_of

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import tangram
 from tangram.planner.report import figures
-from tangram.planner.report.html_page import page, part, write_atomically
+from tangram.planner.report.html_page import page, write_atomically
 from tangram.planner.report.html_parts import section
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
+from tangram.text import packaged
 from tangram.tracing.show.page import findings_as_html, ranks_as_html
 from tangram.tracing.show.report import TraceReport
+from tangram.training.observe.boards import need
 from tangram.training.observe.events import Record
-from tangram.training.observe.optional_libraries import need
 from tangram.training.observe.summary import Summary
 from tangram.training.run.charts import Chart, axes, charts, predicted
 from tangram.training.run.end_proofs import SAME_LOGITS, SAME_LOSS
@@ -67,7 +68,7 @@ def write_report(
     ]
     places = axes(record, drawn, summary.resumed_from) if drawn else {}
     charted = {"charts": [chart.as_json() for chart in drawn], "axes": places, "again": again}
-    script = part("tangram.training.run", "report.js")
+    script = packaged("tangram.training.run", "report.js")
     name = f"{summary.model}: training run"
     write_atomically(path, page(name, "", "\n".join(text for text in body if text), charted, script))
 

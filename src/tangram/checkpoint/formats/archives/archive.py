@@ -15,7 +15,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -164,19 +164,6 @@ def compare_sums(maps: Maps, file: str, start: int = 0, length: int | None = Non
     except _UNZIP as error:
         raise UserError(f'"{maps.folder / file}" is damaged: {error}') from None
     return all(one.CRC or not one.file_size for one in members)
-
-
-def tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, TensorPlace]]:
-    """All tensors of a tree of dicts and lists with their names, as `state.0.exp_avg`."""
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, TensorPlace):
-        yield prefix, tree
-    elif isinstance(tree, Mapping):
-        pairs = cast("Mapping[Any, Any]", tree).items()
-    elif isinstance(tree, list | tuple):
-        pairs = enumerate(cast("list[Any]", tree))
-    for key, value in pairs:
-        yield from tensors(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _begin(maps: Maps, file: str, head: int) -> int:

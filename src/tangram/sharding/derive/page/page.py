@@ -12,9 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from html import escape
-from importlib import resources
 from pathlib import Path
 from string import Template
 
@@ -30,6 +28,7 @@ from tangram.sharding.derive.layouts import input_states, layout_of, used, value
 from tangram.sharding.derive.page.tree import Box, Pill, TreeParameter, TreeRun, tree
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State, part_dim
+from tangram.text import packaged
 
 _SHOWN = 9
 """Operators of a run that are named."""
@@ -311,20 +310,15 @@ def page(found: Derived, model: str) -> str:
     """The page."""
     drawing = BoxDrawing(found, tree(found))
     body = drawing.drawn()
-    return Template(_part("page.html")).substitute(
+    return Template(packaged("tangram.sharding.derive.page", "page.html")).substitute(
         title=escape(f"{model}: layouts over {found.mesh}"),
-        css=_part("page.css"),
+        css=packaged("tangram.sharding.derive.page", "page.css"),
         head=_head(found, model, drawing),
         body=body,
         details="\n".join(drawing.details),
-        script=_part("page.js"),
+        script=packaged("tangram.sharding.derive.page", "page.js"),
         version=escape(tangram.__version__),
     )
-
-
-@cache
-def _part(name: str) -> str:
-    return resources.files("tangram.sharding.derive.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _head(found: Derived, model: str, drawing: BoxDrawing) -> str:
