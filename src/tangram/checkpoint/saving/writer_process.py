@@ -96,6 +96,8 @@ class SaveWriter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._gone = False
+        self._now = ""
+        """The save under way."""
         self._kept = Path()
         """Where checkpoints are kept."""
         self._files = RankFiles({"index": 0, "writers": 1, "pieces": [], "empty": {}})
@@ -111,6 +113,7 @@ class SaveWriter:
             os.close(files[0])
         if "save" in message:
             order, before = Order(**message["save"]), time.process_time()
+            self._now = order.id
             try:
                 path, reason, notes = self._save(order)
             except _VerdictError as verdict:
@@ -307,8 +310,8 @@ class SaveWriter:
         except EOFError:
             self._gone = True
             return
-        if received is not None and "verdict" in received[0]:
-            verdict: Any = received[0]["verdict"]
+        verdict: Any = None if received is None else received[0].get("verdict")
+        if verdict is not None and verdict["id"] == self._now:  # one of another save came late
             raise _VerdictError(verdict["path"], verdict["reason"], [])
 
     def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:
