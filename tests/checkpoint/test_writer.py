@@ -147,7 +147,8 @@ def test_who_never_comes_is_waited_for_to_the_limit(desks: Desks, order: Order, 
 def test_who_waits_for_nothing_can_be_told(desks: Desks, order: Order):
     second = desks.new(1)
     second.begin(order)
-    second.channel.send({"verdict": {"path": "", "reason": "the first said so"}})
+    second.channel.send({"verdict": {"id": "of another save", "path": "", "reason": "it came late"}})
+    second.channel.send({"verdict": {"id": order.id, "path": "", "reason": "the first said so"}})
     assert second.done() == ("", "the first said so")
 
 

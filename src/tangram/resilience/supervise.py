@@ -30,7 +30,7 @@ from tangram.tracing.settings import fresh_folder
 from tangram.training.mesh.world import axes_of
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
-from tangram.training.run.rank import RankJob, RankReport, Snapshots, train_rank
+from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS, alone
 from tangram.training.step.loop import Trained
 
@@ -207,13 +207,13 @@ class _Run:
         self.tiers.settle()
         if (newest := self._newest()) is None:
             return None
-        step = read_marker(newest).step
+        step, packing = read_marker(newest).step, packing_of(newest)
         self.on_event(Note(f"{error}, after it had been asked to stop: its newest state is of step {step}"))
         self.promoter.close()
         if why := _rescue(self.tiers, self.on_event):
             raise UserError(why)
         trained = Trained((), 0, self.seen.spent(), "signal")
-        return self._with_all_steps(RankReport(trained, 0, step, None, None, 0.0, 0.0, self.job.plan.data.packing))
+        return self._with_all_steps(RankReport(trained, 0, step, None, None, 0.0, 0.0, packing))
 
     def _after(self, failure: Failure, error: Exception | None) -> Path | None:
         """Where the run goes on from after a failure. Raises what the policy stops at."""

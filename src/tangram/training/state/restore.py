@@ -86,8 +86,8 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
 
 
 def _metrics(manifest: Manifest) -> dict[str, float]:
-    found: Any = manifest.objects.get("metrics")
-    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+    found = manifest.objects.get("metrics")
+    return cast("dict[str, float]", found) if isinstance(found, dict) else {}
 
 
 def _frozen(manifest: Manifest) -> tuple[str, ...]:
