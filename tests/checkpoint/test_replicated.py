@@ -146,15 +146,30 @@ class Threads:
 
 
 def compared(
-    states: list[dict[str, torch.Tensor]], trained: set[str], objects: Callable[[int], dict[str, Any]] = lambda _: {}
+    states: list[dict[str, torch.Tensor]],
+    trained: set[str],
+    objects: Callable[[int], dict[str, Any]] = lambda _: {},
+    replicas: Callable[[int, str], tuple[int, ...]] = lambda *_: (),
 ) -> list[Any]:
-    """What each of some ranks finds: who has its tensors, or why not."""
+    """What each of some ranks finds: who has its tensors, or why not. `replicas`: as layouts say."""
+    return told(states, trained, objects, replicas)[0]
+
+
+def told(
+    states: list[dict[str, torch.Tensor]],
+    trained: set[str],
+    objects: Callable[[int], dict[str, Any]],
+    replicas: Callable[[int, str], tuple[int, ...]],
+) -> tuple[list[Any], list[str]]:
+    """The same, and the warnings."""
     size, words = len(states), [""] * len(states)
     barrier, found = threading.Barrier(size, timeout=20), [None] * size
 
     def rank(index: int) -> None:
         entries = [
-            StateEntry(name, TensorSpec(tuple(x.shape), str(x.dtype)), Region.full(tuple(x.shape)), x)
+            StateEntry(
+                name, TensorSpec(tuple(x.shape), str(x.dtype)), Region.full(tuple(x.shape)), x, replicas(index, name)
+            )
             for name, x in states[index].items()
         ]
         peers: Any = Threads(index, size, words, barrier)
@@ -166,13 +181,13 @@ def compared(
         found[index] = own
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(size)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for one in threads:
             one.start()
         for one in threads:
             one.join()
-    return found
+    return found, [str(one.message) for one in caught]
 
 
 @pytest.mark.parametrize("elements", [5, 100_003])
@@ -214,3 +229,26 @@ def test_stages_whose_statistics_differ_are_no_mistake_of_other_stages() -> None
     second[1]["b"] = torch.ones(3)
     found = compared([first, *second], {"a", "b"})
     assert [one[:31] for one in found] == ["b differs between ranks 1 and 2"] * 3
+
+
+def replicated(off: dict[int, int]) -> list[str]:
+    """What is told of six ranks, each third of which has a half of `w`, and all of which have `b`; by rank: in which of
+    its own numbers of `w` one bit is another."""
+    states: list[dict[str, torch.Tensor]] = []
+    for rank in range(6):
+        half = torch.arange(8.0) + 100 * (rank % 2)
+        if rank in off:
+            half.view(torch.int32)[off[rank]] ^= 1
+        states.append({"w": half, "b": torch.ones(3)})
+    step = {"w": 2, "b": 1}
+    found, said = told(states, {"w", "b"}, lambda _: {}, lambda rank, name: (*range(rank % step[name], 6, step[name]),))
+    assert [one["w"] for one in found] == [(0, 2, 4), (1, 3, 5)] * 3
+    return said
+
+
+def test_replicas_of_what_has_a_layout_are_compared_and_the_one_that_is_off_named() -> None:
+    assert replicated({}) == []
+    (one,) = replicated({3: 7})
+    assert one.startswith("w has other values on rank 3 than on ranks 1 and 5, which hold the same part of it")
+    assert replicated({0: 1})[0].startswith("w has other values on rank 0 than on ranks 2 and 4")
+    assert replicated({0: 1, 3: 1})[0].startswith("w (and 1 more) has other values on rank 0 than on ranks 2 and 4")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -40,10 +41,11 @@ class Desk:
         message = {"share": share_fields(own, index, WRITERS), "memory": memory.nbytes}
         self._writer.hear(message, [os.dup(memory.descriptor)])
 
-    def begin(self, order: Order, **changes: Any) -> None:
+    def begin(self, order: Order, **changes: Any) -> threading.Thread:
         message = {"save": dataclasses.asdict(dataclasses.replace(order, **changes))}
         self._thread = threading.Thread(target=self._writer.hear, args=(message, []))
         self._thread.start()
+        return self._thread
 
     def done(self) -> tuple[str, str]:
         while True:
@@ -147,8 +149,25 @@ def test_who_never_comes_is_waited_for_to_the_limit(desks: Desks, order: Order, 
 def test_who_waits_for_nothing_can_be_told(desks: Desks, order: Order):
     second = desks.new(1)
     second.begin(order)
-    second.channel.send({"verdict": {"path": "", "reason": "the first said so"}})
+    second.channel.send({"verdict": {"id": "of another save", "path": "", "reason": "it came late"}})
+    second.channel.send({"verdict": {"id": order.id, "path": "", "reason": "the first said so"}})
     assert second.done() == ("", "the first said so")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_who_is_left_alone_ends_where_the_checkpoints_are_removed(index: int, desks: Desks, order: Order):
+    """As a rank's writer that goes on when its run is over: it waited 20 minutes, or made the folder again."""
+    desk, folder = desks.new(index), Path(order.path).parent
+    partial = commits.partial_path(Path(order.path), order.id)
+    if index:
+        commits.begin(Path(order.path), order.id)
+    thread = desk.begin(order, limit=60.0)
+    wait_for((partial / f"part-{index:05d}.json").exists)
+    desk.channel.close()
+    shutil.rmtree(folder)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not folder.exists()
 
 
 def test_who_comes_after_a_failed_attempt_joins_the_next(desks: Desks, order: Order):

@@ -6,6 +6,7 @@ something newer; and nobody waits for ever.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +34,54 @@ from tests.resilience.simulator import Simulation
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 """Who is killed leaves folders open that it was listing."""
 WRITERS = 3
+LATE = 0.8
 STEPS = 2
 ROWS = 2
+
+
+class Post:
+    """Words of how saves ended, from the first rank to the writers of the others: each comes late, twice, in another
+    order or never, as drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._under_way: dict[int, list[dict[str, Any]]] = {index: [] for index in range(1, WRITERS)}
+
+    def send(self, done: dict[str, Any]) -> None:
+        verdict = {"id": done["done"], "path": done["path"], "reason": done["reason"]}
+        for waiting in self._under_way.values():
+            waiting += [{"verdict": verdict}] * self._draw.choice((0, 1, 1, 2))
+
+    def receive(self, index: int) -> tuple[dict[str, Any], list[int]] | None:
+        waiting = self._under_way.get(index, [])
+        if not waiting or self._draw.random() < LATE:
+            return None
+        return waiting.pop(self._draw.randrange(len(waiting))), []
 
 
 class Ranks:
     """The writers of three ranks, each with its rows of one tensor; the values are the step."""
 
-    def __init__(self, tiers: Tiers, attempt: int, simulation: Simulation) -> None:
+    def __init__(self, tiers: Tiers, attempt: int, simulation: Simulation, post: Post | None = None) -> None:
         folder = tiers.attempt(attempt)
         assert folder is not None
         self.folder, self.said = folder, dict[int, list[dict[str, Any]]]()
-        self._simulation = simulation
+        self._simulation, self._post = simulation, post
 
     def writer(self, index: int, first: int) -> None:
         """The life of one: saves step after step."""
         said = self.said[index] = []
+        post, simulation = self._post, self._simulation
 
         class Channel:
             def send(self, message: dict[str, Any], files: list[int] | None = None) -> None:
                 said.append(message)
+                if post is not None and index == 0 and "done" in message:
+                    post.send(message)
 
-            receive = self._simulation.receive
+            def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], list[int]] | None:
+                simulation.receive(seconds)
+                return None if post is None else post.receive(index)
 
         writer = SaveWriter(Channel())  # pyright: ignore[reportArgumentType]
         for step in range(first, first + STEPS):
@@ -156,6 +183,22 @@ def test_undisturbed_all_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert newest == STEPS
     two, _ = once(tmp_path / "b", 0, monkeypatch)
     assert one.steps == two.steps, "a seed is an interleaving"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_words_between_ranks_come_late_twice_disordered_or_never(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, simulation, post = Tiers(tmp_path / "memory", tmp_path / "disk"), Simulation(tmp_path, seed), Post(seed)
+    monkeypatch.setattr(writer_process, "time", simulation)
+    ranks = Ranks(tiers, 1, simulation, post)
+    ended = simulation.run({f"writer {i}": (lambda i=i: ranks.writer(i, 1)) for i in range(WRITERS)})
+    assert [actor.error for actor in ended.values()] == [None] * WRITERS
+    assert check(tiers) == STEPS, "each save is committed, whatever is heard of others"
+    for said in ranks.said.values():
+        assert [(m["done"], Path(m["path"]).name) for m in said if "done" in m] == [
+            (f"{step:032x}", f"step-{step:08d}") for step in range(1, STEPS + 1)
+        ]
 
 
 @pytest.mark.parametrize("seed", range(5))

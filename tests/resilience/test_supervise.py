@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from tangram.resilience.policy import Limits
 from tangram.resilience.supervise import Settings, supervised
 from tangram.resilience.tiers import memory_of
 from tangram.tracing.settings import TraceSettings, fresh_folder
-from tangram.training.observe.events import CheckpointSaved
+from tangram.training.observe.events import CheckpointSaved, Evaluated, Note, StepDone
 from tangram.training.run.launch import RankError
 from tests.resilience.runs import Run, job_of, run, text_in
 from tests.resilience.test_tiers import flip
@@ -221,4 +223,69 @@ def test_what_the_disk_does_not_take_stays_in_memory(
     assert seen.losses == undisturbed.losses
     supervise.rescue(folder, seen)
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [STEPS]
+    assert not (memory_of(folder) or folder).exists()
+
+
+def test_early_stopping_counts_on_from_where_a_rank_was_lost(text: Path) -> None:
+    """With a learning rate of nothing the first measurement is the best: two more end the run, whoever dies between."""
+    patient = {
+        "run": {"steps": 60, "evaluate_every": 10, "patience": 2},
+        "optimiser": {"lr": 1e-30, "warmup_steps": 0},
+        "checkpoint": {"every_steps": 0},
+    }
+    seen = Run(at={13: 1})
+    report = run(job_of(text.parent / "patient", text, **patient), seen)
+    assert len(seen.recovered) == 1
+    assert (report.trained.stopped, report.step) == ("patience", 30)
+
+
+class KillingAtTheEnd(Run):
+    """A rank is killed once the last checkpoint is there, in what is measured after training."""
+
+    def __call__(self, event: object) -> None:
+        super().__call__(event)
+        if isinstance(event, Evaluated) and event.step == 30 and self.starts == 1:
+            assert self.memory is not None
+            threading.Thread(target=self._when_saved).start()
+
+    def _when_saved(self) -> None:
+        assert self.memory is not None
+        while not list(self.memory.glob("attempt-1/step-00000030/tangram.json")):
+            time.sleep(0.001)
+        os.kill(self.pids[1], signal.SIGKILL)
+
+
+def test_a_run_that_has_stopped_early_trains_no_further(text: Path) -> None:
+    patient = {
+        "run": {"steps": 60, "evaluate_every": 10, "patience": 2},
+        "optimiser": {"lr": 1e-30, "warmup_steps": 0},
+        "data": {"held_out_samples": 400},
+        "checkpoint": {"every_steps": 0},
+    }
+    seen = KillingAtTheEnd()
+    report = run(job_of(text.parent / "patient_end", text, **patient), seen)
+    assert seen.starts == 2
+    assert (report.trained.stopped, report.step) == ("patience", 30)
+    assert [one.step for one in seen.steps] == [*range(1, 31)]
+
+
+class StoppedAndLost(Run):
+    """Somebody asks the launcher to stop, and a rank dies before it has: as where a machine goes down."""
+
+    def __call__(self, event: object) -> None:
+        asked = isinstance(event, Note) and event.text.startswith("stopping after this step")
+        if asked:
+            os.kill(self.pids[1], signal.SIGKILL)
+        if isinstance(event, StepDone) and event.step == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().__call__(event)
+
+
+def test_who_was_asked_to_stop_does_not_begin_again(text: Path) -> None:
+    folder, seen = text.parent / "asked", StoppedAndLost()
+    report = run(job_of(folder, text, **{**TABLES, "run": {"steps": 300}}), seen)
+    assert seen.starts == 1
+    assert report.trained.stopped == "signal"
+    (*_, (_, marker)) = committed(folder / "checkpoint")
+    assert marker.step == report.step >= 15
     assert not (memory_of(folder) or folder).exists()

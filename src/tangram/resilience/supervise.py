@@ -11,7 +11,6 @@ Every attempt has a folder and a store of its own, so nothing of a dead one is t
 restarts fail by that (pytorch#135712, #167288).
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,31 +23,22 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device
 from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.promoter import Promoter
+from tangram.resilience.seen import MEMORY, Recovered, Seen
 from tangram.resilience.shrink import fewer_ranks
 from tangram.resilience.tiers import Tiers, memory_of
-from tangram.schema.plan import Plan
 from tangram.tracing.settings import fresh_folder
 from tangram.training.mesh.world import axes_of
-from tangram.training.observe.events import (
-    CheckpointSaved,
-    Evaluated,
-    ExpertLoads,
-    Note,
-    SaveFailed,
-    StepDone,
-    StepSkipped,
-)
+from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
-from tangram.training.run.rank import RankJob, RankReport, Snapshots, train_rank
+from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS, alone
+from tangram.training.step.loop import Trained
+
+__all__ = ["Recovered", "Settings", "rescue", "supervised"]
 
 OnEvent = Callable[[object], None]
 LEFT_OUT = "left out: "
 """How a save begins that came while the one before was being written: of snapshots no failure."""
-
-MEMORY = "memory"
-ROUNDED = 1e-4
-"""By how much a step's loss may differ at another layout, relative to it."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +51,6 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     min_ranks: int | None = None
     """With how many the run goes on where not all can be kept alive; None: only with all."""
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """After a failure: the first step that was not done before."""
-
-    step: int
-    lost_steps: int
-    """That had been done and were done again."""
-    seconds: float
-    """From when the failure was seen."""
-    memory: bool
-    """Whether the state came from memory."""
 
 
 class _SnapshotsEnd(Exception):
@@ -158,7 +135,7 @@ class _Run:
             self.on_event(Note("this system has no /dev/shm: without snapshots in memory, checkpoints go to the disk"))
         self.tiers = Tiers(memory, folder / CHECKPOINTS)
         self.promoter = Promoter(self.tiers.disk, (f"last={plan.checkpoint.keep}", *plan.checkpoint.also))
-        self.seen = _Seen(plan, self.on_event)
+        self.seen = Seen(plan, self.on_event)
         self.attempts = max((int(path.name.partition("-")[2]) for path in self.tiers.attempts()), default=0)
 
     # ------------------------------------------------------------ attempts
@@ -171,6 +148,8 @@ class _Run:
             try:
                 report = self._attempt(resume)
             except RankError as error:
+                if error.stopping and (report := self._stopped(error)) is not None:
+                    return report
                 resume = self._after(_failure_of(error, self.seen.reached), error)
             except _SnapshotsEnd as error:
                 self.tiers = replace(self.tiers, memory=None)
@@ -221,6 +200,20 @@ class _Run:
         )
         self._last_to_disk()
         return results[0]
+
+    def _stopped(self, error: RankError) -> RankReport | None:
+        """Of ranks that had been asked to stop and were lost: they are not started again, and the newest state goes to
+        the disk. None where there is none. Raises UserError where the disk takes none."""
+        self.tiers.settle()
+        if (newest := self._newest()) is None:
+            return None
+        step, packing = read_marker(newest).step, packing_of(newest)
+        self.on_event(Note(f"{error}, after it had been asked to stop: its newest state is of step {step}"))
+        self.promoter.close()
+        if why := _rescue(self.tiers, self.on_event):
+            raise UserError(why)
+        trained = Trained((), 0, self.seen.spent(), "signal")
+        return self._with_all_steps(RankReport(trained, 0, step, None, None, 0.0, 0.0, packing))
 
     def _after(self, failure: Failure, error: Exception | None) -> Path | None:
         """Where the run goes on from after a failure. Raises what the policy stops at."""
@@ -300,76 +293,6 @@ class _Run:
         tokens, seconds = sum(one.tokens for one in steps.values()), max(one.seconds for one in steps.values())
         trained = replace(report.trained, losses=losses, tokens=tokens, seconds=seconds)
         return replace(report, trained=trained, first=first)
-
-
-class _Seen:
-    """What was told of the run; tells it on, once."""
-
-    def __init__(self, plan: Plan, on_event: OnEvent) -> None:
-        self._plan, self._tell = plan, on_event
-        self.steps: dict[int, StepDone] = {}
-        self.reached = 0
-        """The furthest step."""
-        self.promoted = 0
-        self.blocked = 0.0
-        self.failed_at = 0.0
-        self.relaid = False
-        """Whether ranks lie otherwise than at first, so that losses are the same but for rounding."""
-        self._before: set[tuple[type, int]] = set()
-        self._began: float | None = None
-        self._again = 0
-        self._from = ""
-
-    def begin(self, where: str) -> None:
-        """Of an attempt, which goes on from there."""
-        self._again, self._from = 0, where
-
-    def spent(self) -> float:
-        """Seconds since the first step began."""
-        return 0.0 if self._began is None else time.monotonic() - self._began
-
-    def __call__(self, event: object) -> None:
-        """Tell an event on, unless it is of a step that was told of."""
-        if not isinstance(event, StepDone | StepSkipped | Evaluated | ExpertLoads):
-            self._tell(event)
-            return
-        key = (type(event), event.step)
-        if key in self._before:
-            self._compare(event)
-            return
-        self._before.add(key)
-        if isinstance(event, StepDone):
-            now = time.monotonic()
-            self._began = now - event.seconds if self._began is None else self._began
-            first = min(self.steps, default=event.first)
-            event = self.steps[event.step] = replace(event, seconds=now - self._began, first=first)
-        if isinstance(event, StepDone | StepSkipped) and event.step > self.reached:
-            self.reached = event.step
-            self._recovered(event.step)
-        self._tell(event)
-
-    def _recovered(self, step: int) -> None:
-        if not self.failed_at:
-            return
-        event = Recovered(step, self._again, time.monotonic() - self.failed_at, self._from == MEMORY)
-        self.failed_at = 0.0
-        again = f"{event.lost_steps} step{'s' * (event.lost_steps != 1)} done again"
-        self._tell(Note(f"recovered in {event.seconds:.1f} s from {self._from}, {again}"))
-        self._tell(event)
-
-    def _compare(self, event: StepDone | StepSkipped | Evaluated | ExpertLoads) -> None:
-        """A step that is done again has to come out as before."""
-        if isinstance(event, StepDone | StepSkipped):
-            self._again += 1
-        if isinstance(event, StepDone) and (before := self.steps.get(event.step)) and before.loss != event.loss:
-            if self.relaid and math.isclose(before.loss, event.loss, rel_tol=ROUNDED):
-                return
-            self._tell(
-                Note(
-                    f"step {event.step} was done again and has another loss, {event.loss!r} and not {before.loss!r}: "
-                    "its ranks compute otherwise than before (run.deterministic refuses what is not repeatable)"
-                )
-            )
 
 
 def _shrunk(job: RankJob, least: int, why: str, tell: OnEvent) -> RankJob:

@@ -96,8 +96,12 @@ class SaveWriter:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._gone = False
+        self._now = ""
+        """The save under way."""
         self._kept = Path()
         """Where checkpoints are kept."""
+        self._wanted = False
+        """Whether that was there since this save began."""
         self._files = RankFiles({"index": 0, "writers": 1, "pieces": [], "empty": {}})
 
     def hear(self, message: dict[str, Any], files: list[int]) -> None:
@@ -111,6 +115,7 @@ class SaveWriter:
             os.close(files[0])
         if "save" in message:
             order, before = Order(**message["save"]), time.process_time()
+            self._now = order.id
             try:
                 path, reason, notes = self._save(order)
             except _VerdictError as verdict:
@@ -134,7 +139,7 @@ class SaveWriter:
 
     def _save(self, order: Order) -> tuple[str, str, list[str]]:
         """Where the checkpoint is, or the reason why there is none; and what else the caller should know."""
-        target, self._kept = Path(order.path), Path(order.path).parent
+        target, self._kept, self._wanted = Path(order.path), Path(order.path).parent, False
         folders = [commits.partial_path(target, attempt_id(order.id, i)) for i in range(order.retries + 1)]
         if order.problem and (path := _committed(target.parent, order)):  # by the process that this one replaces
             return str(path), "", []
@@ -151,6 +156,7 @@ class SaveWriter:
             try:
                 if attempt > first:
                     self._pause(order.pause)
+                self._refuse_unwanted()  # or it would be made again
                 if not partial.exists():
                     commits.begin(target, attempt_id(order.id, attempt))
                 _remove(folders[:attempt])
@@ -275,12 +281,12 @@ class SaveWriter:
 
         Or at once where the caller is gone, and then the folder that all checkpoints were in: nobody wants this one.
         """
-        seen, wanted = _movement(folder), self._kept.exists()
+        self._refuse_unwanted()
+        seen = _movement(folder)
         since = reported = time.monotonic()
         while (found := look()) is None:
             self._listen(LOOK)
-            if self._gone and wanted and not self._kept.exists():
-                raise _FailedError("the checkpoints were removed")
+            self._refuse_unwanted()
             now = time.monotonic()
             if now - reported > TELL:
                 reported = now
@@ -290,6 +296,13 @@ class SaveWriter:
             if now - since > limit:
                 raise _FailedError(f"for {limit:g} s nothing was heard of the writer of another rank")
         return found
+
+    def _refuse_unwanted(self) -> None:
+        """Raise _FailedError where the caller is gone, and then the folder that all checkpoints were in."""
+        there = self._kept.exists()
+        self._wanted |= there
+        if self._gone and self._wanted and not there:
+            raise _FailedError("the checkpoints were removed")
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -307,8 +320,8 @@ class SaveWriter:
         except EOFError:
             self._gone = True
             return
-        if received is not None and "verdict" in received[0]:
-            verdict: Any = received[0]["verdict"]
+        verdict: Any = None if received is None else received[0].get("verdict")
+        if verdict is not None and verdict["id"] == self._now:  # one of another save came late
             raise _VerdictError(verdict["path"], verdict["reason"], [])
 
     def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:

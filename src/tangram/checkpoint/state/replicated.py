@@ -1,18 +1,22 @@
-"""Tensors without a layout, of which every rank that has one is taken to have the same: who has them, and whether so.
+"""What several ranks are to have alike: whether it is so, and of tensors without a layout who has them.
 
 Nothing says of a plain tensor that it is a part, as those of FSDP1 or of layers cut by hand are, or that the ranks have
 come apart. So all bytes of each are compared before a save, by a number for each tensor. Parameters, the states of
 optimisers and large tensors have to agree; of what is small, as running statistics and states of generators, the first
 rank's are kept and a warning names them, for ranks may well differ there; of what is no tensor, too.
+
+Of a tensor with a layout, as of HSDP, the ranks that hold the same part are compared, too: one replica is saved, and
+which one is no matter only while they are alike. A warning names the rank that is not.
 """
 
 import hashlib
 import json
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +27,7 @@ from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout.exchange.peers import Peers
 
+T = TypeVar("T")
 _SMALL = 1 << 20
 """Bytes of what may differ, and is written by the first rank that has it."""
 _ROW = 1 << 12
@@ -45,6 +50,8 @@ def with_replicas(
     keys = [e.name if alone else f"{e.name} {e.region}" for e, alone in zip(loose, unsharded, strict=True)]
     rows: list[_Row] = []
     if peers.size > 1:
+        if compare:
+            _tell_unlike_replicas([entry for entry in entries if len(entry.replicas) > 1], peers)
         strict = [entry.name in trained or not _is_small(entry) for entry in loose]
         numbers = contents([entry.local for entry in loose]) if compare else [0] * len(loose)
         rows = [(e.name, key, n, must) for e, key, n, must in zip(loose, keys, numbers, strict, strict=True)]
@@ -57,6 +64,45 @@ def with_replicas(
         ranks = ranks if entry.name in trained or not _is_small(entry) else ranks[:1]
         filled[id(entry)] = replace(entry, replicas=ranks)
     return [filled.get(id(entry), entry) for entry in entries]
+
+
+def _tell_unlike_replicas(entries: Sequence[StateEntry], peers: Peers) -> None:
+    """Warn of parts that several ranks hold and one has other values of; it is named. Collective.
+
+    No more than that: ranks of model axes may update what they all hold by gradients that each has summed for itself.
+    """
+    held: dict[str, dict[str, int]] = {}
+    for entry, number in zip(entries, contents([entry.local for entry in entries]), strict=True):
+        held.setdefault(json.dumps(entry.replicas), {})[entry.name] = number
+    words: list[dict[str, str]] = peers.all_words({ranks: _digest(sorted(own.items())) for ranks, own in held.items()})
+    unlike = [ranks for ranks in {key: 0 for word in words for key in word} if len({*_of(words, ranks)}) > 1]
+    told: list[dict[str, dict[str, int]]] = []
+    if unlike:  # which all ranks know
+        told = peers.all_words({key: held[key] for key in unlike if key in held})
+    wrong: list[tuple[str, list[int], list[int]]] = []
+    for ranks in unlike:
+        for name in {name: 0 for own in _of(told, ranks) for name in own}:
+            there = {rank: word[ranks].get(name) for rank, word in enumerate(told) if ranks in word}
+            usual = Counter(there.values()).most_common(1)[0][0]
+            if off := [rank for rank, number in there.items() if number != usual]:
+                wrong.append((name, off, [rank for rank in there if rank not in off]))
+    if wrong and peers.index == 0:
+        name, off, others = wrong[0]
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        warnings.warn(
+            f"{name}{more} has other values on {_ranks(off)} than on {_ranks(others)}, which hold the same part of it, "
+            "and one of them is saved: more than rounding is silent corruption, so go on from an older checkpoint",
+            stacklevel=2,
+        )
+
+
+def _of(words: Sequence[Mapping[str, T]], key: str) -> Iterator[T]:
+    return (word[key] for word in words if key in word)
+
+
+def _ranks(some: Sequence[int]) -> str:
+    *most, last = map(str, some)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 _Row = tuple[str, str, int, bool]

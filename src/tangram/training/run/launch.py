@@ -58,10 +58,10 @@ _KILLED = float("-inf")  # when a rank failed that was killed: before whatever o
 class RankError(Exception):
     """A rank died: which one, its first error as one sentence, and the stack trace when there is one."""
 
-    def __init__(self, rank: int, world: int, error: str, details: str) -> None:
+    def __init__(self, rank: int, world: int, error: str, details: str, *, stopping: bool = False) -> None:
+        """`stopping`: whether the ranks had been asked to stop."""
         super().__init__(f"rank {rank} of {world} ended the job: {error}")
-        self.rank = rank
-        self.details = details
+        self.rank, self.details, self.stopping = rank, details, stopping
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     job.leave_word(rank, first)
     if first.by_user:
         raise UserError(first.error)
-    raise RankError(rank, world, first.error, first.details)
+    raise RankError(rank, world, first.error, first.details, stopping=job.stopping)
 
 
 @dataclass(frozen=True)

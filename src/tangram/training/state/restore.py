@@ -44,6 +44,7 @@ def load(path: str | Path, state: JobState, plan: Plan, world: World | None) -> 
     except DamagedError as damaged:
         raise DamagedError(f"{damaged}{older(path)}") from None
     state.progress = progress
+    state.metrics.update(_metrics(manifest))
     return progress
 
 
@@ -82,6 +83,11 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
         raise UserError(
             f'the checkpoint "{path}" is of no `tangram train`: its {MANIFEST} does not say how far it was ({error!r})'
         ) from None
+
+
+def _metrics(manifest: Manifest) -> dict[str, float]:
+    found = manifest.objects.get("metrics")
+    return cast("dict[str, float]", found) if isinstance(found, dict) else {}
 
 
 def _frozen(manifest: Manifest) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def train_steps(
     started = time.monotonic()
     first, before = state.progress.step, state.progress.seconds
     losses: list[float] = []
-    stopped: str | None = None
+    stopped = _stopped_before(model, state, hooks)
     tokens = 0
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
@@ -155,18 +155,32 @@ def train_steps(
 
 
 def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks, seconds: float) -> str | None:
-    """Measure the held-out loss, so many seconds after training began. "patience" where it falls no more: counted anew
-    by a run that goes on, and alike on all ranks, which have the same sums."""
+    """Measure the held-out loss, so many seconds after training began. "patience" where it falls no more: alike on all
+    ranks, which have the same sums, and counted on by a run that goes on."""
     model.trace.phase(Phase.EVALUATION)
-    found, metrics, patience = held_out(model, corpus), state.metrics, model.plan.run.patience
+    found, metrics = held_out(model, corpus), state.metrics
     metrics.update({"held_out_loss": found.loss, **{f"held_out_{key}": x for key, x in found.figures.items()}})
-    if patience:
+    if model.plan.run.patience:
         fell = found.loss < metrics.get(BEST, math.inf)
         metrics.update({BEST: found.loss, SINCE: 0.0} if fell else {SINCE: metrics.get(SINCE, 0.0) + 1})
     if model.world.index == 0:
         hooks.emit(Evaluated(state.progress.step, found.loss, seconds, found.figures))
     model.module.train()
-    return "patience" if patience and metrics[SINCE] >= patience else None
+    return _used_up(state, model.plan)
+
+
+def _stopped_before(model: ParallelModel, state: JobState, hooks: Hooks) -> str | None:
+    """Why a run that goes on has nothing more to train; the first rank says so."""
+    stopped = _used_up(state, model.plan)
+    if stopped and model.world.index == 0:
+        hooks.emit(Note("the held-out loss had fallen no further before: to go on, raise run.patience"))
+    return stopped
+
+
+def _used_up(state: JobState, plan: Plan) -> str | None:
+    """Why a run trains no further by the held-out losses that were measured; None: it does."""
+    patience = plan.run.patience
+    return "patience" if patience and state.metrics.get(SINCE, 0.0) >= patience else None
 
 
 def _tell_loads(model: ParallelModel, hooks: Hooks, counted: ExpertLoads | None) -> None:
