@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from bench._finetune.job import ALONE, planned, write_job
 from tangram.hardware.measuring.measure import Row
@@ -13,9 +12,8 @@ from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy
 from tangram.schema.plan import Plan
 from tangram.training.data import tokens_of
-from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
-from tests.training.tuning_tasks import Traced, run_plans
+from tests.training.tuning_tasks import run_each
 
 WAYS: Mapping[str, Strategy] = {
     "one": ALONE,
@@ -37,11 +35,7 @@ def rows(quick: bool, folder: Path) -> Iterable[Row]:
         if quick and name not in ("one", "fsdp=2"):
             continue
         plan = planned(folder, way, 2, **more)
-        done: list[Any] = run_ranks(
-            run_plans, ({("qlora", name): plan}, folder / "runs"), world=plan.ranks, on_event=lambda _: None,
-            device="cpu",
-        )  # fmt: skip
-        found: Traced = done[0]["qlora", name]
+        found = run_each({("qlora", name): plan}, folder / "runs")["qlora", name][0]
         if name in ("one", "fsdp=2"):
             yield Row(f"QLoRA, {name}: bytes kept on a rank", "MB", found.kept_bytes / 1e6,
                       limit=counted_bytes(plan) / 1e6, target_ratio=1.05)  # fmt: skip

@@ -22,10 +22,9 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, sample_ids, tokens_of
 from tangram.training.data.samples import best_fit
-from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tests.training.pairs import write_pairs
-from tests.training.tuning_tasks import Traced, begin_as, run_plans, write_folder
+from tests.training.tuning_tasks import Traced, begin_as, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of accelerators that are not here, and of what TRL will change
 
@@ -41,9 +40,7 @@ def planned(folder: Path, file: str = "sft.toml", **more: str) -> Plan:
 
 def ran(plan: Plan, folder: Path) -> Traced:
     """What a job does, on a rank of its own."""
-    work = {("trl", "one"): plan}
-    done: list[Any] = run_ranks(run_plans, (work, folder / "runs"), world=1, on_event=print, device="cpu")
-    return done[0]["trl", "one"]
+    return run_each({("trl", "one"): plan}, folder / "runs")["trl", "one"][0]
 
 
 def rows_in_order(plan: Plan, file: str) -> list[Any]:

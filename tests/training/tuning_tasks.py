@@ -97,7 +97,7 @@ def run_each(
     for ranks in sorted({plan.ranks for plan in plans.values()}, key=lambda n: (n == 1, n)):
         work = {key: plan for key, plan in plans.items() if plan.ranks == ranks}
         done: list[dict[tuple[str, str], Traced]] = run_ranks(
-            run_in_turn, (work, folder, dict(after)), world=ranks, on_event=print, device="cpu"
+            run_in_turn, (work, folder, dict(after)), world=ranks, on_event=lambda _: None, device="cpu"
         )
         found |= {key: [rank[key] for rank in done] for key in work}
     return found
