@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +23,9 @@ from tangram.models.lora.adapters import add_adapters, initial_adapters
 from tangram.models.lora.expert_adapters import factors_of
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
+from tangram.training.mesh.local_parts import local
 from tangram.training.observe.events import StepDone
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin
 from tangram.training.state.checkpointer import Checkpointer, newest
@@ -145,8 +148,21 @@ def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *
     if keep:
         checkpointer.save(begun.state, wait=True)
     checkpointer.close()
+    assert_tied_alike(model)
     kept = _kept_bytes(model.module, begun.state.optimiser)
     return Traced(trained.losses, tuple(norms), gradients, kept, figures)
+
+
+def assert_tied_alike(model: ParallelModel) -> None:
+    """What two stages of a pipeline have both is the same on both, to the bit, after any optimiser's updates."""
+    if model.pipeline is None:
+        return
+    for some in model.pipeline.tied().values():
+        for name, parameter in some.items():
+            found: list[Any] = [None] * model.world.stages
+            bits = local(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes()
+            dist.all_gather_object(found, bits, group=model.world.devices.get_group("pipeline"))
+            assert found[0] == found[-1], name
 
 
 def _kept_bytes(model: nn.Module, optimiser: Any) -> int:
