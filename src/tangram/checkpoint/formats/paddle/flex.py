@@ -134,19 +134,25 @@ def _contents(maps: Maps, file: str) -> Mapping[str, safetensors_header.TensorSl
 
 def _refuse_other(path: Path, one: Stored, slot: safetensors_header.TensorSlot | Array | None) -> None:
     """Refuse a piece that is not in its file as the metadata says."""
-    where = f'{one.name} in "{path / one.file}"'
     if slot is None:
         raise UserError(f'"{path}" is not whole: its metadata says that {one.name} is in {one.file}, but it is not')
+    if wrong := _wrong(one, slot):
+        raise UserError(f'{one.name} in "{path / one.file}" {wrong}')
+
+
+def _wrong(one: Stored, slot: safetensors_header.TensorSlot | Array) -> str:
+    """What of a piece in its file is not as the metadata says; "" where all is."""
     dtype = slot.dtype if isinstance(slot, safetensors_header.TensorSlot) else _KINDS.get(slot.kind, slot.kind)
     if dtype != one.dtype and dtype != _STANDS_FOR.get(one.dtype):
-        raise UserError(f"{where} is {dtype}, but {one.dtype} by the metadata")
+        return f"is {dtype}, but {one.dtype} by the metadata"
     if one.flat is not None and one.flat[1] > math.prod(one.shape):
-        raise UserError(f"{where} has the elements {one.flat[0]} to {one.flat[1]} of {math.prod(one.shape)}")
+        return f"has the elements {one.flat[0]} to {one.flat[1]} of {math.prod(one.shape)}"
     shape = one.shape if one.flat is None else (one.flat[1] - one.flat[0],)
     if slot.shape != shape and not (one.flat is not None and math.prod(slot.shape) == shape[0]):
-        raise UserError(f"{where} has the shape {list(slot.shape)}, but {list(shape)} by the metadata")
+        return f"has the shape {list(slot.shape)}, but {list(shape)} by the metadata"
     if isinstance(slot, Array) and len(slot.data) != math.prod(shape) * DTYPES[one.dtype]:
-        raise UserError(f"{where} has {len(slot.data):,} bytes, not those of its shape")
+        return f"has {len(slot.data):,} bytes, not those of its shape"
+    return ""
 
 
 def _refuse_gaps(raw: OpenCheckpoint) -> None:

@@ -100,6 +100,7 @@ _Where = tuple[tuple[int, ...], tuple[int, ...], tuple[int, int] | None]
 def _stored(root: Mapping[str, Any]) -> Iterable[Stored]:
     known = _known(root)
     shapes = {(name, where[0]): where[1] for name, where in known}
+    names = set[str]()  # of files, each looked at once
     for index, file in _table(root.get("storage_metadata"), "storage_metadata").items():
         fields = _fields(index, "LocalTensorIndex")
         name, copy = fields.get("tensor_key"), fields.get("replica_id")
@@ -110,12 +111,17 @@ def _stored(root: Mapping[str, Any]) -> Iterable[Stored]:
         where = _where(fields, name)
         if (name, where) not in known:
             raise _WrongError(f"{name} has a piece at {list(where[0])} in {file!r}, but no word on what it is")
-        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in (".safetensors", ".distcp"):
+        if not isinstance(file, str) or (file not in names and not _is_beside(file)):
             raise _WrongError(f"{name} is in {file!r}, which is no name of a file beside it")
+        names.add(file)
         if not (copy is None or (isinstance(copy, int) and copy >= 0)):
             raise _WrongError(f"{name} has the copy {copy!r}")
         dtype, whole = known[name, where]
         yield Stored(name, where[0], where[1], dtype, whole, where[2], file, int(copy or 0))
+
+
+def _is_beside(file: str) -> bool:
+    return Path(file).name == file and Path(file).suffix in (".safetensors", ".distcp")
 
 
 def _known(root: Mapping[str, Any]) -> dict[tuple[str, _Where], tuple[str, tuple[int, ...] | None]]:
