@@ -70,14 +70,12 @@ def rehearsed(found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype
     inside = False
     while True:
         try:
-            return _rehearsed(found, model, inputs, dtype, inside)
+            return _rehearsed(lower(found, inside=inside), model, inputs, dtype)
         except _OtherWayError as error:
             whole = found.replicated | cut_classes(found, error.run)
-            if whole == found.replicated:  # code may still see what a module's border has cut for a function in it
-                if inside:
-                    raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
-                inside = True
-                continue
+            if inside and whole == found.replicated:
+                raise UserError(f"{type(model).__name__} cannot be run on parts: {error}") from error
+            inside = whole == found.replicated  # code may still see what a module's border cuts for a function in it
             try:
                 found = derive(found.folded.graph, found.marks, found.mesh, whole=whole)
             except ConflictError:
@@ -92,11 +90,9 @@ class _OtherWayError(Exception):
         self.run = run
 
 
-def _rehearsed(
-    found: Derived, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, inside: bool
-) -> Program:
-    """The same for one derivation. `inside`: as of `lower`. Raises _OtherWayError, too."""
-    program = lower(found, inside=inside)
+def _rehearsed(program: Program, model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype) -> Program:
+    """The same for one program. Raises _OtherWayError, too."""
+    found = program.derived
     # What one of them needs, all do: it sends nothing.
     unfit = [_rehearsed_by(rank, program, model, inputs, dtype) for rank in unlike(found)]
     for action in (action for own in program.actions.values() for action in own.values()):
