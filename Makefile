@@ -3,7 +3,7 @@
 PYTHON ?= python3
 JOB ?= examples/quickstart/job.toml
 PROCESSES ?= 2
-BUDGET ?= 600
+BUDGET ?= 500
 WORKERS ?= 3
 SAMPLE ?= 8
 NTH ?= 8

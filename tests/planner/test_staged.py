@@ -18,6 +18,7 @@ from tangram.models.building.build import build_on_meta
 from tangram.models.capturing.stages import Stages
 from tangram.planner.legality.check_plan import bound_layout, legal
 from tangram.planner.local import stage_shares
+from tangram.planner.local.estimate import estimate
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.rank import Ranked, predict, rank
 from tangram.planner.local.show import rows
@@ -132,13 +133,22 @@ def test_the_last_stage_has_the_embeddings_that_its_head_is_tied_to() -> None:
     word = "model.embed_tokens.weight"
     assert str(bound_layout(plan, word, (64, 32))).endswith("@pp=0,1")
     assert plan.places_of(word) == (0, 1)
-    assert [word in {p.name for p in share.parameters} for share in shares_of(counted, plan)] == [True, True]
+    shares = shares_of(counted, plan)
+    assert [word in {p.name for p in share.parameters} for share in shares] == [True, True]
+    alone = taken(rank(job(), 2, rates(2), config, counted, stages=2), "2 stages")  # nothing else is exchanged but flow
+    apart = changed(alone, pipeline={**plan.pipeline.model_dump(), "tied": []})
+    costs = counted.costs(alone.data.micro_batch)
+    more, less = (estimate(one, costs, costs, rates(2)).seconds.communication for one in (alone, apart))
+    assert more > less
     legal(plan, build_on_meta(config))
     with pytest.raises(ValidationError, match=r"puts model.embed_tokens and the head that is tied to it on one rank"):
         changed(
             plan, pipeline={"schedule": "ZBVZeroBubble", "stages": FOUR, "tied": ["model.embed_tokens"]},
             data=job(micro_batch=1).data.model_dump(),
         )  # fmt: skip
+    three = {"schedule": "ZBVZeroBubble", "stages": (*FOUR[:2], (*FOUR[2], *FOUR[3])), "tied": ["model.embed_tokens"]}
+    with pytest.raises(ValidationError, match=r"3 stages for the 2 ranks of the pipeline axis"):
+        changed(plan, pipeline=three)
     with pytest.raises(ValidationError, match=r'"lm_head" is tied and in no stage before the last'):
         changed(plan, pipeline={**plan.pipeline.model_dump(), "tied": ["lm_head"]})
 

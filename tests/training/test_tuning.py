@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,7 +24,7 @@ from tangram.training.data import prepare, tokens_of
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.small import SMALL_MODEL
-from tests.training.tuning_tasks import STEPS, Traced, oracle, run_each, write_folder
+from tests.training.tuning_tasks import STEPS, Traced, assert_as_expected, oracle, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -88,15 +87,7 @@ def test_losses_and_gradients_are_those_of_transformers_and_peft(
     for way in WAYS:
         ranks = ran(job)[way]
         steps = plans[job, way].run.steps
-        for rank in ranks:
-            assert len(rank.losses) == steps
-            assert rank.losses == pytest.approx(expected.losses[:steps], rel=1e-6 if way == "one" else 1e-5), way
-        assert ranks[0].norms == pytest.approx(expected.norms[:steps], rel=1e-4), way
-        gradients = {name: value for rank in ranks for name, value in rank.gradients.items()}
-        assert gradients.keys() == expected.gradients.keys(), way
-        for name, value in expected.gradients.items():
-            furthest = float(np.abs(gradients[name] - value).max())
-            assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
+        assert_as_expected(ranks, expected, way, steps)
 
 
 def test_a_scale_that_is_dropped_is_seen(

@@ -123,11 +123,11 @@ class Plan(Job):
             return self
         if self.pipeline.schedule == "table":  # its file is read when the plan's is
             return self
-        if together := self._tied_on_one_rank(self.rank_of_stage):
-            raise Mistake(*together)
         name, stages, ranks = self.pipeline.schedule, len(self.pipeline.stages), self.stage_ranks
         if why := stages_unlike(name, ranks, stages):
             raise Mistake("pipeline.stages", f"{stages} stages for the {ranks} ranks of the pipeline axis: {why}")
+        if self.pipeline.tied and (together := self._tied_on_one_rank(self.rank_of_stage)):
+            raise Mistake(*together)
         if why := micros_unlike(name, ranks, self.micro_steps):
             share = -(-self.data.global_batch // self.data_ranks)
             other = nearest_micro_batch(name, ranks, self.data.micro_batch, share)

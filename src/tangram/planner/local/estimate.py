@@ -9,7 +9,8 @@ Seconds of a step, with M micro-batches, each operator at the rate of its size, 
                 added to those that are there
     communication  M x (gather each unit twice, reduce its gradient: over gloo as an all-reduce; all-reduce over copies;
                 over TP ranks one all-reduce for each module that is cut), and one number at the end of a step;
-                gathers and reductions are fewer where run.reshard and run.reduce_every say so
+                gathers and reductions are fewer where run.reshard and run.reduce_every say so; what stages are tied
+                by is exchanged once
     optimiser   AdamW's passes through what the rank holds, and what each parameter costs to handle
 
 Of a pipeline each rank is counted (`planner.local.stage_shares`): the memory of the one that needs most, the seconds of
@@ -180,6 +181,7 @@ def _seconds(
         moves=slots * moves + (plan.micro_steps - 1) * _adding_seconds(plan, parameters, held, rates),
         communication=slots * (over_tensor + len(stage.stages) * _stages_seconds(plan, local, rates))
         + over_data
+        + _tied_seconds(plan, parameters, held, rates)
         + (rates.latency if plan.ranks > 1 else 0.0),
         optimiser=_optimiser_seconds(parameters, held, rates),
     )
@@ -201,6 +203,12 @@ def _stages_seconds(plan: Plan, local: ModelCosts, rates: Rates) -> float:
         return 0.0
     hidden = max((part.input_bytes for part in local.blocks), default=0.0)
     return 2 * (rates.latency + rates.links.seconds(hidden))
+
+
+def _tied_seconds(plan: Plan, parameters: tuple[Parameter, ...], held: Mapping[str, int], rates: Rates) -> float:
+    """To exchange and add up the gradients of what two stages have, once a step."""
+    size = BYTES[plan.gradients] * sum(held[one.name] for one in parameters if one.trained and plan.is_tied(one.name))
+    return rates.latency + rates.links.seconds(size) + rates.moves.seconds(3 * size) if size else 0.0
 
 
 def _work_seconds(work: Work, plan: Plan, rates: Rates) -> tuple[float, float]:

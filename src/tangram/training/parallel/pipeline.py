@@ -138,6 +138,8 @@ class PipelineRun:
     def tied(self) -> dict[int, dict[str, nn.Parameter]]:
         """The trained parameters that another place on the pipeline axis has, too, by that place and name."""
         found: dict[int, dict[str, nn.Parameter]] = {}
+        if self._plan.pipeline is None or not self._plan.pipeline.tied:
+            return found
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and self._plan.is_tied(name):
                 other = next(place for place in self._plan.places_of(name) if place != self._world.stage)
