@@ -59,6 +59,8 @@ class About:
     """Text of the mesh that the state lies on, for people."""
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
     """Small files by name, as `config.json`: with it and a model that lies whole, others load the folder as it is."""
+    created: str = ""
+    """ISO 8601, UTC; empty: now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +314,7 @@ def finish(
         found,
         id=save_id,
         step=about.step,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=about.created or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         mesh=about.mesh,
         partly=share is not None,
     )

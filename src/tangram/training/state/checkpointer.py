@@ -119,8 +119,9 @@ class Checkpointer:
         spare: Detached | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`snapshots`: into memory, so often that one is left out where the one before is still being written;
-        `node`: which of several machines this is, where they stay on each (`async_saver.Settings`). `spare`: a helper without a job. `pace`: says how often, by what saves cost."""
+        """`snapshots`: into memory, so often that one is left out where the one before is still being written; `node`:
+        which of several this is, where they stay on each (`async_saver.Settings`). `spare`: a helper without a job.
+        `pace`: says how often, by what saves cost."""
         self.folder = Path(folder)
         self.blocked_seconds = 0.0
         """How long training stood still for saves that have ended."""
@@ -200,7 +201,7 @@ class Checkpointer:
             self._saver.fence()
 
     def poll(self) -> list[CheckpointSaved | SaveFailed | Note]:
-        """What came of saves since the last call, on rank 0, or the first of each machine; else nothing. Never waits."""
+        """What came of saves since the last call, on rank 0, or the first of each node; else nothing. Never waits."""
         for result in self._saver.poll() if self._saver is not None else ():
             self._take(result)
         told, self._untold = self._untold, []
