@@ -248,7 +248,9 @@ class Carrier:
                     problem = sentence(error)
                 for file in files:
                     problem = _received(line, partial / Path(file).name, problem)
-                line.send_bytes((problem or _proved(partial, kept)).encode())
+                problem = problem or _proved(partial, kept)
+                shutil.rmtree(partial, ignore_errors=True)
+                line.send_bytes(problem.encode())
 
 
 def _received(line: Connection, file: Path, problem: str) -> str:

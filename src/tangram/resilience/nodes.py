@@ -8,12 +8,16 @@ A launcher's heart is a number in the store that it counts up. Whoever waits for
 and ends: what is in memory stays, and launchers that are started again with --resume find it.
 """
 
+import contextlib
 import os
 import pickle
 import socket
 import threading
 import time
+from collections.abc import Generator
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from tangram.checkpoint.saving.rank_parts import new_id
 from tangram.errors import UserError
@@ -26,8 +30,10 @@ T = TypeVar("T")
 
 BEAT = 1.0
 """Seconds from one beat of a launcher's heart to the next."""
-STILL = 30.0
+STILL = 15.0
 """Seconds without one after which it is gone."""
+HURRY = 3.0
+"""The same where this node was asked to stop."""
 LOOK = 0.05
 
 
@@ -45,9 +51,10 @@ class Nodes:
             raise UserError("tangram launch starts the ranks of a node itself: start one on each (--nproc-per-node 1)")
         if ranks % here.world:
             raise UserError(f"{ranks} ranks do not divide among {here.world} nodes: give --processes, of all nodes")
-        self.store, self._meeting = meeting.store, meeting
+        meeting.works += 1  # as one does for all, and so a word of its own
+        self._store, self._meeting = dist.PrefixStore(f"nodes/{meeting.works}", meeting.store), meeting
         self.index, self.count, self.ranks = here.index, here.world, ranks // here.world
-        self._round = 0
+        self._round, self._patience = 0, STILL
         self._hearts: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
         threading.Thread(target=self._beat, name="tangram-heart", daemon=True).start()
@@ -67,36 +74,48 @@ class Nodes:
     def words(self, word: T) -> list[T]:
         """What every launcher gives, in their order, on all. Raises RankError where one is gone."""
         self._round += 1
-        self.store.set(f"round/{self._round}/{self.index}", pickle.dumps(word).hex())
+        self.say(f"round/{self._round}/{self.index}", word)
         return [self.word(f"round/{self._round}/{node}", node) for node in range(self.count)]
 
     def word(self, key: str, node: int) -> Any:
         """What a launcher says under a key, once it does. Raises RankError where it is gone."""
-        while not self.store.check([key]):
-            self.refuse_gone(node)
-            time.sleep(LOOK)
-        return pickle.loads(bytes.fromhex(self.store.get(key).decode()))
+        with self._store_there():
+            while not self._store.check([key]):
+                self.refuse_gone(node)
+                time.sleep(LOOK)
+            return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
 
     def say(self, key: str, word: Any) -> None:
-        """Say something under a key, once."""
-        self.store.set(key, pickle.dumps(word).hex())
+        """Say something under a key, once. Raises RankError where the store is gone."""
+        with self._store_there():
+            self._store.set(key, pickle.dumps(word).hex())
+
+    @contextlib.contextmanager
+    def _store_there(self) -> Generator[None]:
+        try:
+            yield
+        except dist.DistError:
+            raise self._gone(0, "its launcher, with the store where all meet, is gone") from None
 
     def refuse_gone(self, node: int) -> None:
         """Raise RankError where nothing is heard of a launcher, and ReportedElsewhere where one says why all end."""
-        if self.store.check(["failed"]):
+        if self._meeting.store.check(["failed"]):
             raise self._meeting.elsewhere()
-        now, beat = time.monotonic(), int(self.store.add(f"heart/{node}", 0))
+        now, beat = time.monotonic(), int(self._store.add(f"heart/{node}", 0))
         known, since = self._hearts.get(node, (-1, now))
         if beat != known:
             self._hearts[node] = beat, now
-        elif now - since > STILL:
-            why = f"nothing was heard of its launcher for {STILL:.0f} s; tangram launch --resume goes on, on all nodes"
-            raise RankError(node * self.ranks, self.count * self.ranks, why, "")
+        elif now - since > self._patience:
+            raise self._gone(node, f"nothing was heard of its launcher for {self._patience:.0f} s")
+
+    def _gone(self, node: int, why: str) -> RankError:
+        why = f"{why}; tangram launch --resume, on all nodes, goes on"
+        return RankError(node * self.ranks, self.count * self.ranks, why, "")
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             try:
-                self.store.add(f"heart/{self.index}", 1)
+                self._store.add(f"heart/{self.index}", 1)
             except RuntimeError:  # the store is gone: others say so
                 return
 
@@ -109,15 +128,16 @@ class Nodes:
 
         def elsewhere() -> Exception | None:
             nonlocal looked
-            if self.store.check([f"ended/{attempt}"]):
-                return ElsewhereError()
-            if time.monotonic() - looked > BEAT:
-                looked = time.monotonic()
-                try:
-                    for node in range(self.count):
-                        self.refuse_gone(node)
-                except (RankError, ReportedElsewhere) as error:
-                    return error
+            try:
+                with self._store_there():
+                    if self._store.check([f"ended/{attempt}"]):
+                        return ElsewhereError()
+                    if time.monotonic() - looked > BEAT:
+                        looked = time.monotonic()
+                        for node in range(self.count):
+                            self.refuse_gone(node)
+            except (RankError, ReportedElsewhere) as error:
+                return error
             return None
 
         world, first = self.count * self.ranks, self.index * self.ranks
@@ -125,9 +145,13 @@ class Nodes:
 
     def settled(self, attempt: int, error: Exception | None, reached: int) -> tuple[Exception | None, int]:
         """How an attempt ended, alike on all: by the error that came first, or without one; and the furthest step."""
-        if error is not None:
-            self.store.set(f"ended/{attempt}", "")
-        words = self.words((error, int(self.store.add(f"order/{attempt}", 1)), reached))
+        if isinstance(error, RankError) and error.stopping:  # whoever asked, as torchrun, will not wait for long
+            self._patience = min(STILL, HURRY)
+        with self._store_there():
+            if error is not None:
+                self._store.set(f"ended/{attempt}", "")
+            order = int(self._store.add(f"order/{attempt}", 1))
+        words = self.words((error, order, reached))
         errors = [(_rank(one), order, one) for one, order, _ in words if one is not None]
         first = min(errors, key=lambda one: one[:2])[2] if errors else None
         return first, max(word[2] for word in words)
