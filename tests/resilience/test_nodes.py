@@ -1,5 +1,8 @@
-"""Launchers of several nodes, as threads of one process over real stores, folders and connections: what each has of a
-snapshot is found, copied, put together and brought to the disk; what is lost, torn or rotten is left for an older one."""
+"""Launchers of several nodes, as threads of one process over real stores, folders and connections.
+
+What each has of a snapshot is found, copied, put together and brought to the disk; what is lost, torn or rotten is left
+for an older one.
+"""
 
 import threading
 import time

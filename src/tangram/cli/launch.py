@@ -62,7 +62,7 @@ def launch(
         asked = load(plan, changes_of(change or []))
 
         if what_if_lost is not None:
-            return _what_if(asked, what_if_lost, json=json)
+            return _what_if(asked, what_if_lost, copies, json=json)
 
         from tangram.resilience.policy import Limits  # these load torch: only for a sound plan
         from tangram.resilience.supervise import Settings
@@ -99,12 +99,12 @@ def _launched(request: "TrainRequest", settings: "Settings", meeting: "Meeting |
     return 0
 
 
-def _what_if(asked: Job | Plan, what: str, *, json: bool) -> int:
+def _what_if(asked: Job | Plan, what: str, copies: int, *, json: bool) -> int:
     if not isinstance(asked, Plan):
         raise UserError("--what-if-lost asks of a plan, and this is a job: give the plan.toml of a run")
-    from tangram.resilience.what_if import lost, ranks_named
+    from tangram.resilience.what_if import lost, ranks_named, survives_on
 
-    found = lost(asked, ranks_named(what, asked), nodes=what.startswith("node:"))
+    found = lost(asked, ranks_named(what, asked), survives=survives_on(what, asked, copies))
     if json:
         print_json(vars(found))
     else:

@@ -1,7 +1,7 @@
 """Copies the shares of a snapshot to other nodes, and those that the plan wants to the disk, while training goes on.
 
-    node 0: order n: the snapshot ID, to the disk or not  ->  every node keeps its share, sends it to the next ones, and
-    copies it to the disk  ->  all say so  ->  node 0 commits what is on the disk, and orders the newest there is by then
+    node 0: order n, of the snapshot ID  ->  every node keeps its share, sends it to the next ones, and copies it to the
+    disk where it is due  ->  all say so  ->  node 0 commits what is on the disk, and orders the newest there is by then
 
 One snapshot after the other, as fast as the network takes them: so the last one that all nodes had copied stays until
 the next one is, whatever training writes meanwhile. Where the copies go is a layout: share `i` is on the nodes `i` to
@@ -229,7 +229,7 @@ class Carrier:
                 line = self._listener.accept()
             except OSError:  # it is closed
                 return
-            except Exception:  # noqa: BLE001  a stranger
+            except Exception:  # noqa: BLE001, S112  a stranger, who does not know the secret
                 continue
             threading.Thread(target=self._receive, args=(line,), name="tangram-copy", daemon=True).start()
 

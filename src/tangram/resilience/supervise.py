@@ -8,14 +8,13 @@ and the report at the end is of the whole run. A step that is done again must ha
 that is said, for then some rank computes otherwise than before.
 
 Every attempt has a folder and a store of its own, so nothing of a dead one is taken for a live one's: torchrun's
-restarts fail by that (pytorch#135712, #167288).
-
-Of a run on several nodes each has its launcher, and all do the same after the same words (`resilience.nodes`).
+restarts fail by that (pytorch#135712, #167288). Of several nodes each has its launcher (`resilience.nodes`).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from tangram.checkpoint.saving.rank_parts import sentence
@@ -109,7 +108,7 @@ def rescue(folder: Path, on_event: OnEvent, memory: Path | None = None, meeting:
     tiers = Tiers(memory_of(folder, memory), folder / CHECKPOINTS)
     if meeting is not None:
         nodes = Nodes(meeting, meeting.place.world)
-        shares.to_disk(nodes, tiers, lambda step, path: on_event(CheckpointSaved(step, str(path), 0, 0, False)))
+        shares.to_disk(nodes, tiers, partial(_saved, on_event))
         nodes.close()
         return
     with alone(folder):
@@ -123,8 +122,7 @@ def _rescue(tiers: Tiers, on_event: OnEvent) -> str:
     for newest in tiers.newest_first():
         try:
             if not tiers.on_disk(newest):
-                step, path = read_marker(newest).step, promote(newest, tiers.disk)
-                on_event(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
+                _saved(on_event, read_marker(newest).step, promote(newest, tiers.disk))
             tiers.forget()
             return ""
         except (OSError, UserError) as error:
@@ -220,11 +218,7 @@ class _Run:
         if self.nodes is None:
             return _rescue(self.tiers, self.on_event)
         try:
-            shares.to_disk(
-                self.nodes,
-                self.tiers,
-                lambda step, path: self.on_event(CheckpointSaved(step, str(path), 0, 0, asynchronous=False)),
-            )
+            shares.to_disk(self.nodes, self.tiers, partial(_saved, self.on_event))
         except (UserError, RankError, ReportedElsewhere) as error:
             return str(error)
         return ""
@@ -387,6 +381,10 @@ def _shrunk(job: RankJob, least: int, why: str, tell: OnEvent) -> RankJob:
     tell(Note(f'{why}; going on with {plan.ranks} of {job.plan.ranks} ranks, mesh "{plan.mesh}"'))
     trace = job.trace and replace(job.trace, mesh=plan.mesh, stages=axes_of(plan).pipeline)
     return replace(job, plan=plan, memory=None, trace=trace)
+
+
+def _saved(tell: OnEvent, step: int, path: Path) -> None:
+    tell(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
 
 
 def _id(path: Path) -> str:

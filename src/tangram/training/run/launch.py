@@ -188,7 +188,7 @@ class _Job(Generic[Result]):
             self.failures[rank] = _Failure(_KILLED, death(process.exitcode), "", by_user=False)
 
     def look(self, on_event: Callable[[object], None]) -> None:
-        """Look whether the ranks do what they should; a hang is a failure of the rank that is to blame."""
+        """A hang is a failure of the rank that is to blame."""
         fresh, hang = self.watch.look() if self.watch is not None else ([], None)
         for one in fresh:
             on_event(Note(one.text))
@@ -196,8 +196,7 @@ class _Job(Generic[Result]):
             details = "\n".join(line for one in hang.findings for line in (one.text, *one.details))
             self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False)
 
-    def leave_word(self, rank: int, failure: _Failure) -> None:
-        """Say in the trace how the run ended."""
+    def say_in_trace(self, rank: int, failure: _Failure) -> None:
         if self.watch is not None:
             dead = rank if failure.at == _KILLED else None
             self.watch.end(f"rank {rank} of {self.world} ended the job: {failure.error}", dead)
@@ -224,13 +223,11 @@ def run_ranks(
     spare: bool = False,
     trace: TraceSettings | None = None,
 ) -> list[Result]:
-    """Run `task(rank, payload)` on `world` processes joined in the default process group, or on this machine's of them;
-    the results of those started here in rank order.
+    """Run `task(rank, payload)` on `world` processes joined in the default process group; their results in rank order.
 
     Whatever a task emits reaches `on_event` in the caller's thread; `on_start` is given the processes' numbers. The
     first rank to fail ends all: a `UserError` is raised as it is, anything else as `RankError`, as is a hang of ranks
-    that are traced, and what has ended the ranks of another machine. With `spare` each rank has a process that waits
-    for a job.
+    that are traced, and what has ended those of another machine. With `spare` each has a process that waits for a job.
     """
     among = world if isinstance(world, Among) else Among(world)
     pick_device(device, 0, len(among.ranks))  # a mesh that does not fit is refused before anything starts
@@ -261,9 +258,9 @@ def run_ranks(
                 job.orders.append(order)
                 job.lines[receiver] = index
             on_start([process.pid or 0 for process in job.processes.values()])
-            alone = job.watch is None and not among.prefix
+            pause = None if job.watch is None and not among.prefix else LOOK_SECONDS
             while job.lines and not job.failures:
-                job.listen(on_event, None if alone else LOOK_SECONDS)
+                job.listen(on_event, pause)
                 job.look(on_event)
                 if not job.failures and (error := among.elsewhere()) is not None:
                     raise error
@@ -286,7 +283,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     while job.lines and (left := deadline - time.monotonic()) > 0:
         job.listen(on_event, timeout=left)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
-    job.leave_word(rank, first)
+    job.say_in_trace(rank, first)
     if first.by_user:
         raise UserError(first.error)
     raise RankError(rank, world, first.error, first.details, stopping=job.stopping)
@@ -294,14 +291,12 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
 
 @dataclass(frozen=True)
 class _Start:
-    """What the process of a rank begins with."""
-
     inherited: Inherited
     index: int
     among: Among
     device: str
     store: Path
-    """A file in a folder of the job, where the ranks of one machine meet."""
+    """A file in a folder of the job, where ranks of one machine meet."""
     spare: bool
     trace: TraceSettings | None
 
