@@ -155,12 +155,12 @@ def _everywhere(nodes: Nodes, here: dict[Share, Path], tiers: Tiers) -> list[_Sn
     for node, (shares, _) in enumerate(words):
         for share in shares:
             holders.setdefault(share.id, {}).setdefault(share, node)
-    found = list(_whole(holders))
+    found = list(_complete(holders))
     found += [_Snapshot(created, step, save_id, (), path) for created, step, save_id, path in words[0][1]]
     return sorted(found, key=lambda one: (one.created, one.step), reverse=True)
 
 
-def _whole(holders: dict[str, dict[Share, int]]) -> Iterator[_Snapshot]:
+def _complete(holders: dict[str, dict[Share, int]]) -> Iterator[_Snapshot]:
     for save_id, shares in holders.items():
         by_number = {share.number: (share, node) for share, node in shares.items()}
         first = next(iter(shares))

@@ -85,7 +85,7 @@ def deal(
     total = sum(sizes.values())
     places = {node: [i for i, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)}
     here = places[nodes[me]]
-    held = {node: _held(sizes, None if holds is None else holds[at[0]]) for node, at in places.items()}
+    held = {node: _readable(sizes, None if holds is None else holds[at[0]]) for node, at in places.items()}
     if holds is not None:
         wants = _with_carriers(wants, places, held, starts, total)
     mine = _node([wants[i] for i in here], here, starts, total)
@@ -132,7 +132,7 @@ def _node(wants: Sequence[Wants], ranks: Sequence[int], starts: Mapping[str, int
     return _Node(numbers, np.array(ranks)[last[numbers]], times[numbers] > 1)
 
 
-def _held(sizes: Mapping[str, int], files: Collection[str] | None) -> NDArray[np.bool_]:
+def _readable(sizes: Mapping[str, int], files: Collection[str] | None) -> NDArray[np.bool_]:
     """Of all blocks those of these files; None: all."""
     if files is None:
         return np.ones(sum(sizes.values()), np.bool_)
