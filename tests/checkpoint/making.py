@@ -44,17 +44,22 @@ def make(
     objects: Mapping[str, Any] | None = None,
     about: About | None = None,
     layouts: Mapping[str, str] | None = None,
+    node: tuple[str, int, int] | None = None,
 ) -> Manifest:
-    """Write a checkpoint; the regions of a tensor go to the writers in turn, one that is not in `cuts` is whole."""
-    save_id = new_id()
+    """Write a checkpoint; the regions of a tensor go to the writers in turn, one that is not in `cuts` is whole.
+
+    `node`: the id of a save, and which of how many nodes this is: what its writers have of it is written as its share.
+    """
+    save_id, number, nodes = node or (new_id(), 0, 1)
+    each = writers // nodes
     partial = commits.begin(path, save_id)
-    for writer in range(writers):
+    for writer in range(number * each, (number + 1) * each):
         own: list[Outgoing] = []
         values: dict[tuple[str, Region], Tensor] = {}
-        for number, (name, tensor) in enumerate(tensors.items()):
+        for turn, (name, tensor) in enumerate(tensors.items()):
             spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype))
             some = (cuts or {}).get(name) or [Region.full(tensor.shape)]
-            shift = number if len(some) == 1 else 0
+            shift = turn if len(some) == 1 else 0
             for at, here in enumerate(some):
                 if (at + shift) % writers == writer and math.prod(tensor.shape):
                     own.append(Outgoing(name, spec, here, (layouts or {}).get(name, "")))
@@ -63,7 +68,8 @@ def make(
         done = [write_image(partial, f, [values[p.piece.name, p.piece.region] for p in f.placed], RING) for f in files]
         empty = {n: TensorSpec(tuple(t.shape), str(t.dtype)) for n, t in tensors.items() if not t.numel()}
         rank_parts.leave_part(partial, writer, rank_parts.part_of(rank_parts.tensors_of(files, empty), done, objects))
-    return finish(partial, path, writers, save_id, about or About())
+    parts = rank_parts.complete_parts(partial, range(number * each, (number + 1) * each))
+    return finish(partial, path, each, save_id, about or About(), parts, (number, nodes) if node else None)
 
 
 def recommit(path: Path, change: Callable[[Manifest], Manifest]) -> None:

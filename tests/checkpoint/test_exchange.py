@@ -20,6 +20,7 @@ from tangram.checkpoint.loading.between_nodes import PeerError
 from tangram.checkpoint.loading.read import Want, read_wants
 from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
 from tangram.checkpoint.store import commits
+from tangram.errors import UserError
 from tangram.hardware.host import shared
 from tangram.layout import Region, intervals
 from tangram.relayout.exchange.peers import Peers
@@ -48,6 +49,17 @@ def jobs(draw: st.DrawFn) -> tuple[list[Any], list[int]]:
     return wants, [draw(st.integers(0, 3)) for _ in wants]
 
 
+@st.composite
+def scattered(draw: st.DrawFn) -> tuple[list[Any], list[int], list[set[str]] | None]:
+    """The same, and the files that are where each rank is: each on some node, or all on all."""
+    wants, nodes = draw(jobs())
+    if draw(st.booleans()):
+        return wants, nodes, None
+    some = sorted(set(nodes))
+    on = {file: draw(st.sets(st.sampled_from(some), min_size=1)) for file in SIZES}
+    return wants, nodes, [{file for file in SIZES if node in on[file]} for node in nodes]
+
+
 @given(st.lists(wanted, min_size=1, max_size=6))
 def test_on_a_node_every_wanted_block_is_dealt_once_and_evenly(wants: list[Any]):
     deals = [deal(wants, [0] * len(wants), rank, SIZES) for rank in range(len(wants))]
@@ -59,10 +71,10 @@ def test_on_a_node_every_wanted_block_is_dealt_once_and_evenly(wants: list[Any])
     assert order == sorted(order)
 
 
-@given(jobs())
-def test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it(job: tuple[list[Any], list[int]]):
-    wants, nodes = job
-    deals = [deal(wants, nodes, rank, SIZES) for rank in range(len(wants))]
+@given(scattered())
+def test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it(job: tuple[list[Any], list[int], Any]):
+    wants, nodes, holds = job
+    deals = [deal(wants, nodes, rank, SIZES, holds) for rank in range(len(wants))]
     read = [task.item for made in deals for task in made.tasks if task.source is None]
     assert sorted(read) == sorted(set[tuple[str, int]]().union(*map(blocks, wants)))
     for rank, made in enumerate(deals):
@@ -80,6 +92,7 @@ def test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it(job: tuple
             if task.slot is None
         )
         for task in made.tasks:
+            assert task.source is not None or holds is None or task.item[0] in holds[rank]
             if task.source is not None:
                 sent = [some for some in deals[task.source].tasks if some.item == task.item]
                 assert [some.number for some in sent] == [task.number]
@@ -90,11 +103,11 @@ def test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it(job: tuple
     assert messages == sum(task.source is not None for made in deals for task in made.tasks)
 
 
-@given(jobs())
-def test_no_deal_comes_to_a_halt_where_each_rank_does_one_thing_after_the_other(job: tuple[list[Any], list[int]]):
+@given(scattered())
+def test_no_deal_comes_to_a_halt_where_each_rank_does_one_thing_after_the_other(job: tuple[list[Any], list[int], Any]):
     """One thread for each rank; a message needs both sides, and a slot all of its window's readers."""
-    wants, nodes = job
-    left = [list(reversed(deal(wants, nodes, rank, SIZES).tasks)) for rank in range(len(wants))]
+    wants, nodes, holds = job
+    left = [list(reversed(deal(wants, nodes, rank, SIZES, holds).tasks)) for rank in range(len(wants))]
     while any(left):
         ready = [some[-1] if some else None for some in left]
         done = [
@@ -106,6 +119,11 @@ def test_no_deal_comes_to_a_halt_where_each_rank_does_one_thing_after_the_other(
         for rank in done:
             for i in (rank, *left[rank][-1].to):
                 left[i].pop()
+
+
+def test_a_file_that_is_on_no_machine_is_named():
+    with pytest.raises(UserError, match='"c" of the checkpoint is on none of the machines'):
+        deal([{"c": [(0, 1)]}, {}], [0, 1], 1, SIZES, [{"a"}, {"b"}])
 
 
 @given(jobs())

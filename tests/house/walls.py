@@ -58,8 +58,9 @@ _COLLECTIVES = re.compile(
 )
 _COLLECTIVE_METHODS = {"allreduce", "allgather", "reduce_scatter", "alltoall", "alltoall_base", "_allgather_base"}
 _GROUPS = {"torch.distributed.init_process_group", "torch.distributed.device_mesh.init_device_mesh"}
+# Its connections are sockets.
 _PROCESSES = re.compile(
-    r"(subprocess|multiprocessing|torch\.multiprocessing|concurrent\.futures\.ProcessPoolExecutor"
+    r"(subprocess|multiprocessing(?!\.connection)|torch\.multiprocessing|concurrent\.futures\.ProcessPoolExecutor"
     r"|torch\.distributed\.(elastic|launcher|run)|os\.(fork|forkpty|system|popen|posix_spawn|spawn\w+|exec\w+))(\.|$)"
 )
 _PARSERS = {"lark", "pyparsing", "ply", "parsy", "parsimonious", "antlr4", "sly", "arpeggio"}

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,12 @@ def job_of(folder: Path, text: Path, **changes: Any) -> RankJob:
 def run(job: RankJob, seen: Run, settings: Settings | None = None) -> RankReport:
     seen.memory = memory_of(job.folder)
     return supervised(job, seen, settings or Settings(1), seen.started)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def text_in(folder: Path) -> Path:

@@ -11,13 +11,19 @@ import pytest
 
 from tangram.cli import main
 from tangram.resilience.tiers import memory_of
+from tests.resilience.runs import free_port
 from tests.training.small import plan_file, write_text
 
 
-def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tangram.cli.launch.started_by_torchrun", lambda: True)
-    assert main(["launch", "job.toml"]) == 2
-    assert "leave torchrun out" in capsys.readouterr().err
+def test_several_to_a_node_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    plan = plan_file(tmp_path / "plan.toml", write_text(tmp_path / "text"))
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    command = [sys.executable, "-m", "tangram", "launch", str(plan), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "start one on each (--nproc-per-node 1)" in " ".join(done.stderr.split())
 
 
 def test_without_a_job_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:

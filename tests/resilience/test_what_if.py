@@ -7,7 +7,7 @@ import pytest
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.resilience.what_if import lost, ranks_named
+from tangram.resilience.what_if import lost, ranks_named, survives_on
 from tests.training.small import plan_file, small_plan, write_text
 
 
@@ -54,9 +54,13 @@ def test_what_is_asked_wrongly(text: Path) -> None:
 
 def test_with_a_node_its_snapshots_are_gone(text: Path) -> None:
     plan = small_plan(text, mesh="rep=2 dp=2", axes={"data": ["rep", "dp"]})
-    node = lost(plan, ranks_named("node:1/2", plan), nodes=True)
+    node = lost(plan, ranks_named("node:1/2", plan), survives=survives_on("node:1/2", plan, 1))
     assert (node.ranks, node.only) == ((2, 3), 0)
-    assert "snapshots of these machines are gone, too" in node.sentences()[2]
+    assert "the last snapshot that was copied is on the nodes that are left" in node.sentences()[2]
+    both = lost(plan, ranks_named("node:0,1/2", plan), survives=survives_on("node:0,1/2", plan, 1))
+    assert "on these nodes alone" in both.sentences()[2]
+    assert survives_on("node:1/2", plan, 0) is False
+    assert survives_on("rank:1", plan, 0) is None
 
 
 def test_the_command(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.training.run import launch
-from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
+from tangram.training.run.environment import refuse_too_many
+from tangram.training.run.launch import RankError, run_ranks
 from tests.training.launch_tasks import a_tensor, abort_at_exit, add_up, be_slow, fail, hang, lose_fork_server
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine

@@ -62,7 +62,7 @@ def train(
     """Train, save, reload in one process, export, report; exit code 1 when a rank or a proof fails."""
     changes = {} if model is None else _of_model(Path(model).expanduser())  # first: its keys may then be set
     short = {"run.steps": steps, "seed": seed, "run.deterministic": True if deterministic else None}
-    with _met() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
+    with met_others() as meeting:  # so that of ranks that torchrun started only one tells of a mistake
         changes |= changes_of(change or [])
         changes |= {key: str(value).lower() for key, value in short.items() if value is not None}
         folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
@@ -111,7 +111,7 @@ def _trained(told: TrainRequest, meeting: Meeting | None, *, profile_startup: bo
     return 0
 
 
-def _met() -> contextlib.AbstractContextManager[Meeting | None]:
+def met_others() -> contextlib.AbstractContextManager[Meeting | None]:
     """The meeting of torchrun's ranks, or None: torch is loaded only where there is one."""
     if not started_by_torchrun():
         return contextlib.nullcontext()

@@ -24,8 +24,10 @@ class Promoter:
         self._thread = threading.Thread(target=self._work, name="tangram-promoter", daemon=True)
         self._thread.start()
 
-    def take(self, snapshot: CheckpointSaved) -> None:
-        """Have a snapshot copied; its files stay until then. Returns at once."""
+    def offer(self, snapshot: CheckpointSaved, *, disk: bool) -> None:
+        """Have a snapshot copied, if it is due; its files stay until then. Returns at once."""
+        if not disk:
+            return
         try:
             self._orders.put((snapshot, pin(Path(snapshot.path))))
         except OSError as error:  # it was replaced by newer ones before anybody came to it

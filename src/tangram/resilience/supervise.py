@@ -8,12 +8,13 @@ and the report at the end is of the whole run. A step that is done again must ha
 that is said, for then some rank computes otherwise than before.
 
 Every attempt has a folder and a store of its own, so nothing of a dead one is taken for a live one's: torchrun's
-restarts fail by that (pytorch#135712, #167288).
+restarts fail by that (pytorch#135712, #167288). Of several nodes each has its launcher (`resilience.nodes`).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from tangram.checkpoint.saving.rank_parts import sentence
@@ -21,6 +22,9 @@ from tangram.checkpoint.store.commits import read_marker
 from tangram.checkpoint.tiers.promote import promote
 from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device
+from tangram.resilience import shares
+from tangram.resilience.carrier import Carrier
+from tangram.resilience.nodes import ElsewhereError, Nodes
 from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.promoter import Promoter
 from tangram.resilience.seen import MEMORY, Recovered, Seen
@@ -29,9 +33,11 @@ from tangram.resilience.tiers import Tiers, memory_of
 from tangram.tracing.settings import fresh_folder
 from tangram.training.mesh.world import axes_of
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
-from tangram.training.run.launch import RankError, refuse_too_many, run_ranks
+from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
+from tangram.training.run.launch import RankError, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS, alone
+from tangram.training.run.torchrun import Meeting
 from tangram.training.step.loop import Trained
 
 __all__ = ["Recovered", "Settings", "rescue", "supervised"]
@@ -51,6 +57,14 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     min_ranks: int | None = None
     """With how many the run goes on where not all can be kept alive; None: only with all."""
+    copies: int = 1
+    """Of several nodes: on how many others each share of a snapshot is, too."""
+    memory: Path | None = None
+    """The folder for snapshots; None: /dev/shm."""
+
+
+EVERYWHERE = 2
+"""So many newer ones a snapshot has where each node is known to have its share: a save waits for the one before."""
 
 
 class _SnapshotsEnd(Exception):
@@ -62,32 +76,43 @@ def supervised(
     on_event: OnEvent,
     settings: Settings | None = None,
     on_start: Callable[[Sequence[int]], None] = lambda processes: None,
+    meeting: Meeting | None = None,
 ) -> RankReport:
-    """Run `train_rank` on all ranks until the run is done; the report of rank 0, of the whole run.
+    """Run `train_rank` on all ranks until the run is done; the report of rank 0, or the first here, of the whole run.
 
-    Raises UserError and RankError as `run_ranks` does where the policy gives up, with its reason.
+    `meeting`: of the launchers of several nodes. Raises UserError and RankError as `run_ranks` does where the policy
+    gives up, with its reason.
     """
-    refuse_too_many(job.plan.ranks)
-    settings = settings or Settings()
+    nodes, settings = None if meeting is None else Nodes(meeting, job.plan.ranks), settings or Settings()
+    refuse_too_many(job.plan.ranks if nodes is None else nodes.ranks)
+    if settings.min_ranks is not None and nodes is not None:
+        raise UserError("--min-ranks is for the ranks of one node: leave it out")
     if settings.min_ranks is not None:
         try:
             pick_device(job.plan.run.device, 0, job.plan.ranks)
         except UserError as error:
             job = _shrunk(job, settings.min_ranks, str(error), on_event)
-    run = _Run(job, on_event, settings, on_start)
+    run = _Run(job, on_event, settings, on_start, nodes)
     try:
         return run.to_its_end()
     finally:
         run.close()
 
 
-def rescue(folder: Path, on_event: OnEvent) -> None:
+def rescue(folder: Path, on_event: OnEvent, memory: Path | None = None, meeting: Meeting | None = None) -> None:
     """Bring to the disk what the launcher of a run, who was killed, has left in memory, where that is newer.
 
+    `memory`: where that is, if not in /dev/shm; `meeting`: of the launchers of several nodes, all of which call this.
     Raises UserError where another process trains in this folder, or the disk takes none of it: it stays in memory.
     """
+    tiers = Tiers(memory_of(folder, memory), folder / CHECKPOINTS)
+    if meeting is not None:
+        nodes = Nodes(meeting, meeting.place.world)
+        shares.to_disk(nodes, tiers, partial(_saved, on_event))
+        nodes.close()
+        return
     with alone(folder):
-        if why := _rescue(Tiers(memory_of(folder), folder / CHECKPOINTS), on_event):
+        if why := _rescue(tiers, on_event):
             raise UserError(why)
 
 
@@ -97,8 +122,7 @@ def _rescue(tiers: Tiers, on_event: OnEvent) -> str:
     for newest in tiers.newest_first():
         try:
             if not tiers.on_disk(newest):
-                step, path = read_marker(newest).step, promote(newest, tiers.disk)
-                on_event(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
+                _saved(on_event, read_marker(newest).step, promote(newest, tiers.disk))
             tiers.forget()
             return ""
         except (OSError, UserError) as error:
@@ -120,21 +144,30 @@ class _Run:
     on_event: OnEvent
     settings: Settings
     on_start: Callable[[Sequence[int]], None]
+    nodes: Nodes | None = None
+    """Of several, which all do the same."""
     failures: list[Failure] = field(default_factory=list[Failure])
     begun: int = 0
     """The failures before there were as many ranks as now."""
-    bad: set[Path] = field(default_factory=set[Path])
-    """Checkpoints that no attempt came to a step from."""
+    bad: set[str] = field(default_factory=set[str])
+    """Checkpoints that no attempt came to a step from, by their ids."""
+    apart: bool = False
+    """Whether something happened here of which other nodes do not know yet."""
     newest: CheckpointSaved | None = None
     """The newest snapshot of this attempt."""
 
     def __post_init__(self) -> None:
         plan, folder = self.job.plan, self.job.folder
-        memory = memory_of(folder) if self.settings.snapshot_every != 0 else None
+        memory = memory_of(folder, self.settings.memory) if self.settings.snapshot_every != 0 else None
         if self.settings.snapshot_every != 0 and memory is None:
             self.on_event(Note("this system has no /dev/shm: without snapshots in memory, checkpoints go to the disk"))
         self.tiers = Tiers(memory, folder / CHECKPOINTS)
-        self.promoter = Promoter(self.tiers.disk, (f"last={plan.checkpoint.keep}", *plan.checkpoint.also))
+        keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
+        self.promoter: Promoter | Carrier
+        if self.nodes is None or memory is None:
+            self.promoter = Promoter(self.tiers.disk, keep)
+        else:
+            self.promoter = Carrier(self.nodes, self.tiers, self.settings.copies, keep)
         self.seen = Seen(plan, self.on_event)
         self.attempts = max((int(path.name.partition("-")[2]) for path in self.tiers.attempts()), default=0)
 
@@ -146,7 +179,7 @@ class _Run:
         while True:
             began = self.seen.reached
             try:
-                report = self._attempt(resume)
+                report = self._agreed(resume)
             except RankError as error:
                 if error.stopping and (report := self._stopped(error)) is not None:
                     return report
@@ -158,32 +191,70 @@ class _Run:
                 if resume in (None, self.job.resume) or self.seen.reached > began:
                     raise
                 assert resume is not None
-                self.bad.add(resume)  # as a damaged one: an older one may do
+                self.bad.add(_id(resume))  # as a damaged one: an older one may do
                 self.on_event(Note(f"cannot go on from {resume}: {error}"))
                 resume = self._newest()
                 if resume is None:
                     raise
             else:
+                self._last_to_disk()
                 return self._with_all_steps(report)
 
     def close(self) -> None:
-        """Leave nothing in memory; of a run that did not come to its end the newest snapshot goes to the disk."""
-        self.promoter.close()
-        self.pass_on()
-        _rescue(self.tiers, self.on_event)
+        """Leave nothing in memory; of a run that did not come to its end the newest snapshot goes to the disk.
+
+        Where other nodes do not know of the end yet, what is in memory stays there for `rescue`.
+        """
+        if not self.apart:
+            self.promoter.close()
+            self.pass_on()
+            if why := self._rescued():
+                self.on_event(Note(why))
+        if self.nodes is not None:
+            self.nodes.close()
+
+    def _rescued(self) -> str:
+        """Why the newest snapshot could not be brought to the disk."""
+        if self.nodes is None:
+            return _rescue(self.tiers, self.on_event)
+        try:
+            shares.to_disk(self.nodes, self.tiers, partial(_saved, self.on_event))
+        except (UserError, RankError, ReportedElsewhere) as error:
+            return str(error)
+        return ""
+
+    def _agreed(self, resume: Path | None) -> RankReport:
+        """An attempt, which ends on all nodes alike."""
+        error, report, self.apart = None, None, self.nodes is not None
+        try:
+            report = self._attempt(resume)
+        except (RankError, UserError, _SnapshotsEnd, ElsewhereError) as caught:
+            error = caught
+        if self.nodes is not None:
+            error, self.seen.reached = self.nodes.settled(self.attempts, error, self.seen.reached)
+        self.apart = False
+        if error is not None:
+            raise error
+        assert report is not None
+        return report
 
     def _attempt(self, resume: Path | None) -> RankReport:
         self.attempts, self.newest = self.attempts + 1, None
-        snapshots = None
         try:
-            if (memory := self.tiers.attempt(self.attempts)) is not None:
-                snapshots = Snapshots(memory, self.settings.snapshot_every)
+            memory = self.tiers.attempt(self.attempts)
         except OSError as error:
             self.on_event(Note(f'no snapshots in memory: "{error.filename}": {error.strerror}'))
-            self.tiers = replace(self.tiers, memory=None)
-        trace = self.job.trace
+            memory = None
+        trace, nodes = self.job.trace, self.nodes
         if trace is not None and self.failures:  # that of the attempt before says what it died of
             trace = replace(trace, folder=fresh_folder(self.job.folder))
+        if nodes is not None:
+            words = nodes.words((memory, trace and trace.folder))
+            memory = None if any(one is None for one, _ in words) else memory
+            trace = trace and replace(trace, folder=words[0][1])
+        if memory is None:
+            self.tiers = replace(self.tiers, memory=None)
+        snapshots = memory and Snapshots(memory, self.settings.snapshot_every, nodes and nodes.place)
         job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace, spent=self.seen.spent())
         self.seen.begin(
             "the beginning" if resume is None else "the disk" if resume.parent == self.tiers.disk else MEMORY
@@ -191,14 +262,13 @@ class _Run:
         results = run_ranks(
             train_rank,
             job,
-            world=job.plan.ranks,
+            world=job.plan.ranks if nodes is None else nodes.among(self.attempts),
             on_event=self._hear,
             device=job.plan.run.device,
             on_start=self.on_start,
             spare=True,
             trace=trace,
         )
-        self._last_to_disk()
         return results[0]
 
     def _stopped(self, error: RankError) -> RankReport | None:
@@ -210,7 +280,7 @@ class _Run:
         step, packing = read_marker(newest).step, packing_of(newest)
         self.on_event(Note(f"{error}, after it had been asked to stop: its newest state is of step {step}"))
         self.promoter.close()
-        if why := _rescue(self.tiers, self.on_event):
+        if why := self._rescued():
             raise UserError(why)
         trained = Trained((), 0, self.seen.spent(), "signal")
         return self._with_all_steps(RankReport(trained, 0, step, None, None, 0.0, 0.0, packing))
@@ -235,7 +305,9 @@ class _Run:
         return resume
 
     def _newest(self) -> Path | None:
-        return next((path for path in self.tiers.newest_first() if path not in self.bad), self.job.resume)
+        if self.nodes is not None:
+            return shares.newest(self.nodes, self.tiers, self.bad, self.attempts) or self.job.resume
+        return next((path for path in self.tiers.newest_first() if _id(path) not in self.bad), self.job.resume)
 
     # ------------------------------------------------------------ what is heard
 
@@ -255,28 +327,33 @@ class _Run:
         self.seen.blocked += event.blocked_seconds
         every = self.job.plan.checkpoint.every_steps
         self.newest = event
-        if every and event.step // every > self.seen.promoted // every:
-            self._promote(event)
-        if Path(event.path).parent != (mine := self.tiers.attempt(self.attempts)):
+        self._offer(event, disk=every > 0 and event.step // every > self.seen.promoted // every)
+        mine = self.tiers.attempt(self.attempts)
+        if mine is None or Path(event.path).parent != mine:
             return
-        self.tiers.forget(but=mine)  # what an attempt before has left is older now
+        # What an attempt before has left is older now; once this one is known to be everywhere, where it has to be.
+        if self.nodes is None or len(list(mine.glob("step-*"))) > EVERYWHERE:
+            self.tiers.forget(but=mine)
 
-    def _promote(self, event: CheckpointSaved) -> None:
-        self.seen.promoted = event.step
-        self.promoter.take(replace(event, blocked_seconds=self.seen.blocked))
-        self.seen.blocked = 0.0
+    def _offer(self, event: CheckpointSaved, *, disk: bool) -> None:
+        if disk:
+            self.seen.promoted = event.step
+            event, self.seen.blocked = replace(event, blocked_seconds=self.seen.blocked), 0.0
+        self.promoter.offer(event, disk=disk)
 
     def _last_to_disk(self) -> None:
         """The state at the end of the run, or where somebody asked to stop."""
         if self.tiers.memory is None:
             return
-        if self.newest is not None and self.newest.step > self.seen.promoted:
-            self._promote(self.newest)
+        newest = self.newest
+        if newest is not None and newest.step > self.seen.promoted:
+            self._offer(newest, disk=True)
         self.promoter.close()
         self.pass_on()
         self.promoter = Promoter(self.tiers.disk, ())
-        if self.newest is not None and not self.tiers.on_disk(Path(self.newest.path)):
-            raise UserError(f"the last checkpoint, of step {self.newest.step}, could not be written to the disk")
+        lost = newest is not None and not self.tiers.on_disk(Path(newest.path))
+        if newest is not None and (lost if self.nodes is None else self.nodes.words(lost)[0]):
+            raise UserError(f"the last checkpoint, of step {newest.step}, could not be written to the disk")
 
     def pass_on(self) -> None:
         """What the promoter has to tell."""
@@ -304,6 +381,18 @@ def _shrunk(job: RankJob, least: int, why: str, tell: OnEvent) -> RankJob:
     tell(Note(f'{why}; going on with {plan.ranks} of {job.plan.ranks} ranks, mesh "{plan.mesh}"'))
     trace = job.trace and replace(job.trace, mesh=plan.mesh, stages=axes_of(plan).pipeline)
     return replace(job, plan=plan, memory=None, trace=trace)
+
+
+def _saved(tell: OnEvent, step: int, path: Path) -> None:
+    tell(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
+
+
+def _id(path: Path) -> str:
+    """Of a checkpoint; its path where it does not say."""
+    try:
+        return read_marker(path).id
+    except UserError:
+        return str(path)
 
 
 def _failure_of(error: RankError, step: int) -> Failure:

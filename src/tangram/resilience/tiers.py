@@ -3,12 +3,13 @@
     /dev/shm/tangram-UID-DIGEST/    of the run's folder
       attempt-1/step-00000007/      what the ranks of an attempt have written
       attempt-2/...                 the writers of dead ranks may still be at the one before
+      held/                         of a run on several nodes: what is being copied, and copies of what others have
+      resume-2/...                  and what an attempt goes on from (`resilience.shares`)
 
 A snapshot is a checkpoint like any other, of any layout, with its checksums. So what goes on from it may have another
 mesh, and every block is proved as it is read.
 
-Trade-off: a rank's snapshot lies on its own machine alone, so it is of use as long as that runs; what outlives the
-machine is in the run's folder.
+Trade-off: of a run on one machine a snapshot is of use as long as that runs; what outlives it is in the run's folder.
 """
 
 import contextlib
@@ -23,16 +24,19 @@ from pathlib import Path
 from tangram.checkpoint.store.commits import PARTIAL, Marker, committed, read_marker
 
 SHARED = Path("/dev/shm")
+HELD, RESUME = "held", "resume"
 SETTLE = 0.5
 """Seconds that a dead rank's writer is given to commit what it has begun."""
 
 
-def memory_of(run: Path) -> Path | None:
-    """The folder for snapshots of a run; None where this system has no memory that is a folder."""
-    if not (SHARED.is_dir() and os.access(SHARED, os.W_OK)):
+def memory_of(run: Path, memory: Path | None = None) -> Path | None:
+    """The folder for snapshots of a run; None where this system has no memory that is a folder. `memory`: another
+    folder than /dev/shm."""
+    memory = memory or SHARED
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
         return None
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
-    return SHARED / f"tangram-{os.getuid()}-{digest}"
+    return memory / f"tangram-{os.getuid()}-{digest}"
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,12 @@ class Tiers:
 
     def attempt(self, number: int) -> Path | None:
         """Where the ranks of an attempt write; it is there afterwards. None without memory. Raises OSError."""
-        if self.memory is None:
-            return None
-        path = self.memory / f"attempt-{number}"
+        return None if self.memory is None else self.folder(f"attempt-{number}")
+
+    def folder(self, name: str) -> Path:
+        """A folder in memory; it is there afterwards. Raises OSError."""
+        assert self.memory is not None
+        path = self.memory / name
         self.memory.mkdir(mode=0o700, exist_ok=True)
         if self.memory.is_symlink() or self.memory.stat().st_uid != os.getuid():
             raise OSError(1, "it belongs to somebody else", str(self.memory))
@@ -55,7 +62,11 @@ class Tiers:
 
     def attempts(self) -> list[Path]:
         """Folders of attempts that are there."""
-        return sorted(self.memory.glob("attempt-*")) if self.memory is not None else []
+        return self.folders("attempt-*")
+
+    def folders(self, pattern: str) -> list[Path]:
+        """Folders in memory."""
+        return sorted(self.memory.glob(pattern)) if self.memory is not None else []
 
     def newest_first(self) -> list[Path]:
         """What a run may go on from: whole checkpoints, the one that was written last first.
@@ -86,7 +97,8 @@ class Tiers:
 
     def forget(self, *, but: Path | None = None) -> None:
         """Remove the snapshots, those of one attempt excepted."""
-        for folder in self.attempts():
+        of_nodes = [*self.folders(f"{RESUME}-*"), *(self.folders(HELD) if but is None else ())]
+        for folder in (*self.attempts(), *of_nodes):
             if folder != but:
                 shutil.rmtree(folder, ignore_errors=True)
         if self.memory is not None and but is None:

@@ -14,6 +14,7 @@ from tangram.layout import Layout, Mesh, Region, owners, ranks_of
 from tangram.models.building.build import build_on_meta
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.planner.local.estimate import megabytes
+from tangram.resilience.carrier import survives
 from tangram.schema.plan import Plan
 from tangram.training.data import tokens_of
 from tangram.training.parallel.apply import freeze
@@ -36,8 +37,8 @@ class Lost:
     """That no other rank holds."""
     first: str
     """The first parameter of which that is so; "" where there is none."""
-    nodes: bool = False
-    """Whether their machines are gone, and what lay in the memory of those."""
+    survives: bool | None = None
+    """Where nodes are gone with what lay in their memory: whether each share of a snapshot is on one that is left."""
 
     def sentences(self) -> list[str]:
         """For people."""
@@ -47,8 +48,10 @@ class Lost:
             told.append(f"other ranks  have all but {megabytes(self.only)} of it, as of {self.first}")
         else:
             told.append("other ranks  have all of it, as it is at that moment")
-        if self.nodes:
-            told.append("memory       snapshots of these machines are gone, too")
+        if self.survives:
+            told.append("memory       the last snapshot that was copied is on the nodes that are left (--copies)")
+        elif self.survives is not None:
+            told.append("memory       parts of each snapshot were on these nodes alone (--copies): it is gone")
         else:
             told.append(
                 "memory       the newest snapshot has all of it, while this machine runs; the run goes on from there"
@@ -71,7 +74,16 @@ def ranks_named(text: str, plan: Plan) -> tuple[int, ...]:
     return tuple(sorted(number * size + at for number in numbers for at in range(size)))
 
 
-def lost(plan: Plan, ranks: tuple[int, ...], *, nodes: bool = False) -> Lost:
+def survives_on(text: str, plan: Plan, copies: int) -> bool | None:
+    """Whether snapshots outlive nodes that `ranks_named` read, with so many copies of each share; None of ranks."""
+    if not text.startswith("node:"):
+        return None
+    size = int(text.rpartition("/")[2])
+    gone = frozenset(rank // size for rank in ranks_named(text, plan))
+    return survives(-(-plan.ranks // size), copies, gone)
+
+
+def lost(plan: Plan, ranks: tuple[int, ...], *, survives: bool | None = None) -> Lost:
     """What goes with these ranks. Raises UserError for a plan whose layouts do not say it."""
     if plan.lora is not None and plan.lora.base != "parameters":
         raise UserError("--what-if-lost counts parameters, and this base is quantised: leave lora.base out to ask")
@@ -89,7 +101,7 @@ def lost(plan: Plan, ranks: tuple[int, ...], *, nodes: bool = False) -> Lost:
         there, alone = known[layout, shape]
         state, held, only = state + each * math.prod(shape), held + each * there, only + each * alone
         first = first or (name if alone else "")
-    return Lost(ranks, plan.ranks, state, held, only, first, nodes)
+    return Lost(ranks, plan.ranks, state, held, only, first, survives)
 
 
 def _elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, gone: frozenset[int]) -> tuple[int, int]:

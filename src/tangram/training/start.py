@@ -80,10 +80,10 @@ class TrainRequest:
 
 
 def train_request(
-    request: TrainRequest, on_event: OnEvent, meeting: Meeting | None, run_ranks: Run = run_here
+    request: TrainRequest, on_event: OnEvent, meeting: Meeting | None, run_ranks: Run | None = None
 ) -> Mapping[str, Any] | None:
-    """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started;
-    `run_ranks`: how ranks are run where there are none yet."""
+    """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started, or,
+    with `run_ranks`, of processes that run a node's ranks by it."""
     with contextlib.ExitStack() as opened:
         if meeting is None:
             make_ready()  # while this process reads and plans
@@ -91,7 +91,8 @@ def train_request(
         tell = on_event if leads else _nowhere
         if request.out is not None and request.resume is None:
             on_one(meeting, partial(refuse_in_use, request.out))  # before anything is measured
-        chosen = on_one(meeting, lambda: choose(request, meeting, tell))
+        started = None if run_ranks is not None else meeting
+        chosen = on_one(meeting, lambda: choose(request, started, tell))
         on_one(meeting, lambda: prepare_text(chosen.plan, tell), per="node")
         folder = on_one(meeting, lambda: opened.enter_context(_folder(request, chosen.plan)).resolve())
         known: list[PreparedJob] = []  # on rank 0 alone
@@ -113,11 +114,10 @@ def train_request(
             return RankJob(chosen.plan, folder, digest, ready.costs, resume, request.profile, memory, trace=trace)
 
         job = on_one(meeting, begin)
+        run = run_ranks or (run_here if meeting is None else partial(_as_rank, meeting))
         if not leads:
-            assert meeting is not None
-            _as_rank(meeting, job, tell)
+            run(job, tell)
             return None
-        run = run_ranks if meeting is None else partial(_as_rank, meeting)
         with remembering(chosen.plan, chosen.predicted, request.name, tell) as remember:
             outcome = train_job(job, chosen, known[0], tell, run)
             if not isinstance(outcome, Stopped) and not request.profile:
@@ -235,6 +235,13 @@ def _processes(job: Job, requested: int | None, started: int | None) -> int:
     if requested is not None and not 1 <= requested <= MOST_PROCESSES:
         raise UserError(f"--processes {requested}: plans are made for 1 to {MOST_PROCESSES}")
     return started or requested or max(1, len(accelerators()) if job.run.device == "auto" else 1)
+
+
+def processes_of_nodes(request: TrainRequest, meeting: Meeting) -> int | None:
+    """How many ranks a job gets on the nodes of a meeting: as asked, else one per accelerator of each."""
+    if request.processes is not None or isinstance(request.job, Plan):
+        return request.processes
+    return meeting.place.world * _processes(request.job, None, None)
 
 
 def _shown(ranking: Ranking) -> TableEvent:

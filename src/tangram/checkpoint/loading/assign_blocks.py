@@ -3,6 +3,7 @@
     a block that one rank wants            that rank reads it, and copies what it wants
     a block that several of a node want    one of them gets it into its window; each copies what it wants from there
     a block that several nodes want        one of them reads it and sends it to the others
+    a block whose file is on other nodes   one that has it reads it and sends it, whether it wants it or not
 
 Every rank works the same deal out from what all of them want. Within a node, what several want is dealt out in
 contiguous stretches, so that all its ranks get hold of about as many blocks. Of what the same nodes want, each reads
@@ -14,13 +15,14 @@ there yet has somebody at work on it.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tangram.checkpoint.loading.scatter import Item
+from tangram.errors import UserError
 
 Wants = Mapping[str, Sequence[Sequence[int]]]
 """Of a rank: for each file, the blocks that it wants, as intervals."""
@@ -68,12 +70,24 @@ class _Node:
     """Whether more than one of its ranks wants it."""
 
 
-def deal(wants: Sequence[Wants], nodes: Sequence[object], me: int, sizes: Mapping[str, int]) -> Deal:
-    """Who reads what, as the rank `me` does its part. `nodes`: where each rank is; `sizes`: of the files, in blocks."""
+def deal(
+    wants: Sequence[Wants],
+    nodes: Sequence[object],
+    me: int,
+    sizes: Mapping[str, int],
+    holds: Sequence[Collection[str]] | None = None,
+) -> Deal:
+    """Who reads what, as the rank `me` does its part. `nodes`: where each rank is; `sizes`: of the files, in blocks.
+
+    `holds`: the files that are where a rank is; None: all are everywhere. Raises UserError for a file that is nowhere.
+    """
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     total = sum(sizes.values())
     places = {node: [i for i, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)}
     here = places[nodes[me]]
+    held = {node: _readable(sizes, None if holds is None else holds[at[0]]) for node, at in places.items()}
+    if holds is not None:
+        wants = _with_carriers(wants, places, held, starts, total)
     mine = _node([wants[i] for i in here], here, starts, total)
     names, firsts = list(starts), np.array(list(starts.values()))
 
@@ -83,8 +97,11 @@ def deal(wants: Sequence[Wants], nodes: Sequence[object], me: int, sizes: Mappin
 
     there = np.zeros(total, np.bool_)
     there[mine.numbers] = True
-    wanting = [mine if at is here else _node([wants[i] for i in at], at, starts, total) for at in places.values()]
-    sources, targets = _between(mine, [some for some in wanting if some is mine or there[some.numbers].any()])
+    wanting = {
+        node: mine if at is here else _node([wants[i] for i in at], at, starts, total) for node, at in places.items()
+    }
+    wanting = {node: some for node, some in wanting.items() if some is mine or there[some.numbers].any()}
+    sources, targets = _between(mine, list(wanting.values()), np.array([held[n][mine.numbers] for n in wanting]))
     order = np.lexsort((mine.numbers, sources == -1))  # first what passes between nodes
     slots: dict[int, list[int]] = {rank: [] for rank in here}
     tasks: list[BlockTask] = []
@@ -115,6 +132,43 @@ def _node(wants: Sequence[Wants], ranks: Sequence[int], starts: Mapping[str, int
     return _Node(numbers, np.array(ranks)[last[numbers]], times[numbers] > 1)
 
 
+def _readable(sizes: Mapping[str, int], files: Collection[str] | None) -> NDArray[np.bool_]:
+    """Of all blocks those of these files; None: all."""
+    if files is None:
+        return np.ones(sum(sizes.values()), np.bool_)
+    return np.repeat(np.array([file in files for file in sizes], np.bool_), np.array(list(sizes.values()), np.int64))
+
+
+def _with_carriers(
+    wants: Sequence[Wants],
+    places: Mapping[object, Sequence[int]],
+    held: Mapping[object, NDArray[np.bool_]],
+    starts: Mapping[str, int],
+    total: int,
+) -> list[Wants]:
+    """The wants, and with them the blocks that a rank reads for others: no node that wants them has their file."""
+    lacking, served = np.zeros(total, np.bool_), np.zeros(total, np.bool_)
+    for node, at in places.items():
+        wanted = np.zeros(total, np.bool_)
+        wanted[_node([wants[i] for i in at], at, starts, total).numbers] = True
+        lacking |= wanted & ~held[node]
+        served |= wanted & held[node]
+    names, firsts = list(starts), np.array(list(starts.values()))
+    carried: dict[int, dict[str, list[Sequence[int]]]] = {}
+    for number in np.flatnonzero(lacking & ~served).tolist():
+        file = int(np.searchsorted(firsts, number, side="right")) - 1
+        able = [node for node in places if held[node][number]]
+        if not able:
+            raise UserError(f'the file "{names[file]}" of the checkpoint is on none of the machines')
+        ranks = places[able[number % len(able)]]
+        some = carried.setdefault(ranks[number % len(ranks)], {}).setdefault(names[file], [])
+        some.append((number - int(firsts[file]), number - int(firsts[file]) + 1))
+    return [
+        {file: [*own.get(file, ()), *more.get(file, ())] for file in own.keys() | more.keys()}
+        for own, more in ((own, carried.get(rank, {})) for rank, own in enumerate(wants))
+    ]
+
+
 def level(has: Sequence[int], more: int) -> list[int]:
     """How many of `more` each gets, so that all have as much the same as can be."""
     shares = [0] * len(has)
@@ -129,10 +183,13 @@ def level(has: Sequence[int], more: int) -> list[int]:
     return shares
 
 
-def _between(mine: _Node, wanting: Sequence[_Node]) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
+def _between(
+    mine: _Node, wanting: Sequence[_Node], held: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], list[tuple[int, ...]]]:
     """For each block of `mine`, the rank that reads it for several nodes (-1: no other node wants it) and for whom.
 
-    `wanting`: the nodes that want something of the same, `mine` among them, in the order that all agree on.
+    `wanting`: the nodes that want something of the same, `mine` among them, in the order that all agree on. `held`: for
+    each of them, which blocks of `mine` it could read.
     """
     count = len(mine.numbers)
     holders = np.full((len(wanting), count), -1, np.int64)
@@ -141,12 +198,13 @@ def _between(mine: _Node, wanting: Sequence[_Node]) -> tuple[NDArray[np.int64], 
         row[at] = node.holder[theirs]
     wants = holders >= 0
     sources, targets = np.full(count, -1, np.int64), [tuple[int, ...]()] * count
-    for some in _alike(wants):
+    for some in _alike(np.concatenate([wants, held])):
         rows = np.flatnonzero(wants[:, some[0]])
         if len(rows) < 2:
             continue
         found = holders[np.ix_(rows, some)]
-        turns = np.arange(len(some)) % len(rows)
+        able = np.flatnonzero(held[rows, some[0]])
+        turns = able[np.arange(len(some)) % len(able)]
         sources[some] = found[turns, np.arange(len(some))]
         for i, turn, ranks in zip(some, turns, found.T.tolist(), strict=True):
             targets[i] = tuple(ranks[:turn] + ranks[turn + 1 :])
@@ -154,7 +212,7 @@ def _between(mine: _Node, wanting: Sequence[_Node]) -> tuple[NDArray[np.int64], 
 
 
 def _alike(wants: NDArray[np.bool_]) -> Iterator[NDArray[np.int64]]:
-    """The blocks that the same nodes want, group by group, each ascending."""
+    """The blocks that the same nodes want, and could read, group by group, each ascending."""
     if not wants.size:
         return
     _, group = np.unique(np.packbits(wants, axis=0), axis=1, return_inverse=True)

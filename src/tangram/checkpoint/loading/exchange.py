@@ -23,6 +23,7 @@ from tangram.checkpoint.loading.block_threads import READERS, WorkQueue, in_thre
 from tangram.checkpoint.loading.page_memory import pages
 from tangram.checkpoint.loading.scatter import BlockCopies, Item
 from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
+from tangram.checkpoint.store.commits import files_here
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, blocks_of
 from tangram.errors import UserError
@@ -46,17 +47,23 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
     numbers = {file: i for i, file in enumerate(files)}
     wanted, error = _tried(plan)
     blocks = [] if wanted is None else [[numbers[file], some] for file, some in wanted.blocks.items()]
-    words = _all_words(peers, {"node": shared.node(), "save": manifest.id, "error": error, "blocks": blocks})
+    here = files_here(path)
+    has = None if here is None else sorted(numbers[file] for file in here if file in numbers)
+    word = {"node": [shared.node(), has], "save": manifest.id, "error": error, "blocks": blocks}
+    words = _all_words(peers, word)
     _raise_first([word["error"] for word in words])
     if len({word["save"] for word in words}) > 1:
         raise UserError("the ranks read manifests of different saves: give all of them the same checkpoint")
     if wanted is None:
         raise AssertionError("what has no plan has an error")
     wants: list[Wants] = [{files[n]: some for n, some in word["blocks"]} for word in words]
-    nodes = [word["node"] for word in words]
+    nodes = [str(word["node"]) for word in words]
     here = [i for i, node in enumerate(nodes) if node == nodes[peers.index]]
+    holds: list[list[str]] | None = None
+    if any(word["node"][1] is not None for word in words):  # what each machine has written is there alone
+        holds = [files if word["node"][1] is None else [files[n] for n in word["node"][1]] for word in words]
     sizes = {name: blocks_of(manifest.files[name].size) for name in files}
-    made = deal(wants, nodes, peers.index, sizes)
+    made = deal(wants, nodes, peers.index, sizes, holds)
     room = (memory // BLOCK - READERS) // len(here)  # what a rank sees of all windows counts as its memory
     slots = max(1, min(SLOTS, room, *(len(stretch) for stretch in made.stretches)))
     me = here.index(peers.index)
@@ -64,7 +71,7 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
     memory_of_node = node_memory(lambda word: _all_words(peers, word), here, peers.index, shape.size)
     found = [SharedWindow(window, shape, process) for window, process in memory_of_node]
     if not found:
-        made, me = deal(wants, range(peers.size), peers.index, sizes), 0
+        made, me = deal(wants, range(peers.size), peers.index, sizes, holds), 0
     _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
     _raise_first(_all_words(peers, error))
 

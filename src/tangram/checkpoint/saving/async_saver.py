@@ -229,7 +229,7 @@ class AsyncSaver:
     def _conclude(self, verdict: dict[str, Any] | None) -> None:
         """Let the last save be as the first rank says; its writer may not have seen that yet."""
         if self._task is not None and not self._task.done.is_set():
-            self._task.verdict = verdict
+            self._task.verdict = verdict if self.settings.node is None else None
             self._task.done.wait()
 
     # ------------------------------------------------------------ in the thread that copies and listens
@@ -320,6 +320,7 @@ class AsyncSaver:
             pause=self.settings.pause,
             limit=self.settings.limit,
             keep=self.settings.keep,
+            node=self.settings.node,
             digests=self.settings.digests,
             objects=task.objects,
             mesh=task.about.mesh if first else "",

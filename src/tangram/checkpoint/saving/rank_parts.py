@@ -59,6 +59,8 @@ class About:
     """Text of the mesh that the state lies on, for people."""
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
     """Small files by name, as `config.json`: with it and a model that lies whole, others load the folder as it is."""
+    created: str = ""
+    """ISO 8601, UTC; empty: now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +122,9 @@ def part_of(
     return RankPart({file.name: file.file for file in written}, tensors, sums if summed else None, objects or {})
 
 
-def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
-    """The manifest of all that was written; `fields` are its others: id, step, created, mesh.
+def merged(parts: Iterable[RankPart], *, partly: bool = False, **fields: Any) -> Manifest:
+    """The manifest of all that was written; `fields` are its others: id, step, created, mesh. `partly`: these are the
+    parts of one of several machines.
 
     Ranks may have different objects, as stages of a pipeline do; one that several have is as the first of them has it,
     but that the groups of an optimiser have the parameters of all. Raises ManifestError where some elements of a
@@ -143,14 +146,14 @@ def merged(parts: Iterable[RankPart], **fields: Any) -> Manifest:
             sums[name] = digest.add(sums.get(name, digest.NOTHING), some)
     few = sum(len(one.rows) for one in laid) <= KEPT
     join = _joined if few else _joined.__wrapped__
-    tensors = join(tuple(laid), tuple((name, file.size) for name, file in files.items()))
+    tensors = join(tuple(laid), tuple((name, file.size) for name, file in files.items()), partly)
     check_names(objects)
     manifest = Manifest(tensors=tensors, files=files, objects=objects, **fields)
     return manifest if sums is None else with_digests(manifest, sums)
 
 
 @lru_cache(2)
-def _joined(laid: tuple[PartTensors, ...], sizes: tuple[tuple[str, int], ...]) -> KeptTensors:
+def _joined(laid: tuple[PartTensors, ...], sizes: tuple[tuple[str, int], ...], partly: bool) -> KeptTensors:
     """The tensors of all ranks, whose pieces are proved to cover them; kept, as a state is saved again and again."""
     known: dict[str, StoredTensor] = {}
     pieces: dict[str, list[StoredPiece]] = {}
@@ -162,7 +165,7 @@ def _joined(laid: tuple[PartTensors, ...], sizes: tuple[tuple[str, int], ...]) -
             pieces.setdefault(name, []).extend(tensor.pieces)
     whole = {name: replace(tensor, pieces=tuple(pieces[name])) for name, tensor in sorted(known.items())}
     tensors = KeptTensors(whole)
-    check(Manifest("", 0, "", tensors, {name: StoredFile(size, ()) for name, size in sizes}))
+    check(Manifest("", 0, "", tensors, {name: StoredFile(size, ()) for name, size in sizes}), partly=partly)
     return tensors
 
 
@@ -234,12 +237,12 @@ def _appear(file: Path, data: bytes) -> None:
     hidden.rename(file)
 
 
-def complete_parts(partial: Path, writers: int) -> list[RankPart] | None:
+def complete_parts(partial: Path, writers: Iterable[int]) -> list[RankPart] | None:
     """The parts of all writers, or None while some are missing. Raises OSError with the reason of one that cannot."""
     failed = sorted(partial.glob("failed-*.json"))
     if failed:
         raise OSError(json.loads(failed[0].read_text())["reason"])
-    files = [partial / f"part-{writer:05d}.json" for writer in range(writers)]
+    files = [partial / f"part-{writer:05d}.json" for writer in writers]
     if not all(file.exists() for file in files):
         return None
     return [_read_part(file) for file in files]
@@ -294,18 +297,26 @@ def sentence(error: BaseException) -> str:
 
 
 def finish(
-    partial: Path, path: Path, writers: int, save_id: str, about: About, found: Sequence[RankPart] | None = None
+    partial: Path,
+    path: Path,
+    writers: int,
+    save_id: str,
+    about: About,
+    found: Sequence[RankPart] | None = None,
+    share: tuple[int, int] | None = None,
 ) -> Manifest:
-    """Put the parts of all writers together and commit them as `path`. `found`: the parts, where they are read."""
-    found = found or complete_parts(partial, writers)
+    """Put the parts of all writers together and commit them as `path`. `found`: the parts, where they are read.
+    `share`: which of how many machines these writers are on, where they are those of one."""
+    found = found or complete_parts(partial, range(writers))
     if found is None:
         raise SaveError("a rank left no part, though it said that all went well")
     manifest = merged(
         found,
         id=save_id,
         step=about.step,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=about.created or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         mesh=about.mesh,
+        partly=share is not None,
     )
     closing = commits.closing_path(partial)
     partial.rename(closing)
@@ -313,7 +324,7 @@ def finish(
         indexed = any(part.sums is not None for part in found)  # else whoever copies it from memory adds both
         manifest = with_small_files(closing, manifest, about.beside, indexed)
         remove_words(closing)
-        commits.commit(closing, path, manifest)
+        commits.commit(closing, path, manifest, share=share)
     except BaseException:
         with contextlib.suppress(OSError):
             closing.rename(partial)

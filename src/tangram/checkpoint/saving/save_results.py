@@ -19,6 +19,9 @@ class Settings:
     """Seconds without any progress after which storage, or another rank's writer, counts as stalled."""
     keep: tuple[str, ...] = ()
     """Rules of `tangram.checkpoint.store.retention`: which are kept after each commit. None: all."""
+    node: tuple[int, int, int, int] | None = None
+    """Of snapshots that stay on several machines: which of how many this is, its first rank, and how many it has.
+    What the ranks of each have written is committed there, as a share."""
     digests: bool = True
     """Whether each tensor gets its digest; without, whoever copies a checkpoint of memory to a disk takes them."""
 

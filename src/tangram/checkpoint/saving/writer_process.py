@@ -52,6 +52,8 @@ class Order:
     """Seconds without any progress in the folder after which a writer waits no longer for the others."""
     keep: tuple[str, ...] = ()
     """Rules of `retention`; none: all are kept."""
+    node: tuple[int, int, int, int] | None = None
+    """As in `Settings`."""
     digests: bool = True
     objects: Any = None
     """Of this rank."""
@@ -61,6 +63,10 @@ class Order:
     """Why this rank has nothing to write, for the attempt under way."""
     hopeless: bool = False
     """Whether that holds for all attempts."""
+
+    def together(self, writers: int) -> range:
+        """The writers that commit together: of `writers` all, or those of this machine."""
+        return range(writers) if self.node is None else range(self.node[2], self.node[2] + self.node[3])
 
 
 class _FailedError(Exception):
@@ -143,7 +149,8 @@ class SaveWriter:
         folders = [commits.partial_path(target, attempt_id(order.id, i)) for i in range(order.retries + 1)]
         if order.problem and (path := _committed(target.parent, order)):  # by the process that this one replaces
             return str(path), "", []
-        return self._lead(order, folders) if self._files.index == 0 else self._follow(order, folders)
+        first = order.together(self._files.writers)[0]
+        return self._lead(order, folders) if self._files.index == first else self._follow(order, folders)
 
     def _lead(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
         """The first writer's way."""
@@ -169,25 +176,25 @@ class SaveWriter:
 
     def _attempt(self, order: Order, partial: Path, save_id: str, problem: str) -> Path:
         """Write, wait for the others, commit."""
+        together = order.together(self._files.writers)
         try:
             self._write(order, partial, save_id, problem)
 
             def look() -> list[rank_parts.RankPart] | None:
                 _refuse_failed(partial)
-                return rank_parts.complete_parts(partial, self._files.writers)
+                return rank_parts.complete_parts(partial, together)
 
             parts = self._until(partial, order.limit, look)
             path = _free(Path(order.path))
             about = About(order.step, order.mesh, order.beside or {})
-            finish(partial, path, self._files.writers, save_id, about, parts)
+            finish(partial, path, len(together), save_id, about, parts, order.node and order.node[:2])
             return path
         except Exception as error:  # noqa: BLE001  whatever it is, the other writers wait to hear of it
             with contextlib.suppress(OSError):
                 (partial / f"part-{self._files.index:05d}.json").unlink()  # it has no part in what failed
             self._leave_failure(partial, _reason(error))
             with contextlib.suppress(_FailedError):
-                others = range(1, self._files.writers)
-                self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in others) or None)
+                self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in together[1:]) or None)
             raise _FailedError(_reason(error)) from None
 
     def _follow(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:

@@ -53,6 +53,10 @@ class Marker:
     """The sha256 of the manifest's bytes."""
     sizes: Mapping[str, int]
     """Of every file but the marker."""
+    share: tuple[int, int] | None = None
+    """Which of how many machines has written this: it is no checkpoint without what the others have."""
+    here: frozenset[str] | None = None
+    """The files that this folder has, where others are on other machines; None: all."""
 
 
 # ---------------------------------------------------------------- reading
@@ -69,6 +73,8 @@ def read_marker(path: Path) -> Marker:
         raise UserError(f'the {MARKER} of the checkpoint "{path}" cannot be read: {error}') from None
     marker = parse_marker(data, path)
     for name, size in marker.sizes.items():
+        if marker.here is not None and name not in marker.here:
+            continue
         try:
             found = _plain_size(path / name)
         except OSError as error:  # as of a name that is too long
@@ -93,7 +99,20 @@ def read_manifest(path: str | Path, marker: Marker | None = None) -> Manifest:
         raise UserError(f"{error}{older(path) if there else ''}") from None
 
 
-def _manifest(path: Path, marker: Marker) -> Manifest:
+def read_share(path: Path) -> Manifest:
+    """What one machine has written of a checkpoint: the manifest of its pieces alone. Raises UserError."""
+    return _manifest(path, read_marker(path), partly=True)
+
+
+def files_here(path: Path) -> frozenset[str] | None:
+    """The files that a checkpoint's folder has, where others are on other machines; None: all. Raises UserError."""
+    return parse_marker(read_bounded(path / MARKER, LARGEST_MARKER), path).here
+
+
+def _manifest(path: Path, marker: Marker, *, partly: bool = False) -> Manifest:
+    if marker.share is not None and not partly:
+        which = f"machine {marker.share[0]} of {marker.share[1]}"
+        raise UserError(f'"{path}" is what {which} has written of a snapshot: without the others it is no checkpoint')
     try:
         data = read_bounded(path / MANIFEST, manifests.LARGEST)
     except OSError as error:
@@ -101,7 +120,7 @@ def _manifest(path: Path, marker: Marker) -> Manifest:
     if hashlib.sha256(data).hexdigest() != marker.manifest:
         raise UserError(f'the {MANIFEST} of the checkpoint "{path}" is damaged: its bytes are not those written')
     try:
-        found = manifests.parse(data)
+        found = manifests.parse(data, partly=partly)
     except ManifestError as error:
         raise UserError(f'the checkpoint "{path}" cannot be read: {error}') from None
     if found.id != marker.id or {name: file.size for name, file in found.files.items()} != {
@@ -163,6 +182,8 @@ def parse_marker(data: bytes, path: Path) -> Marker:
             created=str(known["created"]),
             manifest=str(known["manifest"]),
             sizes=sizes,
+            share=(int(known["share"][0]), int(known["share"][1])) if "share" in known else None,
+            here=frozenset(map(str, known["here"])) if "here" in known else None,
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise UserError(f'the {MARKER} of the checkpoint "{path}" is damaged: {error!r}') from None
@@ -263,20 +284,27 @@ def sweep(folder: Path, idle: float = 0.0, but: Collection[Path] = ()) -> None:
             shutil.rmtree(orphan, ignore_errors=True)
 
 
-def commit(partial: Path, path: Path, manifest: Manifest, serial: int = 1) -> None:
+def commit(partial: Path, path: Path, manifest: Manifest, serial: int = 1, **scattered: Any) -> None:
     """Make what is under way the checkpoint `path`: afterwards it is whole, whatever happens; before, it is none.
 
-    All files that the manifest names are on the disk already. `serial`: the least that it gets. Raises FileExistsError
-    where there is one already.
+    All files that the manifest names are on the disk already. `serial`: the least that it gets. `scattered`: the
+    marker's `share` or `here`. Raises FileExistsError where there is one already.
     """
-    seal(partial, manifest, serial)
+    seal(partial, manifest, serial, **scattered)
     if path.exists():  # never over one that is good
         raise FileExistsError(17, "there is a checkpoint already", str(path))
     partial.rename(path)
     flush_folder(path.parent)
 
 
-def seal(partial: Path, manifest: Manifest, serial: int = 1) -> None:
+def seal(
+    partial: Path,
+    manifest: Manifest,
+    serial: int = 1,
+    *,
+    share: tuple[int, int] | None = None,
+    here: Collection[str] | None = None,
+) -> None:
     """Write the manifest and the marker of what is under way: all but its name."""
     data = manifests.to_json(manifest).encode()
     write_file(partial / MANIFEST, data)
@@ -289,6 +317,8 @@ def seal(partial: Path, manifest: Manifest, serial: int = 1) -> None:
         "manifest": hashlib.sha256(data).hexdigest(),
         "sizes": {MANIFEST: len(data)} | {name: file.size for name, file in manifest.files.items()},
     }
+    marker |= {} if share is None else {"share": list(share)}
+    marker |= {} if here is None else {"here": [MANIFEST, *here]}
     write_file(partial / MARKER, marker_text(marker))
     flush_folder(partial)
 

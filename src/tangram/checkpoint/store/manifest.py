@@ -191,8 +191,11 @@ def region_fields(region: Region) -> list[Any]:
 # ---------------------------------------------------------------- read from a stranger
 
 
-def parse(text: str | bytes) -> Manifest:
-    """The manifest that a text says. Raises ManifestError, with one sentence, where it does not hold together."""
+def parse(text: str | bytes, *, partly: bool = False) -> Manifest:
+    """The manifest that a text says; `partly`: of what one of several machines has written.
+
+    Raises ManifestError, with one sentence, where it does not hold together.
+    """
     try:
         fields = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -214,12 +217,15 @@ def parse(text: str | bytes) -> Manifest:
         objects=dict(row for row in _rows(known, "objects")),
         mesh=_text(known, "mesh", 10_000),
     )
-    check(manifest)
+    check(manifest, partly=partly)
     return manifest
 
 
-def check(manifest: Manifest) -> None:
-    """That names can be printed, and pieces lie inside their files without overlapping and cover their tensors."""
+def check(manifest: Manifest, *, partly: bool = False) -> None:
+    """That names can be printed, and pieces lie inside their files without overlapping and cover their tensors.
+
+    `partly`: they need not cover them.
+    """
     check_names((*manifest.tensors, *manifest.objects))
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for name, tensor in manifest.tensors.items():
@@ -229,7 +235,7 @@ def check(manifest: Manifest) -> None:
             _require(stop <= size, f"a piece of {name} ends at byte {stop} of {piece.file}, which has {size}")
             _require(piece.offset % tensor.itemsize == 0, f"a piece of {name} begins at the odd byte {piece.offset}")
             spans.setdefault(piece.file, []).append((piece.offset, stop, name))
-        _check_covered(tensor)
+        _check_covered(tensor, partly=partly)
     for file, some in spans.items():
         some.sort()
         for (_, stop, one), (start, _, other) in itertools.pairwise(some):
@@ -242,7 +248,7 @@ def check_names(names: Iterable[str]) -> None:
         _require(name.isprintable(), f"the name {name!r} has letters that cannot be printed")
 
 
-def _check_covered(tensor: StoredTensor) -> None:
+def _check_covered(tensor: StoredTensor, *, partly: bool) -> None:
     whole = Region.full(tensor.spec.shape)
     regions = [piece.region for piece in tensor.pieces]
     if regions == [whole] or (not regions and not whole):
@@ -251,7 +257,7 @@ def _check_covered(tensor: StoredTensor) -> None:
         _require(region.within(tensor.spec.shape), f"a piece of {tensor.name} is outside of it: {region}")
     found = coverage(whole, regions)
     wrong = f"lack {found.missing}" if found.missing else f"have {found.doubled} twice"
-    _require(found.exact, f"the pieces of {tensor.name} {wrong}")
+    _require(found.exact or (partly and not found.doubled), f"the pieces of {tensor.name} {wrong}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

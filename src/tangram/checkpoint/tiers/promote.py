@@ -14,10 +14,10 @@ import numpy as np
 
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.saving.file_layout import Image, add_sums, stored_images
-from tangram.checkpoint.saving.rank_parts import with_digests, with_small_files
+from tangram.checkpoint.saving.rank_parts import PartTensors, RankPart, leave_part, with_digests, with_small_files
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.digest import Sums
-from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum
+from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredFile, checksum
 
 PINNED = ".pinned"
 
@@ -48,14 +48,9 @@ def promote(path: Path, folder: Path) -> Path:
     manifest = commits.read_manifest(path, marker)
     target = commits.free_path(folder, marker.step)
     partial = commits.begin(target, marker.id)
-    there, earlier = commits.newest_files(folder)
     digested = all(tensor.digest for tensor in manifest.tensors.values())
-    images, sums = {} if digested else stored_images(manifest), dict[str, Sums]()
     try:
-        for name, stored in manifest.files.items():
-            known = earlier.get(name) == replace(stored, save=stored.save or marker.id)
-            shared = known and _linked(there / name, partial / name)
-            _copy(path / name, None if shared else partial / name, stored, images.get(name), sums)
+        sums = copy_files(path, manifest, partial, digested=digested)
         if not digested:
             manifest = with_small_files(partial, with_digests(manifest, sums), {})
         commits.commit(partial, target, manifest)
@@ -64,6 +59,32 @@ def promote(path: Path, folder: Path) -> Path:
             shutil.rmtree(partial)
         raise
     return target
+
+
+def copy_share(path: Path, partial: Path, number: int) -> Manifest:
+    """Copy what one of several machines has written into the folder of a checkpoint under way, as its part.
+
+    Raises as `promote` does; whoever has the others commits it. Returns what it is.
+    """
+    manifest = commits.read_share(path)
+    tensors = PartTensors(manifest.tensors)
+    sums = copy_files(path, manifest, partial, digested=False)
+    leave_part(partial, number, RankPart(manifest.files, tensors, sums, manifest.objects))
+    return manifest
+
+
+def copy_files(path: Path, manifest: Manifest, partial: Path, *, digested: bool) -> dict[str, Sums]:
+    """Copy the files of a manifest and prove them; what their tensors sum to, unless they have digests.
+
+    What the newest checkpoint beside has, too, gets a second name.
+    """
+    there, earlier = commits.newest_files(partial.parent)
+    images, sums = {} if digested else stored_images(manifest), dict[str, Sums]()
+    for name, stored in manifest.files.items():
+        known = earlier.get(name) == replace(stored, save=stored.save or manifest.id)
+        shared = known and _linked(there / name, partial / name)
+        _copy(path / name, None if shared else partial / name, stored, images.get(name), sums)
+    return sums
 
 
 def _linked(file: Path, name: Path) -> bool:

@@ -8,11 +8,13 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tangram.errors import UserError
 
+MOST_RANKS = 256
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 
@@ -34,6 +36,41 @@ class RankPlace:
     local_index: int
     local_world: int
     node: str
+
+
+def _nothing() -> None:
+    """No other machine has ranks."""
+
+
+@dataclass(frozen=True)
+class Among:
+    """Which of a job's ranks this machine has, where others have the rest."""
+
+    world: int
+    first: int = 0
+    here: int = 0
+    """0: all."""
+    address: tuple[str, int] = ("", 0)
+    """Of the store where all ranks meet; without one they meet in a file."""
+    prefix: str = ""
+    """Of what they say there."""
+    elsewhere: Callable[[], Exception | None] = _nothing
+    """What has ended the ranks of another machine."""
+
+    def for_ranks(self) -> "Among":
+        """As ranks have it."""
+        return replace(self, elsewhere=_nothing)
+
+    @property
+    def ranks(self) -> range:
+        """Those of this machine."""
+        return range(self.first, self.first + (self.here or self.world))
+
+
+def refuse_too_many(world: int) -> None:
+    """One machine starts these ranks: more than it could ever hold is a slip of the pen. Raises UserError."""
+    if world > MOST_RANKS:
+        raise UserError(f"there are {world:,} ranks, but this version starts at most {MOST_RANKS} on one machine")
 
 
 def started_by_torchrun() -> bool:

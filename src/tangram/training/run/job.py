@@ -41,7 +41,8 @@ from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.end_proofs import ProofError, prove
-from tangram.training.run.launch import RankError, computing_as_a_rank, refuse_too_many, run_ranks
+from tangram.training.run.environment import refuse_too_many
+from tangram.training.run.launch import RankError, computing_as_a_rank, run_ranks
 from tangram.training.run.live_page import LivePage
 from tangram.training.run.rank import RankJob, RankReport, empty_places, train_rank, with_packing
 from tangram.training.run.report import write_report

@@ -8,8 +8,7 @@ killing the parent leaves no orphan and no file.
 The first Ctrl-C, SIGTERM or SIGHUP, to the parent, a rank or all of them, asks the ranks to stop after their step (see
 `tangram.training.run.signals`); they then return as at any other end. The second ends the job at once.
 
-Trade-off: this launcher serves one machine. More machines are started by torchrun or Slurm
-(`training/run/torchrun.py`).
+Trade-off: this launcher starts the ranks of one machine. Of more, torchrun or Slurm starts one on each.
 """
 
 import contextlib
@@ -42,6 +41,7 @@ from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.trace import UNTRACED, Trace
 from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note
+from tangram.training.run.environment import Among
 from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_deferred
 from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, on_signals
 from tangram.training.run.spare import fork_spare
@@ -50,7 +50,6 @@ Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
-MOST_RANKS = 256
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 _KILLED = float("-inf")  # when a rank failed that was killed: before whatever others say
 
@@ -61,7 +60,10 @@ class RankError(Exception):
     def __init__(self, rank: int, world: int, error: str, details: str, *, stopping: bool = False) -> None:
         """`stopping`: whether the ranks had been asked to stop."""
         super().__init__(f"rank {rank} of {world} ended the job: {error}")
-        self.rank, self.details, self.stopping = rank, details, stopping
+        self.rank, self.world, self.error, self.details, self.stopping = rank, world, error, details, stopping
+
+    def __reduce__(self) -> Any:
+        return RankError, (self.rank, self.world, self.error, self.details), {"stopping": self.stopping}
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,6 @@ class _Failure:
     by_user: bool
 
 
-def refuse_too_many(world: int) -> None:
-    """One machine starts these ranks: more than it could ever hold is a slip of the pen. Raises UserError."""
-    if world > MOST_RANKS:
-        raise UserError(f"the mesh has {world:,} ranks, but this version starts at most {MOST_RANKS}, on one machine")
-
-
 def threads_of_a_rank(world: int) -> int:
     """The ranks share the cores that this process may use, which in a container are fewer than the machine's."""
     return max(1, int(usable_cores()) // world)
@@ -137,9 +133,10 @@ def computing_as_a_rank(world: int) -> Generator[None]:
 class _Job(Generic[Result]):
     """The parent's view of the running ranks."""
 
+    world: int
     wishes: Connection
     """From the parent's signal handler, which may interrupt anything, to where it may speak: the names of signals."""
-    processes: list[BaseProcess] = field(default_factory=list[BaseProcess])
+    processes: dict[int, BaseProcess] = field(default_factory=dict[int, BaseProcess])
     lines: dict[Connection, int] = field(default_factory=dict[Connection, int])
     orders: list[Connection] = field(default_factory=list[Connection])
     """To each rank: the name of the signal that asks it to stop."""
@@ -191,7 +188,7 @@ class _Job(Generic[Result]):
             self.failures[rank] = _Failure(_KILLED, death(process.exitcode), "", by_user=False)
 
     def look(self, on_event: Callable[[object], None]) -> None:
-        """Look whether the ranks do what they should; a hang is a failure of the rank that is to blame."""
+        """A hang is a failure of the rank that is to blame."""
         fresh, hang = self.watch.look() if self.watch is not None else ([], None)
         for one in fresh:
             on_event(Note(one.text))
@@ -199,20 +196,19 @@ class _Job(Generic[Result]):
             details = "\n".join(line for one in hang.findings for line in (one.text, *one.details))
             self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False)
 
-    def leave_word(self, rank: int, failure: _Failure) -> None:
-        """Say in the trace how the run ended."""
+    def say_in_trace(self, rank: int, failure: _Failure) -> None:
         if self.watch is not None:
             dead = rank if failure.at == _KILLED else None
-            self.watch.end(f"rank {rank} of {len(self.processes)} ended the job: {failure.error}", dead)
+            self.watch.end(f"rank {rank} of {self.world} ended the job: {failure.error}", dead)
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
-        for rank, process in enumerate(self.processes):
+        for rank, process in self.processes.items():
             # Whose fork server was killed seems to have ended, and has not while its pipe is open.
             if process.is_alive() or (process.exitcode == UNKNOWN and rank in self.lines.values()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(cast(int, process.pid), signal.SIGKILL)
-        for process in self.processes:
+        for process in self.processes.values():
             process.join()
 
 
@@ -220,7 +216,7 @@ def run_ranks(
     task: Callable[[Rank, Payload], Result],
     payload: Payload,
     *,
-    world: int,
+    world: int | Among,
     on_event: Callable[[object], None],
     device: str = "auto",
     on_start: Callable[[Sequence[int]], None] = lambda processes: None,
@@ -231,43 +227,47 @@ def run_ranks(
 
     Whatever a task emits reaches `on_event` in the caller's thread; `on_start` is given the processes' numbers. The
     first rank to fail ends all: a `UserError` is raised as it is, anything else as `RankError`, as is a hang of ranks
-    that are traced. With `spare` each rank has a process that waits for a job.
+    that are traced, and what has ended those of another machine. With `spare` each has a process that waits for a job.
     """
-    pick_device(device, 0, world)  # a mesh that does not fit is refused before anything starts
+    among = world if isinstance(world, Among) else Among(world)
+    pick_device(device, 0, len(among.ranks))  # a mesh that does not fit is refused before anything starts
     context = context_of_ranks()
-    threads = threads_of_a_rank(world)
     wishes, wish = context.Pipe(duplex=False)
-    job = _Job[Result](wishes, watch=None if trace is None else Watch(trace))
+    watch = None if trace is None or among.first else Watch(trace)
+    job = _Job[Result](among.world, wishes, watch=watch)
     with (
         on_signals(POLITE, wish.send, _interrupt),
         tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,
     ):
         try:
-            for index in range(world):
+            for index in among.ranks:
                 receiver, sender = context.Pipe(duplex=False)
                 orders, order = context.Pipe(duplex=False)
-                start = _Start(Inherited(), index, world, device, threads, Path(meeting, "store"), spare, trace)
+                start = _Start(Inherited(), index, among.for_ranks(), device, Path(meeting, "store"), spare, trace)
                 arguments = (start, task, payload, sender, orders)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tangram-rank-{index}")
                 try:
                     with signals_deferred():
                         process.start()
-                        job.processes.append(process)
+                        job.processes[index] = process
                 except (EOFError, ConnectionError) as error:
                     why = "the process that ranks are forked from has ended, as when it is killed: start again"
-                    raise RankError(index, world, why, traceback.format_exc()) from error
+                    raise RankError(index, among.world, why, traceback.format_exc()) from error
                 sender.close()  # the rank holds the only other end, so its death ends the pipe
                 orders.close()
                 job.orders.append(order)
                 job.lines[receiver] = index
-            on_start([process.pid or 0 for process in job.processes])
+            on_start([process.pid or 0 for process in job.processes.values()])
+            pause = None if job.watch is None and not among.prefix else LOOK_SECONDS
             while job.lines and not job.failures:
-                job.listen(on_event, None if job.watch is None else LOOK_SECONDS)
+                job.listen(on_event, pause)
                 job.look(on_event)
-            _raise_first(job, on_event, world)
+                if not job.failures and (error := among.elsewhere()) is not None:
+                    raise error
+            _raise_first(job, on_event, among.world)
         finally:
             job.end()
-    return [job.results[index] for index in range(world)]
+    return [job.results[index] for index in among.ranks]
 
 
 def _interrupt(name: str) -> NoReturn:
@@ -283,7 +283,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     while job.lines and (left := deadline - time.monotonic()) > 0:
         job.listen(on_event, timeout=left)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
-    job.leave_word(rank, first)
+    job.say_in_trace(rank, first)
     if first.by_user:
         raise UserError(first.error)
     raise RankError(rank, world, first.error, first.details, stopping=job.stopping)
@@ -291,15 +291,12 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
 
 @dataclass(frozen=True)
 class _Start:
-    """What the process of a rank begins with."""
-
     inherited: Inherited
     index: int
-    world: int
+    among: Among
     device: str
-    threads: int
     store: Path
-    """A file in a folder of the job, where ranks meet."""
+    """A file in a folder of the job, where ranks of one machine meet."""
     spare: bool
     trace: TraceSettings | None
 
@@ -313,7 +310,7 @@ def _rank_main(
 ) -> None:
     """The life of one rank."""
     start.inherited.take()
-    index, world = start.index, start.world
+    index, world, ranks = start.index, start.among.world, start.among.ranks
     stop = Stop(orders, heard=lambda name: _send(line, _Request(name)))
     try:
         spare = fork_spare() if start.spare else None  # before there are threads, or a device
@@ -321,11 +318,11 @@ def _rank_main(
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
-            torch.set_num_threads(start.threads)
-            here = pick_device(start.device, index, world)
+            torch.set_num_threads(threads_of_a_rank(len(ranks)))
+            here = pick_device(start.device, index - ranks[0], len(ranks))
             if here.type != "cpu":
-                torch.accelerator.set_device_index(index)
-            met = dist.FileStore(str(start.store), world)
+                torch.accelerator.set_device_index(index - ranks[0])
+            met = _store(start)
             backend = dist.get_default_backend_for_device(here)
             with traced_rank(start.trace, index, world, backend) as traced:
                 dist.init_process_group(
@@ -349,6 +346,14 @@ def _rank_main(
         with contextlib.suppress(OSError):  # the parent may be gone; then nobody is left to tell
             _send(line, failure)
         leave(1)  # not a normal exit: tearing down a broken process group may wait for ranks that are gone
+
+
+def _store(start: _Start) -> dist.Store:
+    among = start.among
+    if not among.prefix:
+        return dist.FileStore(str(start.store), among.world)
+    host, port = among.address
+    return dist.PrefixStore(among.prefix, dist.TCPStore(host, port, is_master=False))
 
 
 def _send(line: Connection, message: object) -> None:

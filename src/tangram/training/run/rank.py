@@ -65,6 +65,8 @@ class Snapshots:
     folder: Path
     every: int | None
     """None: as often as costs little (`Pace`)."""
+    node: tuple[int, int, int, int] | None = None
+    """Which of several machines this is, where what each has written stays there (`async_saver.Settings`)."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     to = job.snapshots or Snapshots(job.folder / CHECKPOINTS, plan.checkpoint.every_steps)
     pace = Pace() if to.every is None and rank.index == 0 else None  # whose writer does the most
     memory = job.snapshots is not None
-    checkpointer = Checkpointer(to.folder, plan, world, snapshots=memory, spare=rank.spare, pace=pace)
+    checkpointer = Checkpointer(to.folder, plan, world, snapshots=memory, node=to.node, spare=rank.spare, pace=pace)
     tell(Doing("making ready to save"))
     if to.every != 0:  # else there is only the last one, which is waited for
         checkpointer.prepare(state)

@@ -66,7 +66,7 @@ class Meeting:
             if self.store.check([key]):
                 break
             if self.store.check([_FAILED]):
-                raise self._elsewhere()
+                raise self.elsewhere()
         return self.store.get(key)
 
     def fails(self, code: int, why: str) -> bool:
@@ -74,7 +74,7 @@ class Meeting:
         mine = f"{code} {self.place.index} {why}"
         return self.store.compare_set(_FAILED, "", mine).decode() == mine
 
-    def _elsewhere(self) -> ReportedElsewhere:
+    def elsewhere(self) -> ReportedElsewhere:
         code, _, why = self.store.get(_FAILED).decode().split(" ", 2)
         return ReportedElsewhere(int(code), why)
 
@@ -84,7 +84,7 @@ class Meeting:
             return error
         code = 2 if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         try:
-            return error if self.fails(code, str(error) or type(error).__name__) else self._elsewhere()
+            return error if self.fails(code, str(error) or type(error).__name__) else self.elsewhere()
         except dist.DistError:  # the store is gone, and what it knew: better said twice than never
             return error
 

@@ -115,11 +115,13 @@ class Checkpointer:
         world: World | None,
         *,
         snapshots: bool = False,
+        node: tuple[int, int, int, int] | None = None,
         spare: Detached | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`snapshots`: into memory, so often that one is left out where the one before is still being written.
-        `spare`: a helper without a job. `pace`: says how often, by what saves cost."""
+        """`snapshots`: into memory, so often that one is left out where the one before is still being written; `node`:
+        which of several this is, where they stay on each (`async_saver.Settings`). `spare`: a helper without a job.
+        `pace`: says how often, by what saves cost."""
         self.folder = Path(folder)
         self.blocked_seconds = 0.0
         """How long training stood still for saves that have ended."""
@@ -129,10 +131,10 @@ class Checkpointer:
         self._places, self._world = TensorPlaces(plan, world), world
         self._saver: AsyncSaver | None = None
         if plan.checkpoint.asynchronous or snapshots:
-            policy = "skip" if snapshots else "wait"
-            self._saver = AsyncSaver(
-                folder, self._peers, Settings(keep=self._keep, policy=policy, digests=not snapshots), spare
-            )
+            policy, retries = "skip" if snapshots else "wait", 1 if node is None else 0  # of one id on all machines
+            settings = Settings(policy, retries, keep=self._keep, node=node, digests=not snapshots)
+            self._saver = AsyncSaver(folder, self._peers, settings, spare)
+        self._tells = self._peers.index == (0 if node is None else node[2])
         self._known: tuple[StateEntry, ...] = ()
         self._held: InMemory = ()
         """The tensors that they are of."""
@@ -175,10 +177,12 @@ class Checkpointer:
         try:
             if self._world is not None:
                 refuse_unlike_saved(state.model, self._world)
-            if self._saver is not None and not wait:
+            if self._saver is not None and (not wait or self._saver.settings.node):  # no folder is everybody's there
                 self._fence_at(state)
                 self._saver.save(self._described(state), self._about(state))
-                if state.optimiser is None:  # nobody would wait
+                if wait:
+                    self._await()
+                elif state.optimiser is None:  # nobody would wait
                     self._saver.fence()
             else:
                 self._save_now(state)
@@ -197,7 +201,7 @@ class Checkpointer:
             self._saver.fence()
 
     def poll(self) -> list[CheckpointSaved | SaveFailed | Note]:
-        """What came of saves since the last call, on rank 0; the other ranks get nothing. Never waits."""
+        """What came of saves since the last call, on rank 0, or the first of each node; else nothing. Never waits."""
         for result in self._saver.poll() if self._saver is not None else ():
             self._take(result)
         told, self._untold = self._untold, []
@@ -306,5 +310,5 @@ class Checkpointer:
             self._tell(Note(note))
 
     def _tell(self, event: CheckpointSaved | SaveFailed | Note) -> None:
-        if self._peers.index == 0:
+        if self._tells:
             self._untold.append(event)

@@ -1,0 +1,128 @@
+"""`tangram launch` on two nodes, as torchrun or Slurm starts it there: two launchers over one store, each with a memory
+of its own. A rank is lost, then a node with all that lay in its memory; the losses are those of a run left alone."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.errors import UserError
+from tangram.tracing.reading import read
+from tests.resilience.runs import free_port
+from tests.training.small import plan_file, write_text
+
+NODES, RANKS = 2, 4
+MESH = {"mesh": "dp=2 fsdp=2", "axes": {"data": ["dp", "fsdp"]}, "layouts": {"parameters": {"*": "_/fsdp ..."}}}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several")
+    (folder / "text").mkdir()
+    run: dict[str, Any] = {"steps": 60, "evaluate_every": 0, "max_seconds": 600}
+    text = write_text(folder / "text")
+    return plan_file(folder / "plan.toml", text, run=run, checkpoint={"every_steps": 0}, **MESH)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[list[Path]]:
+    """The nodes' own."""
+    found = [Path(f"/dev/shm/tangram-test-{os.getpid()}-{tmp_path.name}-{node}") for node in range(NODES)]
+    for one in found:
+        one.mkdir()
+    yield found
+    for one in found:
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def started(plan: Path, out: Path, memory: Sequence[Path], *more: str) -> list[subprocess.Popen[str]]:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}", "WORLD_SIZE": f"{NODES}"}
+    common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    command = [sys.executable, "-m", "tangram", "launch", str(plan), "--out", str(out), "--snapshot-every", "1", *more]
+    return [
+        subprocess.Popen(
+            [*command, "--memory", str(memory[node])],
+            env=os.environ | common | {"RANK": f"{node}", "GROUP_RANK": f"{node}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(NODES)
+    ]
+
+
+def losses(out: Path) -> dict[int, float]:
+    file = out / "steps.jsonl"
+    rows = [json.loads(row) for row in file.read_text().splitlines()] if file.exists() else []
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def until_step(out: Path, step: int, launchers: Sequence[subprocess.Popen[str]]) -> None:
+    until = time.monotonic() + 180
+    while max(losses(out), default=0) < step and all(one.poll() is None for one in launchers):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def pids(out: Path) -> dict[int, int]:
+    try:
+        return {trace.rank: trace.pid for trace in read(out / "trace")}
+    except UserError:
+        return {}
+
+
+def ended(launchers: Sequence[subprocess.Popen[str]]) -> list[str]:
+    return [one.communicate(timeout=240)[0] for one in launchers]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    command = [sys.executable, "-m", "tangram", "train", str(plan), "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    return losses(out)
+
+
+def test_a_rank_of_another_node_is_lost(
+    plan: Path, undisturbed: dict[int, float], memory: list[Path], tmp_path: Path
+) -> None:
+    launchers = started(plan, tmp_path / "run", memory)
+    until_step(tmp_path / "run", 5, launchers)
+    os.kill(pids(tmp_path / "run")[RANKS - 1], signal.SIGKILL)
+    first, second = ended(launchers)
+    assert [one.returncode for one in launchers] == [0, 0], first + second
+    assert "rank 3 of 4 ended the job: killed by signal 9" in " ".join(first.split()), first
+    assert "from memory" in first
+    assert second.strip() == "", "one tells"
+    assert losses(tmp_path / "run") == undisturbed
+    assert not [path for one in memory for path in one.iterdir()]
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_with_its_memory(
+    plan: Path, undisturbed: dict[int, float], memory: list[Path], tmp_path: Path
+) -> None:
+    launchers = started(plan, tmp_path / "run", memory)
+    until_step(tmp_path / "run", 12, launchers)
+    launchers[1].kill()
+    launchers[1].wait()
+    time.sleep(1)  # its ranks end with it
+    shutil.rmtree(memory[1])
+    memory[1].mkdir()
+    (first, _) = ended(launchers)
+    assert launchers[0].returncode == 1
+    assert "nothing was heard of its launcher" in first
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    again = started(plan, tmp_path / "run", memory, "--resume")
+    (first, _) = ended(again)
+    assert [one.returncode for one in again] == [0, 0], first
+    assert "resumed from" in first
+    assert losses(tmp_path / "run") == undisturbed
