@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tangram.cli.plan.exports import ExportRequest
-from tangram.cli.plan.options import Common, Taking
+from tangram.cli.plan.options import Common, Taking, TrainingOptions
 from tangram.errors import UserError
 from tangram.models.outlines.catalogue import in_catalogue
 from tangram.models.outlines.outline import Outline
+from tangram.planner.search.strategy import Ask
+from tangram.planner.space.framework_profiles import framework
 
 if TYPE_CHECKING:
     from tangram.cli.plan.plan_files import JobAndOutline
 
-__all__ = ["TANGRAM", "Taking", "own", "read_job", "read_outline"]
+__all__ = ["TANGRAM", "Taking", "asked_of", "own", "read_job", "read_outline"]
 
 TANGRAM = "tangram"
 """Of `--to`: the plan that `tangram train` takes."""
@@ -45,6 +47,13 @@ def read_job(common: Common, taking: Taking) -> JobAndOutline | None:
     if common.change:
         raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
     return None
+
+
+def asked_of(job: JobAndOutline | None, asked: Ask, training: TrainingOptions, outline: Outline) -> Ask:
+    """What is asked of a search, with ways to train as they are typed, as the job has them, or as is usual."""
+    if job is None:
+        return training.of(asked, outline, framework(asked.framework).optimiser)
+    return job.of(training.of(asked, outline, job.optimiser))
 
 
 def read_outline(model: str) -> Outline:

@@ -48,8 +48,9 @@ class JobAndOutline:
         return (str(data.global_batch * longest), longest, TYPES[self.job.precision.compute], *typed[3:])
 
     def of(self, asked: Ask) -> Ask:
-        """With how much of the longest rows those of a step are in the mean."""
-        return replace(asked, filled=self.rows.mean / self.rows.longest) if self.rows else asked
+        """With how much of the longest rows those of a step are in the mean, and when parameters are updated."""
+        filled = self.rows.mean / self.rows.longest if self.rows else 1.0
+        return replace(asked, filled=filled, in_backward=asked.in_backward or self.job.optimiser.in_backward)
 
     @property
     def optimiser(self) -> str:
@@ -111,11 +112,6 @@ def job_in(
     job = load(path, changes)
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")
-    if job.optimiser.in_backward:
-        raise UserError(
-            f"{file}: a cluster is planned for with gradients that stay until the update: leave out "
-            "optimiser.in_backward, and give it to the plan (tangram train PLAN --set optimiser.in_backward=true)"
-        )
     job = _adapted(job, file, lora)
     if base not in (None, "bf16") and (taking.out is not None or taking.runs):
         raise UserError(f"--base {base}: tangram train keeps frozen weights as precision.parameters says: leave it out")

@@ -306,9 +306,14 @@ def stage(
     head = logits(outline, g, setting) * (1 + predictors) + ends * framework.scratch_bytes
     wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
     updated = divided(g, numbers[1], 1)
+    states = model_state_bytes(g, setting, *numbers)
+    if setting.in_backward:  # of each parameter until it is updated: those of a block, or the head's
+        trained = numbers[1].dense + numbers[1].routed
+        most = np.maximum(scratch, np.where(np.asarray(numbers[1].ends) > 0, ends, 0.0))
+        states = (states[0], states[1] * np.minimum(most / trained, 1.0), states[2])
     updated = np.where(cut, np.minimum(updated, framework.step_group or np.inf), updated)
     return Stage(
-        *model_state_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
+        *states, kept, largest, embedded, heads * head, again,
         scratch * framework.scratch_bytes, updated * framework.step_bytes,
         framework.workspace,
         np.where(cut, whole * (2 * wide) + ends * wide, 0.0),

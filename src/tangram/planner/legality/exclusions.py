@@ -24,6 +24,13 @@ NO_RING = Rule(
     lambda f, at: f"{at['context']} CP ranks send keys around, which is not to be used",
 )
 
+IN_BACKWARD = Rule(
+    "one micro-batch",
+    lambda f, g: g.micros == 1,
+    lambda f, at: "parameters that are updated in the backward take one micro-batch a step: a larger one, or more ranks",
+)
+"""Of updates in the backward."""
+
 
 def _level(one: int) -> Callable[[Able], Able]:
     """Without what DP ranks divide by a level of ZeRO."""

@@ -13,6 +13,8 @@ from tangram.layout import LayoutError, Mesh
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.legality.constraints import reasons
+from tangram.planner.legality.engine import facts_of, refusals
+from tangram.planner.legality.exclusions import IN_BACKWARD
 from tangram.planner.search.query import Answer, plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
 from tangram.planner.space.grid import Grid, grid
@@ -65,6 +67,8 @@ def explain(outline: Outline, cluster: Cluster, ask: Ask, given: StrategyRequest
     """Of a strategy. Raises UserError where it cannot be read."""
     g = laid_out(cluster, ask, given)
     refused = reasons(outline, g)
+    if ask.in_backward:
+        refused += [str(one) for one in refusals(facts_of(outline), g, (IN_BACKWARD,))]
     best = plan(outline, cluster, ask)
     if refused:
         return Explained(tuple(refused), None, best)

@@ -19,7 +19,7 @@ from tangram.models.outlines.images import image_words
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned, published
 from tangram.planner.legality.enumerate import Request
-from tangram.planner.legality.exclusions import without
+from tangram.planner.legality.exclusions import IN_BACKWARD, without
 from tangram.planner.search.by_precision import among, ranked, reached
 from tangram.planner.search.objectives import Aim
 from tangram.planner.search.strategy import Ask, Choice, assumed, families, limit_of, unlike
@@ -138,6 +138,8 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
 def requested(cluster: Cluster, ask: Ask) -> Request:
     """The space's numbers. Raises UserError for those that cannot be."""
     devices, able = ask.devices or cluster.ranks, without(ask.able, ask.without)
+    if ask.in_backward:
+        able = replace(able, rules=(*able.rules, IN_BACKWARD))
     if ask.fewest:
         raise UserError("one strategy is of one number of devices: give --gpus a number, and no range")
     if devices > cluster.ranks:

@@ -91,6 +91,10 @@ class Ask:
     """What of the joint space is not to be used, by names (`planner.legality.exclusions`)."""
     memory_share: float = 1.0
     """Of what its device has, where `memory` is 0: as beside an engine that samples on the same device."""
+    compiled: bool = False
+    """Whether the framework compiles blocks and loss."""
+    in_backward: bool = False
+    """Whether parameters are updated in the backward, which one micro-batch a step allows."""
     filled: float = 1.0
     """Of a sample's tokens those of a step's rows in the mean, of which time is; memory is of the whole sample."""
 
@@ -228,10 +232,11 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     own = figures(cluster)
     known = {} if own.pcie_bandwidth is None else {"rate": COPIED * own.pcie_bandwidth}
     islands = tuple((here.ranks, farther.rate) for here, farther in pairwise(cluster.links[1:]))
+    runs_it = framework(ask.framework)
     return Setting(
-        own, framework(ask.framework), ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
+        own, runs_it.compiled if ask.compiled else runs_it, ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
         host=Host(**{**known, **cluster.host}), unlike=ask.unlike, documents=ask.documents, save_every=ask.save_every,
-        loss=ask.loss, away_share=ask.away_share, filled=ask.filled,
+        loss=ask.loss, away_share=ask.away_share, in_backward=ask.in_backward, filled=ask.filled,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ OPTIMISERS = (
     Optimiser("adamw-fp32", 8.0, "a model in float32 under autocast: gradients are, too", own=(4.0, 4.0, 0.0)),
     Optimiser("muon", 4.0, "Jordan et al. 2024: one momentum; embedding and head by AdamW", ends=4.0),
     Optimiser("adafactor", 0.0, "Shazeer, Stern 2018: factored second moments, a row and a column of each matrix"),
+    Optimiser("adamw-8bit-pure-bf16", 2 + 2 * 4 / 256, "a model in bfloat16 with moments in 8 bits", own=(2.0, 2.0, 0.0)),
 )
 """By code: their place here."""
 

@@ -152,6 +152,8 @@ class Setting:
     """How it is made of the logits (`planner.space.losses`); "": as the framework does."""
     away_share: float = 1.0
     """Of the optimiser's states that are offloaded to the host, where they are."""
+    in_backward: bool = False
+    """Whether parameters are updated while the backward goes on, and their gradients freed at once."""
     filled: float = 1.0
     """Of a row's tokens those that it has in the mean of a step's, of which time is."""
 
