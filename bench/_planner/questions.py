@@ -84,7 +84,7 @@ def main(path: Path) -> None:
         print(f"{row['question']} {row['command']}: {'REFUSED, ' + reply.refused if reply.refused else reply.words}")
     off = np.abs([one.off for one in replies if not math.isnan(one.off)])
     print(
-        f"{sum(one.well for one in replies)} of {len(rows)} questions of {len({row['source'] for row in rows})} sources "
+        f"{sum(one.well for one in replies)} of {len(rows)} questions of {len({row['source'] for row in rows})} places "
         f"answered inside the interval with the right verdict; refused {sum(bool(one.refused) for one in replies)}; "
         f"memory off by {np.median(off):.1%} (median of {len(off)}; 90th percentile {np.quantile(off, 0.9):.1%})"
     )

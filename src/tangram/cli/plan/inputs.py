@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from tangram.models.outlines.catalogue import in_catalogue
 from tangram.models.outlines.outline import Outline
 from tangram.planner.search.strategy import Ask
 from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.tasks import beside, task_of
 
 if TYPE_CHECKING:
     from tangram.cli.plan.plan_files import JobAndOutline
@@ -52,7 +54,12 @@ def read_job(common: Common, taking: Taking) -> JobAndOutline | None:
 def asked_of(job: JobAndOutline | None, asked: Ask, training: TrainingOptions, outline: Outline) -> Ask:
     """What is asked of a search, with ways to train as they are typed, as the job has them, or as is usual."""
     if job is None:
+        rows, forwards = task_of(training.task or "sft")
+        teacher = read_outline(training.teacher) if training.teacher else None
+        asked = replace(asked, rows=rows, beside=beside(forwards, outline, teacher))
         return training.of(asked, outline, framework(asked.framework).optimiser)
+    if training.task or training.teacher:
+        raise UserError("--task and --teacher are of a model by name: a job says its task itself")
     return job.of(training.of(asked, outline, job.optimiser))
 
 

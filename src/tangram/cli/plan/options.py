@@ -58,6 +58,10 @@ class TrainingOptions:
     """Of what a device has, where no GB are typed."""
     compiled: bool = False
     in_backward: bool = False
+    task: str = ""
+    """Of `planner.space.tasks`; "": the next token."""
+    teacher: str = ""
+    """A model's name; "": none."""
     lora_targets: str = ""
     """Linear layers that have adapters, by the ends of their names, with commas between; "": all."""
 
@@ -137,6 +141,10 @@ Compile = Annotated[bool, typer.Option("--compile", help="The framework compiles
 InBackward = Annotated[
     bool, typer.Option("--in-backward", help="Parameters are updated in the backward: one micro-batch a step.")
 ]
+Task = Annotated[
+    str, typer.Option(help="What is learned: dpo, orpo (pairs of answers: two rows a sample), kto; default: sft.")
+]
+Teacher = Annotated[str, typer.Option(help="Of distillation: the model that is asked beside the trained one.")]
 Lora = Annotated[int, typer.Option(help="Train LoRA adapters of this rank, beside frozen weights.")]
 LoraTargets = Annotated[
     str, typer.Option("--lora-targets", help="Of --lora: which linear layers, as q_proj,v_proj; default: all.")
@@ -207,6 +215,8 @@ class Common:
     loss: Loss = None
     compiled: Compile = False
     in_backward: InBackward = False
+    task: Task = ""
+    teacher: Teacher = ""
     lora: Lora = 0
     lora_targets: LoraTargets = ""
     train_embeddings: TrainEmbeddings = False
@@ -236,7 +246,8 @@ class Common:
             self.optimiser or "", self.lora, self.base or "", self.offload or "", self.imbalance,
             self.checkpoint_every, self.without, self.loss or "", self.documents,
             length(self.image_tokens, "--image-tokens") or 0,
-            self.train_embeddings, memory_of(self.memory)[1], self.compiled, self.in_backward, self.lora_targets,
+            self.train_embeddings, memory_of(self.memory)[1], self.compiled, self.in_backward,
+            self.task, self.teacher, self.lora_targets,
         )  # fmt: skip
 
 

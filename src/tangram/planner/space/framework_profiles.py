@@ -40,6 +40,7 @@ class Framework:
     optimiser: str
     parameter_bytes: float
     gathered_bytes: float
+    frozen_end_bytes: float
     divides_gradients: bool
     keeps_low_weights: bool
     keeps_gathered: bool
@@ -58,7 +59,6 @@ class Framework:
     context: float
     communicators: float
     schedules: tuple[str, ...]
-
 
     @property
     def compiled(self) -> Framework:
