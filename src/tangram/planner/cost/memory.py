@@ -14,9 +14,9 @@ matmuls write beside the kept ones.
 
 Of a pipeline the first rank is looked at, the last, and those where layers of other sizes begin: a mixture's second
 rank may need more than its first, which has the dense layers; and the second where the first has fewer layers. Which
-layers a rank's virtual stages have is exact (`planner.space.layers_per_stage`); where virtual stages are not alike,
-those in flight are taken as the mean of the rank's, which is up to 16 % off what playing the schedule gives
-(`planner.cost.memory_timeline`; 17 % of what is left where states are offloaded to the host), else nothing.
+layers a rank's virtual stages have is exact (`planner.space.layers_per_stage`), and so is what those in flight keep
+where virtual stages are not alike (`planner.cost.in_flight`); where these go down the ranks and up again their mean is
+taken, which is up to 5 % off what playing the schedule gives (`planner.cost.memory_timeline`).
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
 (`device`), with the context and the libraries' workspaces, which are no tensors.
@@ -35,12 +35,13 @@ from typing import Any
 import numpy as np
 
 from tangram.models.outlines.outline import Group, Outline
+from tangram.planner.cost.in_flight import in_flight, in_turn, least_of, peaks_of
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
-from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
-from tangram.planner.space.layers_per_stage import chunk_of, dealt
+from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct, unlike
+from tangram.planner.space.layers_per_stage import chunk_of, cut, dealt
 from tangram.planner.space.optimisers_and_offload import away
-from tangram.planner.space.schedule_formulas import beyond, folded, splits
+from tangram.planner.space.schedule_formulas import folded
 from tangram.planner.space.setting import Setting
 
 
@@ -196,13 +197,61 @@ def _rank(
     embeds, last = place == 0, place == g.pipeline - 1
     heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
     has = stage(outline, g, setting, counts or dealt(outline, g, place), embeds * 1.0, heads, takes)
-    flying = _in_flight(g, place) / g.virtual
-    passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
+    flying = in_flight(g, place) / g.virtual
+    most = np.maximum(has.logits, has.again)
     kept = has.kept * flying + has.embedded * flying
+    if (uneven := _unlike_chunks(outline, g, setting)).any():
+        some, embedded = g.take(uneven), has.embedded[uneven]
+        left = [one.left[uneven] for one in takes]
+        if counts is None:
+            ever, late = _kept_by_chunks(outline, some, place[uneven], left, embedded)
+            of_head = late + has.logits[uneven] > ever + has.again[uneven]
+            kept[uneven] = np.where(of_head, late, ever)
+            most[uneven] = np.where(of_head, has.logits[uneven], has.again[uneven])
+        else:  # in which of its virtual stages layers are is not known: no less than wherever they are
+            kept[uneven] *= least_of(some, place[uneven]) * some.virtual / in_flight(some, place[uneven])
     kept = np.maximum(kept - fresh(has, g, setting), 0.0)
+    passing = most + has.spare + has.workspace + has.gathered_behind
     passing = np.maximum(passing, has.step + has.spare + has.workspace - kept)
     one = Rank(has.parameters, has.gradients, has.optimiser, kept, passing, np.zeros(len(g)))
     return _offloaded(one, g, has.largest, setting.away_share) if g.offload.any() else one
+
+
+ROUNDS = 6.0
+"""Of as many micro-batches as there are ranks, after which a pipeline's peak has been."""
+
+
+def _unlike_chunks(outline: Outline, g: Grid, setting: Setting) -> Array:
+    """Where a rank's virtual stages keep unlike bytes, and each is a whole time in flight."""
+    uneven = (outline.layers + g.ahead + g.behind) % (g.pipeline * g.virtual) > 0
+    others = len(outline.runs) > 1 or outline.predictors > 0 or setting.framework.dropout
+    return in_turn(g) & (uneven | (g.ahead + g.behind > 0) | others)
+
+
+def _kept_by_chunks(
+    outline: Outline, g: Grid, place: Array, left: Sequence[Array], embedded: Array
+) -> tuple[Array, Array]:
+    """Bytes that a rank has kept at its peak, by what each of its virtual stages keeps of a micro-batch; and while its
+    last one works. As multiples of what a layer leaves many configurations are alike."""
+    one = np.maximum(left[0], 1.0)
+    rounds = np.minimum(g.micros, ROUNDS * g.pipeline)
+    parts = [np.round(each / one, 9) for each in (*left, embedded)]
+    first, which = unlike([g.pipeline, g.virtual, g.schedule, g.ahead, g.behind, place, rounds, *parts])
+    few, place, parts = g.take(first), place[first], [each[first] for each in parts]
+    few = replace(few, batch=rounds[first], data=np.ones(len(few)), micro=np.ones(len(few)))
+    each, more = cut(outline.layers, few)
+    found: list[Array] = []
+    for at in range(int(few.virtual.max())):
+        chunk = at * few.pipeline + place
+        start = chunk * each + np.minimum(chunk, more) - few.ahead
+        counts = counts_of(outline, np.maximum(start, 0.0), start + each + (chunk < more))
+        last = (chunk == few.pipeline * few.virtual - 1) * 1.0
+        counts = [*counts, last * outline.predictors] if outline.predictors else counts
+        kinds = outline.predicting.by_kind(counts)
+        kept = sum((count * one for (_, count), one in zip(kinds, parts[:-1], strict=True)), np.zeros(len(few)))
+        found.append(np.where(at < few.virtual, kept + (chunk == 0) * parts[-1], 0.0))
+    ever, late = peaks_of(few, place, np.array(found))
+    return ever[which] * one, late[which] * one
 
 
 def _offloaded(one: Rank, g: Grid, largest: Array, share: float) -> Rank:
@@ -329,17 +378,6 @@ def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
         found.append(np.maximum(np.minimum(end, at + count) - np.maximum(start, at), 0.0))
         at += count
     return found
-
-
-def _in_flight(g: Grid, place: Array) -> Array:
-    """Chunks of a micro-batch that a PP rank has kept at its peak."""
-    all_of_them = g.micros * g.virtual
-    place = np.where(splits(g.schedule), 0.0, place)  # all ranks keep as much as the first
-    plain = np.minimum(g.pipeline - place, g.micros)
-    hops = np.where(splits(g.schedule), 1, 2)  # forwards that a rank begins with more than the next one
-    chunks = hops * (g.pipeline - place - 1) + (g.virtual - 1) * g.pipeline + 1 + beyond(g.schedule)
-    chunks = np.minimum(chunks, all_of_them)
-    return np.where(g.virtual > 1, chunks, plain)
 
 
 def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
