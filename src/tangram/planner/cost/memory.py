@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 
 from tangram.models.outlines.outline import Group, Outline
-from tangram.planner.cost.in_flight import in_flight, in_turn, least_of, peaks_of
+from tangram.planner.cost.in_flight import in_flight, kept_by_chunks, least_of, unlike_chunks
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
-from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct, unlike
-from tangram.planner.space.layers_per_stage import chunk_of, cut, dealt
+from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
+from tangram.planner.space.layers_per_stage import chunk_of, dealt
 from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.schedule_formulas import folded
 from tangram.planner.space.setting import Setting
@@ -200,11 +200,11 @@ def _rank(
     flying = in_flight(g, place) / g.virtual
     most = np.maximum(has.logits, has.again)
     kept = has.kept * flying + has.embedded * flying
-    if (uneven := _unlike_chunks(outline, g, setting)).any():
+    if (uneven := unlike_chunks(outline, g, setting)).any():
         some, embedded = g.take(uneven), has.embedded[uneven]
         left = [one.left[uneven] for one in takes]
         if counts is None:
-            ever, late = _kept_by_chunks(outline, some, place[uneven], left, embedded)
+            ever, late = kept_by_chunks(outline, some, place[uneven], left, embedded)
             of_head = late + has.logits[uneven] > ever + has.again[uneven]
             kept[uneven] = np.where(of_head, late, ever)
             most[uneven] = np.where(of_head, has.logits[uneven], has.again[uneven])
@@ -215,43 +215,6 @@ def _rank(
     passing = np.maximum(passing, has.step + has.spare + has.workspace - kept)
     one = Rank(has.parameters, has.gradients, has.optimiser, kept, passing, np.zeros(len(g)))
     return _offloaded(one, g, has.largest, setting.away_share) if g.offload.any() else one
-
-
-ROUNDS = 6.0
-"""Of as many micro-batches as there are ranks, after which a pipeline's peak has been."""
-
-
-def _unlike_chunks(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """Where a rank's virtual stages keep unlike bytes, and each is a whole time in flight."""
-    uneven = (outline.layers + g.ahead + g.behind) % (g.pipeline * g.virtual) > 0
-    others = len(outline.runs) > 1 or outline.predictors > 0 or setting.framework.dropout
-    return in_turn(g) & (uneven | (g.ahead + g.behind > 0) | others)
-
-
-def _kept_by_chunks(
-    outline: Outline, g: Grid, place: Array, left: Sequence[Array], embedded: Array
-) -> tuple[Array, Array]:
-    """Bytes that a rank has kept at its peak, by what each of its virtual stages keeps of a micro-batch; and while its
-    last one works. As multiples of what a layer leaves many configurations are alike."""
-    one = np.maximum(left[0], 1.0)
-    rounds = np.minimum(g.micros, ROUNDS * g.pipeline)
-    parts = [np.round(each / one, 9) for each in (*left, embedded)]
-    first, which = unlike([g.pipeline, g.virtual, g.schedule, g.ahead, g.behind, place, rounds, *parts])
-    few, place, parts = g.take(first), place[first], [each[first] for each in parts]
-    few = replace(few, batch=rounds[first], data=np.ones(len(few)), micro=np.ones(len(few)))
-    each, more = cut(outline.layers, few)
-    found: list[Array] = []
-    for at in range(int(few.virtual.max())):
-        chunk = at * few.pipeline + place
-        start = chunk * each + np.minimum(chunk, more) - few.ahead
-        counts = counts_of(outline, np.maximum(start, 0.0), start + each + (chunk < more))
-        last = (chunk == few.pipeline * few.virtual - 1) * 1.0
-        counts = [*counts, last * outline.predictors] if outline.predictors else counts
-        kinds = outline.predicting.by_kind(counts)
-        kept = sum((count * one for (_, count), one in zip(kinds, parts[:-1], strict=True)), np.zeros(len(few)))
-        found.append(np.where(at < few.virtual, kept + (chunk == 0) * parts[-1], 0.0))
-    ever, late = peaks_of(few, place, np.array(found))
-    return ever[which] * one, late[which] * one
 
 
 def _offloaded(one: Rank, g: Grid, largest: Array, share: float) -> Rank:
@@ -368,16 +331,6 @@ def stage(
         np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
         np.where(cut, whole * (2 * wide + framework.reduce_bytes) + ends * wide, 0.0),
     )  # fmt: skip
-
-
-def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
-    """How many layers of each run lie from `start` to `end`."""
-    found: list[Array] = []
-    at = 0
-    for _, count in outline.runs:
-        found.append(np.maximum(np.minimum(end, at + count) - np.maximum(start, at), 0.0))
-        at += count
-    return found
 
 
 def logits(outline: Outline, g: Grid, setting: Setting) -> Array:

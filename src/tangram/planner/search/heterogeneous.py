@@ -30,7 +30,7 @@ from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned
 from tangram.planner.cost.communication_time import optimiser_seconds
-from tangram.planner.cost.memory import Takes, at_rank, counts_of, takes_of
+from tangram.planner.cost.memory import Takes, at_rank, takes_of
 from tangram.planner.cost.step_time import block_seconds, hop_seconds, passes_of
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.legality.exclusions import required
@@ -38,6 +38,7 @@ from tangram.planner.search.by_precision import ranked
 from tangram.planner.search.query import requested
 from tangram.planner.search.strategy import Ask, Choice, limit_of, mesh_of, safe, setting_of
 from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.layers_per_stage import counts_of
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, again_name
 from tangram.planner.space.setting import Setting
 from tangram.planner.space.stage_cuts import best_cut
