@@ -206,8 +206,10 @@ def _rank(
         if counts is None:
             ever, late = kept_by_chunks(outline, some, place[uneven], left, embedded)
             of_head = late + has.logits[uneven] > ever + has.again[uneven]
+            of_head &= ~away(some.offload)[2]  # of activations in the host's memory few stay at any moment
             kept[uneven] = np.where(of_head, late, ever)
-            most[uneven] = np.where(of_head, has.logits[uneven], has.again[uneven])
+            alone = np.where(of_head, has.logits[uneven], has.again[uneven])
+            most[uneven] = np.where(away(some.offload)[2], most[uneven], alone)
         else:  # in which of its virtual stages layers are is not known: no less than wherever they are
             kept[uneven] *= least_of(some, place[uneven]) * some.virtual / in_flight(some, place[uneven])
     kept = np.maximum(kept - fresh(has, g, setting), 0.0)
