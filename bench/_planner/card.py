@@ -1,9 +1,9 @@
 """Writes docs/planner-accuracy.md from what `tangram bench planner --json` printed.
 
 Run as `python -m bench._planner.card REPORT.json THREADS.txt CURVES.txt`; the last two are what
-`python -m bench._planner.threads` (and `questions` after it) and `python -m bench._planner.curves` printed. All figures of the page are theirs;
-the words around them are here. What a report has nothing of (`--only`), and what no file is given of, stays as it is on
-the page.
+`python -m bench._planner.threads` (and `questions` after it) and `python -m bench._planner.curves` printed. All figures
+of the page are theirs; the words around them are here. What a report has nothing of (`--only`), and what no file is
+given of, stays as it is on the page.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _threads(printed: str) -> str:
     rows = "\n".join(f"| {run} | {said} |" for run, colon, said in each if colon)
     whole = "\n".join(line for line, colon, _ in each if not colon)
     head = (
-        "Of `data/published/threads.csv`, and of `questions.csv` as typed; nothing was learned from them, but how far learned effects reach and how "
-        "wide intervals are was chosen with them in view."
+        "Of `data/published/threads.csv`, and of `questions.csv` as typed; nothing was learned from them, but how far "
+        "learned effects reach and how wide intervals are was chosen with the threads in view."
     )
     return f"\n## {THREADS}\n\n{head}\n\n| run | |\n|---|---|\n{rows}\n\n{whole}\n"
 
