@@ -109,7 +109,7 @@ def _threads(printed: str) -> str:
     whole = "\n".join(line for line, colon, _ in each if not colon)
     head = (
         "Of `data/published/threads.csv`, and of `questions.csv` as typed; nothing was learned from them, but how far "
-        "learned effects reach and how wide intervals are was chosen with the threads in view, and what torchtune keeps, "
+        "learned effects reach and how wide intervals are was chosen with the threads in view, and what torchtune has, "
         "frozen ends and the pace at which 4 bits are unpacked with questions 0 to 38; 39 to 47 were typed afterwards, "
         "of which 6 of 9 are right."
     )
