@@ -18,7 +18,7 @@ from tangram.planner.space.tasks import beside, task_of
 if TYPE_CHECKING:
     from tangram.cli.plan.plan_files import JobAndOutline
 
-__all__ = ["TANGRAM", "Taking", "asked_of", "own", "read_job", "read_outline"]
+__all__ = ["TANGRAM", "Taking", "own", "read_job", "read_outline", "search_request"]
 
 TANGRAM = "tangram"
 """Of `--to`: the plan that `tangram train` takes."""
@@ -51,7 +51,7 @@ def read_job(common: Common, taking: Taking) -> JobAndOutline | None:
     return None
 
 
-def asked_of(job: JobAndOutline | None, asked: Ask, training: TrainingOptions, outline: Outline) -> Ask:
+def search_request(job: JobAndOutline | None, asked: Ask, training: TrainingOptions, outline: Outline) -> Ask:
     """What is asked of a search, with ways to train as they are typed, as the job has them, or as is usual."""
     if job is None:
         rows, forwards = task_of(training.task or "sft")

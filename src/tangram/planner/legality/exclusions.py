@@ -34,10 +34,10 @@ IN_BACKWARD = Rule(
 
 def required(able: Able, in_backward: bool, rows: int) -> Able:
     """What may be looked at, with what the training asks for."""
-    return replace(able, rules=(*able.rules, *asked_rules(in_backward, rows)))
+    return replace(able, rules=(*able.rules, *training_rules(in_backward, rows)))
 
 
-def asked_rules(in_backward: bool, rows: int) -> tuple[Rule, ...]:
+def training_rules(in_backward: bool, rows: int) -> tuple[Rule, ...]:
     """Of updates in the backward, and of samples of several rows, which stay together."""
     together = Rule(
         "rows of a sample",

@@ -14,7 +14,7 @@ from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.legality.constraints import reasons
 from tangram.planner.legality.engine import facts_of, refusals
-from tangram.planner.legality.exclusions import asked_rules
+from tangram.planner.legality.exclusions import training_rules
 from tangram.planner.search.query import Answer, plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
 from tangram.planner.space.grid import Grid, grid
@@ -67,7 +67,7 @@ def explain(outline: Outline, cluster: Cluster, ask: Ask, given: StrategyRequest
     """Of a strategy. Raises UserError where it cannot be read."""
     g = laid_out(cluster, ask, given)
     refused = reasons(outline, g)
-    refused += [str(one) for one in refusals(facts_of(outline), g, asked_rules(ask.in_backward, ask.rows))]
+    refused += [str(one) for one in refusals(facts_of(outline), g, training_rules(ask.in_backward, ask.rows))]
     best = plan(outline, cluster, ask)
     if refused:
         return Explained(tuple(refused), None, best)
