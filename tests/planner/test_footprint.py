@@ -70,10 +70,12 @@ def test_the_peak_is_that_of_the_closed_form(
     chunks = int(one.pipeline[0] * one.virtual[0])
     if schedule == "ZBVZeroBubble" and one.micros[0] < 2 * one.pipeline[0]:
         assert peak <= need * 1.15  # a pipeline that is not filled; the closed form takes it as full
-    elif one.virtual[0] > 1 and (one.ahead[0] or one.behind[0] or outline.layers % chunks or len(outline.runs) > 1):
-        # Chunks unlike each other: the closed form takes their mean. The search makes ends 2 blocks shorter at most.
-        most = 1.25 if max(ahead, behind) > 2 else 1.18 if bits & 3 else 1.17
-        assert need * 0.85 <= peak <= need * most
+    elif schedule in ("ZBVZeroBubble", "DualPipeV") and (
+        one.ahead[0] or one.behind[0] or outline.layers % chunks or len(outline.runs) > 1
+    ):  # chunks unlike each other: the closed form takes their mean
+        assert need * 0.85 <= peak <= need * 1.1
+    elif schedule == "InterleavedZeroBubble" and one.virtual[0] > 1:
+        assert need * 0.9 <= peak <= need * (1 + 1e-9)  # which virtual stage the loss is beside is not known
     else:
         assert peak == pytest.approx(need, rel=1e-9)
 

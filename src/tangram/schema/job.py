@@ -228,6 +228,11 @@ class Job(TomlTable):
         return self.preference is not None and self.preference.loss_type not in ALONE
 
     @property
+    def other_forwards(self) -> int:
+        """Forwards beside those of training: of the reference, and of others' answers by both models."""
+        return 3 if self.task == "kto" else 1 if self.has_reference else 0
+
+    @property
     def by_token(self) -> bool:
         """Whether the loss is the cross-entropy of the next token."""
         return self.preference is None and self.distill is None

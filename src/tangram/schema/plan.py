@@ -210,11 +210,6 @@ class Plan(Job):
         return all(axis in cutting or mesh.axes[axis][0] == 1 for axis in self.model_axes)
 
     @property
-    def other_forwards(self) -> int:
-        """Forwards beside those of training: of the reference, and of others' answers by both models."""
-        return 3 if self.task == "kto" else 1 if self.has_reference else 0
-
-    @property
     def adds_before_reducing(self) -> bool:
         """Whether a rank adds up the gradients of its micro-batches before ranks reduce them, once a step."""
         return self.pipeline is not None or self.run.reduce_every == "step"

@@ -17,7 +17,7 @@ from tangram.cli.plan.exports import (
     typed_or_read,
     write,
 )
-from tangram.cli.plan.inputs import TANGRAM, Taking, own, read_job, read_outline
+from tangram.cli.plan.inputs import TANGRAM, Taking, own, read_job, read_outline, search_request
 from tangram.cli.plan.options import Common
 from tangram.errors import UserError
 from tangram.hardware.catalogue import cluster as clusters
@@ -120,7 +120,7 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
     read = None if one is None else read_strategy(one[0], outline, devices_of(typed[4])[1], where)
     asked = _ask(outline, typed if job is None else job.typed(typed), read, wanted if one is None else None, taking)
     outline = training.samples(outline, asked.sequence)
-    asked = training.of(asked, outline) if job is None else job.of(training.of(asked, outline, job.optimiser))
+    asked = search_request(job, asked, training, outline)
     terms = look.terms(asked)
     if look.train_tokens is not None and not look.objective:
         if look.report is not None:

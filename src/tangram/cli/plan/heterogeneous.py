@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.cli.plan.exports import typed_or_read
-from tangram.cli.plan.inputs import Taking, read_job, read_outline
+from tangram.cli.plan.inputs import Taking, read_job, read_outline, search_request
 from tangram.cli.plan.options import Common
 from tangram.errors import UserError
 from tangram.hardware.catalogue import cluster as clusters
@@ -37,7 +37,7 @@ def answered_over_parts(common: Common, names: Sequence[str], between: float | N
     outline = training.outline(read_outline(common.model)) if job is None else job.outline
     asked = ask_of(*typed_or_read(typed if job is None else job.typed(typed), None, None))
     outline = training.samples(outline, asked.sequence)
-    asked = training.of(asked, outline) if job is None else training.of(asked, outline, job.optimiser)
+    asked = search_request(job, asked, training, outline)
     parts, rate = parts_of(where, asked), between * 1e9
     with progress("laying the model out, searching"):
         found = over_parts(outline, parts, asked, rate)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tangram.cli.plan.exports import ExportRequest
-from tangram.cli.plan.options import Common, Taking
+from tangram.cli.plan.options import Common, Taking, TrainingOptions
 from tangram.errors import UserError
 from tangram.models.outlines.catalogue import in_catalogue
 from tangram.models.outlines.outline import Outline
+from tangram.planner.search.strategy import Ask
+from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.tasks import beside, task_of
 
 if TYPE_CHECKING:
     from tangram.cli.plan.plan_files import JobAndOutline
 
-__all__ = ["TANGRAM", "Taking", "own", "read_job", "read_outline"]
+__all__ = ["TANGRAM", "Taking", "own", "read_job", "read_outline", "search_request"]
 
 TANGRAM = "tangram"
 """Of `--to`: the plan that `tangram train` takes."""
@@ -45,6 +49,18 @@ def read_job(common: Common, taking: Taking) -> JobAndOutline | None:
     if common.change:
         raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
     return None
+
+
+def search_request(job: JobAndOutline | None, asked: Ask, training: TrainingOptions, outline: Outline) -> Ask:
+    """What is asked of a search, with ways to train as they are typed, as the job has them, or as is usual."""
+    if job is None:
+        rows, forwards = task_of(training.task or "sft")
+        teacher = read_outline(training.teacher) if training.teacher else None
+        asked = replace(asked, rows=rows, beside=beside(forwards, outline, teacher))
+        return training.of(asked, outline, framework(asked.framework).optimiser)
+    if training.task or training.teacher:
+        raise UserError("--task and --teacher are of a model by name: a job says its task itself")
+    return job.of(training.of(asked, outline, job.optimiser))
 
 
 def read_outline(model: str) -> Outline:

@@ -56,6 +56,12 @@ class TrainingOptions:
     train_embeddings: bool = False
     memory_share: float = 1.0
     """Of what a device has, where no GB are typed."""
+    compiled: bool = False
+    in_backward: bool = False
+    task: str = ""
+    """Of `planner.space.tasks`; "": the next token."""
+    teacher: str = ""
+    """A model's name; "": none."""
     lora_targets: str = ""
     """Linear layers that have adapters, by the ends of their names, with commas between; "": all."""
 
@@ -88,6 +94,7 @@ class TrainingOptions:
             away_share=away_share_of(self.offload), loss=loss_of(self.loss) if self.loss else asked.loss,
             unlike=self.imbalance, save_every=self.checkpoint_every,
             documents=documents_of(self.documents, asked.sequence), memory_share=self.memory_share,
+            compiled=self.compiled or asked.compiled, in_backward=self.in_backward or asked.in_backward,
             without=tuple(one.strip() for one in self.without.split(",") if one.strip()),
         )  # fmt: skip
 
@@ -130,6 +137,14 @@ Offload = Annotated[
 Loss = Annotated[
     str | None, typer.Option(help="Of the logits: eager, compiled, fused, chunked, parallel; default: the framework's.")
 ]
+Compile = Annotated[bool, typer.Option("--compile", help="The framework compiles blocks and loss (torch.compile).")]
+InBackward = Annotated[
+    bool, typer.Option("--in-backward", help="Parameters are updated in the backward: one micro-batch a step.")
+]
+Task = Annotated[
+    str, typer.Option(help="What is learned: dpo, orpo (pairs of answers: two rows a sample), kto; default: sft.")
+]
+Teacher = Annotated[str, typer.Option(help="Of distillation: the model that is asked beside the trained one.")]
 Lora = Annotated[int, typer.Option(help="Train LoRA adapters of this rank, beside frozen weights.")]
 LoraTargets = Annotated[
     str, typer.Option("--lora-targets", help="Of --lora: which linear layers, as q_proj,v_proj; default: all.")
@@ -198,6 +213,10 @@ class Common:
     optimiser: Optimiser = None
     offload: Offload = None
     loss: Loss = None
+    compiled: Compile = False
+    in_backward: InBackward = False
+    task: Task = ""
+    teacher: Teacher = ""
     lora: Lora = 0
     lora_targets: LoraTargets = ""
     train_embeddings: TrainEmbeddings = False
@@ -227,7 +246,8 @@ class Common:
             self.optimiser or "", self.lora, self.base or "", self.offload or "", self.imbalance,
             self.checkpoint_every, self.without, self.loss or "", self.documents,
             length(self.image_tokens, "--image-tokens") or 0,
-            self.train_embeddings, memory_of(self.memory)[1], self.lora_targets,
+            self.train_embeddings, memory_of(self.memory)[1], self.compiled, self.in_backward,
+            self.task, self.teacher, self.lora_targets,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tangram.cli.plan.exports import Typed
 from tangram.cli.plan.options import Taking
 from tangram.errors import UserError
+from tangram.models.building.build import read_source
 from tangram.models.lora.outline import adapted
 from tangram.models.outlines.outline import Outline
 from tangram.models.outlines.outlined import outline_of
@@ -19,6 +20,8 @@ from tangram.planner.local.model_costs import Counted, Rows
 from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.search.strategy import Ask, Choice
+from tangram.planner.space.setting import Beside
+from tangram.planner.space.tasks import beside
 from tangram.schema.files import dumps, load, mistakes
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
@@ -41,15 +44,24 @@ class JobAndOutline:
     """How long rows are; None: all are of `data.sequence`."""
     notes: tuple[str, ...] = ()
     """Of them, for a person."""
+    beside: Beside | None = None
+    """What a step asks beside the model."""
 
     def typed(self, typed: Typed) -> Typed:
         """What was typed, with what the job says."""
         data, longest = self.job.data, self.rows.longest if self.rows else self.job.data.sequence
-        return (str(data.global_batch * longest), longest, TYPES[self.job.precision.compute], *typed[3:])
+        return (
+            str(data.global_batch * self.job.rows_per_sample * longest),
+            longest,
+            TYPES[self.job.precision.compute],
+            *typed[3:],
+        )
 
     def of(self, asked: Ask) -> Ask:
-        """With how much of the longest rows those of a step are in the mean."""
-        return replace(asked, filled=self.rows.mean / self.rows.longest) if self.rows else asked
+        """With how much of the longest rows those of a step are in the mean, and when parameters are updated."""
+        filled = self.rows.mean / self.rows.longest if self.rows else 1.0
+        early = asked.in_backward or self.job.optimiser.in_backward
+        return replace(asked, filled=filled, in_backward=early, rows=self.job.rows_per_sample, beside=self.beside)
 
     @property
     def optimiser(self) -> str:
@@ -111,11 +123,6 @@ def job_in(
     job = load(path, changes)
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")
-    if job.optimiser.in_backward:
-        raise UserError(
-            f"{file}: a cluster is planned for with gradients that stay until the update: leave out "
-            "optimiser.in_backward, and give it to the plan (tangram train PLAN --set optimiser.in_backward=true)"
-        )
     job = _adapted(job, file, lora)
     if base not in (None, "bf16") and (taking.out is not None or taking.runs):
         raise UserError(f"--base {base}: tangram train keeps frozen weights as precision.parameters says: leave it out")
@@ -130,7 +137,11 @@ def job_in(
             )
         outline = adapted(outline, job.lora.rank, job.lora.targets)
         outline = replace(outline, trained_ends=bool(job.lora.modules_to_save))
-    return JobAndOutline(job, outline, Counted(job, config), rows, notes)
+    teacher = None
+    if job.distill is not None and job.runs_teacher:
+        teacher = outline_of(read_source(None, job.distill.teacher, {}).config, "the teacher")
+    asked = beside(job.other_forwards, outline, teacher)
+    return JobAndOutline(job, outline, Counted(job, config), rows, notes, asked)
 
 
 def _adapted(job: Job, file: str, rank: int) -> Job:

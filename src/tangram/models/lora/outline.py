@@ -39,6 +39,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "out": dict.fromkeys(("o_proj", "out_proj", "c_proj", "dense"), WHOLE),
     "up": {
         "gate_proj": "gate", "up_proj": "up",
+        **dict.fromkeys(("w1", "w2"), "gate"),  # Qwen's first models, whose w2 is the gate
         **dict.fromkeys(("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"), WHOLE),
     },
     "down": dict.fromkeys(("down_proj", "fc2", "c_proj", "dense_4h_to_h"), WHOLE),

@@ -226,7 +226,8 @@ class Ways:
         if not (one.frozen and base.unpacked):
             return self.nothing
         (k, n), count = self.sizes(one), np.maximum(one.experts / self.g.expert, 1.0)
-        return curves.moved_seconds(self.setting.device, (base.nbytes + 2.0) * count * k * n)
+        fused = self.setting.framework.fused_streams or not base.moved
+        return curves.moved_seconds(self.setting.device, (base.nbytes + 2.0 if fused else base.moved) * count * k * n)
 
     def lowered(self, one: Product, way: str) -> Array:
         """What enters a product, to 8 bits."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from tangram.hardware.catalogue import curves
 from tangram.models.outlines.outline import Outline
-from tangram.planner.cost.model_state_bytes import RankWeights, divided, experts_over, rank_weights
+from tangram.planner.cost.model_state_bytes import RankWeights, divided, experts_over, frozen_weights, rank_weights
 from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.optimisers_and_offload import away, moved_of
 from tangram.planner.space.schedule_formulas import splits
@@ -85,10 +85,14 @@ class Data:
     """Seconds that each link carries parameters to be used once, shape (links, grid)."""
     reduce: Array
     """The same of gradients."""
+    others: float = 0.0
+    """How often more parameters are gathered where each pass does, for forwards beside those of training."""
 
     def links(self, g: Grid) -> Array:
         """Seconds of a step that each link carries either."""
-        return np.where(g.zero >= 3, g.micros * (2 * self.gather + self.reduce), self.gather + self.reduce)
+        return np.where(
+            g.zero >= 3, g.micros * ((2 + self.others) * self.gather + self.reduce), self.gather + self.reduce
+        )
 
     def step(self, g: Grid) -> Array:
         """Seconds of a step's micro-batches on a stage."""
@@ -112,14 +116,15 @@ def data_traffic(outline: Outline, g: Grid, setting: Setting, ahead: Array, behi
         _once(g, reduce, framework.overlap_reduce * behind, parts),
     )
     if trained is not whole:  # what is frozen is gathered where parameters are divided, and never summed
-        frozen = RankWeights(whole.dense - trained.dense, whole.routed - trained.routed)
+        frozen = frozen_weights(setting, whole, trained)
         gather = gather + _gathered(setting, g, frozen, setting.base_bytes) * (g.zero >= 3)
+    others = setting.other_forwards
     own, many = np.minimum(g.virtual, parts), g.zero >= 3  # each virtual stage has a first and a last layer
     each = (
-        own * beyond(gather / own, ahead / own, parts / own),
+        own * (1 + others) * beyond(gather / own, ahead / own / (1 + others), parts / own),
         own * _both(gather / own, reduce / own, behind / own, parts / own),
     )
-    return Data(np.where(many, each[0], once[0]), np.where(many, each[1], once[1]), gather, reduce)
+    return Data(np.where(many, each[0], once[0]), np.where(many, each[1], once[1]), gather, reduce, others)
 
 
 def _shards(g: Grid, over: Array) -> Array:

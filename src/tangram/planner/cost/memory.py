@@ -14,9 +14,9 @@ matmuls write beside the kept ones.
 
 Of a pipeline the first rank is looked at, the last, and those where layers of other sizes begin: a mixture's second
 rank may need more than its first, which has the dense layers; and the second where the first has fewer layers. Which
-layers a rank's virtual stages have is exact (`planner.space.layers_per_stage`); where virtual stages are not alike,
-those in flight are taken as the mean of the rank's, which is up to 16 % off what playing the schedule gives
-(`planner.cost.memory_timeline`; 17 % of what is left where states are offloaded to the host), else nothing.
+layers a rank's virtual stages have is exact (`planner.space.layers_per_stage`), and so is what those in flight keep
+where virtual stages are not alike (`planner.cost.in_flight`); where these go down the ranks and up again their mean is
+taken, which is up to 5 % off what playing the schedule gives (`planner.cost.memory_timeline`).
 
 Three totals: what tensors take (`allocated`), what the allocator holds for them (`reserved`), and what the device shows
 (`device`), with the context and the libraries' workspaces, which are no tensors.
@@ -35,12 +35,13 @@ from typing import Any
 import numpy as np
 
 from tangram.models.outlines.outline import Group, Outline
+from tangram.planner.cost.in_flight import in_flight, kept_by_chunks, least_of, unlike_chunks
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
 from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
 from tangram.planner.space.layers_per_stage import chunk_of, dealt
 from tangram.planner.space.optimisers_and_offload import away
-from tangram.planner.space.schedule_formulas import beyond, folded, splits
+from tangram.planner.space.schedule_formulas import folded
 from tangram.planner.space.setting import Setting
 
 
@@ -196,10 +197,23 @@ def _rank(
     embeds, last = place == 0, place == g.pipeline - 1
     heads: Array = np.asarray(np.where(folded(g.schedule), embeds, last), dtype=float)
     has = stage(outline, g, setting, counts or dealt(outline, g, place), embeds * 1.0, heads, takes)
-    flying = _in_flight(g, place) / g.virtual
-    passing = np.maximum(has.logits, has.again) + has.spare + has.workspace + has.gathered_behind
+    flying = in_flight(g, place) / g.virtual
+    most = np.maximum(has.logits, has.again)
     kept = has.kept * flying + has.embedded * flying
+    if (uneven := unlike_chunks(outline, g, setting)).any():
+        some, embedded = g.take(uneven), has.embedded[uneven]
+        left = [one.left[uneven] for one in takes]
+        if counts is None:
+            ever, late = kept_by_chunks(outline, some, place[uneven], left, embedded)
+            of_head = late + has.logits[uneven] > ever + has.again[uneven]
+            of_head &= ~away(some.offload)[2]  # of activations in the host's memory few stay at any moment
+            kept[uneven] = np.where(of_head, late, ever)
+            alone = np.where(of_head, has.logits[uneven], has.again[uneven])
+            most[uneven] = np.where(away(some.offload)[2], most[uneven], alone)
+        else:  # in which of its virtual stages layers are is not known: no less than wherever they are
+            kept[uneven] *= least_of(some, place[uneven]) * some.virtual / in_flight(some, place[uneven])
     kept = np.maximum(kept - fresh(has, g, setting), 0.0)
+    passing = most + has.spare + has.workspace + has.gathered_behind
     passing = np.maximum(passing, has.step + has.spare + has.workspace - kept)
     one = Rank(has.parameters, has.gradients, has.optimiser, kept, passing, np.zeros(len(g)))
     return _offloaded(one, g, has.largest, setting.away_share) if g.offload.any() else one
@@ -306,9 +320,14 @@ def stage(
     head = logits(outline, g, setting) * (1 + predictors) + ends * framework.scratch_bytes
     wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
     updated = divided(g, numbers[1], 1)
+    states = model_state_bytes(g, setting, *numbers)
+    if setting.in_backward:  # of each parameter until it is updated: those of a block, or the head's
+        trained = numbers[1].dense + numbers[1].routed
+        most = np.maximum(scratch, np.where(np.asarray(numbers[1].ends) > 0, ends, 0.0))
+        states = (states[0], states[1] * np.minimum(most / trained, 1.0), states[2])
     updated = np.where(cut, np.minimum(updated, framework.step_group or np.inf), updated)
     return Stage(
-        *model_state_bytes(g, setting, *numbers), kept, largest, embedded, heads * head, again,
+        *states, kept, largest, embedded, heads * head, again,
         scratch * framework.scratch_bytes, updated * framework.step_bytes,
         framework.workspace,
         np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
@@ -316,31 +335,13 @@ def stage(
     )  # fmt: skip
 
 
-def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
-    """How many layers of each run lie from `start` to `end`."""
-    found: list[Array] = []
-    at = 0
-    for _, count in outline.runs:
-        found.append(np.maximum(np.minimum(end, at + count) - np.maximum(start, at), 0.0))
-        at += count
-    return found
-
-
-def _in_flight(g: Grid, place: Array) -> Array:
-    """Chunks of a micro-batch that a PP rank has kept at its peak."""
-    all_of_them = g.micros * g.virtual
-    place = np.where(splits(g.schedule), 0.0, place)  # all ranks keep as much as the first
-    plain = np.minimum(g.pipeline - place, g.micros)
-    hops = np.where(splits(g.schedule), 1, 2)  # forwards that a rank begins with more than the next one
-    chunks = hops * (g.pipeline - place - 1) + (g.virtual - 1) * g.pipeline + 1 + beyond(g.schedule)
-    chunks = np.minimum(chunks, all_of_them)
-    return np.where(g.virtual > 1, chunks, plain)
-
-
 def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
     """Of a micro-batch, with what the loss makes of them, and where ranks keep what they gathered the head's input."""
     each = np.where(g.tensor > 1, setting.logit_bytes(over_ranks=True), setting.logit_bytes(over_ranks=False))
     found = g.tokens * outline.vocab / g.tensor * each
+    if setting.beside is not None and setting.beside.teacher:  # of stages the last has them of all micro-batches
+        kept = np.where(g.pipeline > 1, g.micros, 1.0)
+        found = found + kept * setting.flow_bytes * g.tokens * outline.vocab / g.tensor
     if not setting.framework.keeps_gathered:
         return found
     return found + np.where(g.sequence_parallel > 0, 2 * setting.flow_bytes * g.tokens * outline.hidden, 0.0)

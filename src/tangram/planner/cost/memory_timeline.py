@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from tangram.models.outlines.outline import Outline
-from tangram.planner.cost.memory import Stage, context_of, counts_of, fresh, stage, takes_of
+from tangram.planner.cost.memory import Stage, context_of, fresh, stage, takes_of
 from tangram.planner.cost.timeline import Play
 from tangram.planner.space.grid import Array, Grid
+from tangram.planner.space.layers_per_stage import counts_of
 from tangram.planner.space.optimisers_and_offload import away
 from tangram.planner.space.setting import Setting
 from tangram.schema.schedule_table import Action

@@ -46,7 +46,14 @@ def rank_weights(outline: Outline, g: Grid, counts: Any, ends: Any) -> tuple[Ran
     if outline.frozen_ends:
         return whole, RankWeights(trained, taught)
     # What is trained is a copy, and the frozen weights stay beside it (peft's `ModulesToSaveWrapper`).
-    return RankWeights(dense + 2 * ends, routed, ends), RankWeights(trained + ends, taught, ends)
+    return RankWeights(dense + 2 * ends, routed, 2 * ends), RankWeights(trained + ends, taught, ends)
+
+
+def frozen_weights(setting: Setting, whole: RankWeights, trained: RankWeights) -> RankWeights:
+    """Of a rank's numbers those that are not trained, of `base_bytes` each; embedding and head, which stay in more
+    bytes, as so many more."""
+    ends = (whole.ends - trained.ends) * (setting.frozen_end_bytes / setting.base_bytes - 1)
+    return RankWeights(whole.dense - trained.dense + ends, whole.routed - trained.routed)
 
 
 def experts_over(g: Grid) -> Array:
@@ -75,8 +82,11 @@ def model_state_bytes(
     low = 1.0 if setting.precision in ("fp8", "fp4") and framework.keeps_low_weights else 0.0
     parameters = divided(g, trained, 3) * kept
     if trained is not whole:
-        frozen = RankWeights(whole.dense - trained.dense, whole.routed - trained.routed)
+        frozen = frozen_weights(setting, whole, trained)
         parameters = parameters + divided(g, frozen, 3) * setting.base_bytes
+    if setting.beside is not None:
+        of, nbytes = (whole, setting.flow_bytes) if setting.beside.teacher else (trained, kept)
+        parameters = parameters + setting.beside.numbers * divided(g, of, 3) * nbytes
     ends = divided(g, RankWeights(trained.ends, 0.0 * trained.routed), 1) * ends_of(g.optimiser)
     return (
         parameters + (whole.dense + whole.routed) * low * (g.zero < 3),

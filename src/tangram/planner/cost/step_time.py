@@ -165,7 +165,11 @@ def _passes(outline: Outline, g: Grid, setting: Setting) -> tuple[Pass, Pass, Pa
     ahead, back, again, further = (none(g, setting) for _ in range(4))
     for block, count in outline.kinds:
         forward, backward, repeated = _of_block(block, outline, g, setting)
-        ahead, back, again = ahead + forward * count, back + backward * count, again + repeated * count
+        ahead, back, again = (
+            ahead + forward * (count * (1 + setting.other_forwards)),
+            back + backward * count,
+            again + repeated * count,
+        )
         if outline.predictors and block == outline.runs[-1][0]:
             further = forward + backward + repeated
     if outline.predictors:
@@ -178,8 +182,7 @@ def seconds(outline: Outline, g: Grid, setting: Setting, *, least: bool = False,
     """Of a step of each configuration of the grid; with `least` what no cut of the layers into virtual stages is
     quicker than, without its links, and what is never less where layers take longer; with `fewer`, nor with fewer
     virtual stages, from two on, or where PP ranks lie within DP ranks, and without what DP ranks and hosts move."""
-    if setting.filled != 1.0:
-        g = replace(g, sequence=g.sequence * setting.filled)
+    g = setting.met(g)
     of = passes_of(outline, g, setting)
     whole, head, micros = of.forward + of.backward, of.head, g.micros
     body = whole * (1 / g.pipeline)
@@ -295,11 +298,12 @@ def _head(outline: Outline, g: Grid, setting: Setting) -> tuple[Array, Array]:
     it each link carries something."""
     device, vocab, hidden = setting.device, outline.vocab / g.tensor, float(outline.hidden)
     kind = "fp32" if setting.precision == "fp32" else "bf16"
-    products = curves.product_seconds(device, kind, g.tokens, vocab, hidden)
+    times = 1 + setting.other_forwards
+    products = times * curves.product_seconds(device, kind, g.tokens, vocab, hidden)
     products = products + curves.product_seconds(device, kind, g.tokens, hidden, vocab)
     if not outline.frozen_ends:  # a frozen head has no gradient
         products = products + curves.product_seconds(device, kind, hidden, vocab, g.tokens)
-    loss = curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
+    loss = (1 + setting.other_logits / 3) * curves.moved_seconds(device, LOGIT_BYTES * g.tokens * vocab)
     over = exchange(setting, "all-reduce", g.tokens * hidden * setting.flow_bytes, g.tensor, np.ones(len(g)))
     times = 1 + outline.predictors
     return (products + loss + over.max(axis=0)) * times, over * times

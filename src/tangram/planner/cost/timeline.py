@@ -184,7 +184,8 @@ class _Took:
 
 
 def _took(outline: Outline, one: Grid, setting: Setting, scales: Mapping[str, float]) -> _Took:
-    passes, closed = passes_of(outline, one, setting), seconds(outline, one, setting)
+    closed, one = seconds(outline, one, setting), setting.met(one)
+    passes = passes_of(outline, one, setting)
     data, count = passes.data(outline, one, setting), outline.layers
     weights = scales.get("products", 1.0) * float(passes.weights[0]) / count
     ahead, back = (_layer(which, scales, count) for which in (passes.forward, passes.backward))

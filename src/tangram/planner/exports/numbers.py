@@ -85,8 +85,8 @@ def numbers_of(choice: Choice, ask: Ask) -> Numbers:
     return Numbers(
         pipeline=at["pipeline"], virtual=at["virtual"], schedule=choice.schedule, tensor=at["tensor"],
         sequence_parallel=bool(at["sequence_parallel"]), context=at["context"], expert=at["expert"],
-        expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=at["micro"],
-        batch=at["batch"], sequence=at["sequence"], again=choice.again, precision=choice.precision,
+        expert_tensor=at["expert_tensor"], data=at["data"], zero=at["zero"], shard=at["shard"], micro=choice.micro,
+        batch=at["batch"] // ask.rows, sequence=at["sequence"], again=choice.again, precision=choice.precision,
         ulysses=at["ulysses"], ahead=at["ahead"], behind=at["behind"], inner=at["inner"] > 0,
         loss=ask.loss,
     )  # fmt: skip

@@ -24,6 +24,28 @@ NO_RING = Rule(
     lambda f, at: f"{at['context']} CP ranks send keys around, which is not to be used",
 )
 
+IN_BACKWARD = Rule(
+    "one micro-batch",
+    lambda f, g: g.micros == 1,
+    lambda f, at: "parameters that are updated in the backward take one micro-batch a step: a larger one or more ranks",
+)
+"""Of updates in the backward."""
+
+
+def required(able: Able, in_backward: bool, rows: int) -> Able:
+    """What may be looked at, with what the training asks for."""
+    return replace(able, rules=(*able.rules, *training_rules(in_backward, rows)))
+
+
+def training_rules(in_backward: bool, rows: int) -> tuple[Rule, ...]:
+    """Of updates in the backward, and of samples of several rows, which stay together."""
+    together = Rule(
+        "rows of a sample",
+        lambda f, g: g.micro % rows == 0,
+        lambda f, at: f"a sample is {rows} rows, which {at['micro']} rows of a micro-batch do not hold together",
+    )
+    return (*((IN_BACKWARD,) if in_backward else ()), *((together,) if rows > 1 else ()))
+
 
 def _level(one: int) -> Callable[[Able], Able]:
     """Without what DP ranks divide by a level of ZeRO."""

@@ -180,6 +180,7 @@ def ask_json(ask: Ask) -> dict[str, object]:
         "offloads": [offload_words(bits) for bits in ask.offloads],
         "base": ask.base.name,
         "documents": None if ask.documents is None else asdict(ask.documents),
+        "beside": None if ask.beside is None else asdict(ask.beside),
         "precisions": [ask.precision, *ask.others],
     }
 

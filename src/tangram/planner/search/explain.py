@@ -13,6 +13,8 @@ from tangram.layout import LayoutError, Mesh
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.legality.constraints import reasons
+from tangram.planner.legality.engine import facts_of, refusals
+from tangram.planner.legality.exclusions import training_rules
 from tangram.planner.search.query import Answer, plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
 from tangram.planner.space.grid import Grid, grid
@@ -65,6 +67,7 @@ def explain(outline: Outline, cluster: Cluster, ask: Ask, given: StrategyRequest
     """Of a strategy. Raises UserError where it cannot be read."""
     g = laid_out(cluster, ask, given)
     refused = reasons(outline, g)
+    refused += [str(one) for one in refusals(facts_of(outline), g, training_rules(ask.in_backward, ask.rows))]
     best = plan(outline, cluster, ask)
     if refused:
         return Explained(tuple(refused), None, best)
@@ -133,8 +136,8 @@ def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
         names = ", ".join(one.name for one in SCHEDULES)
         raise UserError(f'the search knows no schedule "{given.schedule}": give one of {names}')
     return grid(
-        batch=request.batch, sequence=request.sequence, micro=given.micro, virtual=given.chunks, schedule=schedule,
-        zero=given.zero, ahead=ahead, behind=behind,
+        batch=request.batch, sequence=request.sequence, micro=given.micro * ask.rows, virtual=given.chunks,
+        schedule=schedule, zero=given.zero, ahead=ahead, behind=behind,
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
         sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
         shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1),

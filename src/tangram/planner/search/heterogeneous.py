@@ -30,13 +30,15 @@ from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned
 from tangram.planner.cost.communication_time import optimiser_seconds
-from tangram.planner.cost.memory import Takes, at_rank, counts_of, takes_of
+from tangram.planner.cost.memory import Takes, at_rank, takes_of
 from tangram.planner.cost.step_time import block_seconds, hop_seconds, passes_of
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
+from tangram.planner.legality.exclusions import required
 from tangram.planner.search.by_precision import ranked
 from tangram.planner.search.query import requested
 from tangram.planner.search.strategy import Ask, Choice, limit_of, mesh_of, safe, setting_of
 from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.layers_per_stage import counts_of
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, again_name
 from tangram.planner.space.setting import Setting
 from tangram.planner.space.stage_cuts import best_cut
@@ -151,7 +153,13 @@ def _space(outline: Outline, parts: Sequence[Part], ask: Ask) -> Grid:
     ranks = [part.cluster.ranks for part in parts]
     if ask.sequence < 1 or ask.tokens < ask.sequence or ask.tokens % ask.sequence:
         raise UserError(f"{ask.tokens} tokens are no samples of {ask.sequence}: give a multiple of it")
-    request = Request(sum(ranks), ask.tokens // ask.sequence, ask.sequence, schedules=("1F1B",), able=ABLE)
+    request = Request(
+        sum(ranks),
+        ask.tokens // ask.sequence,
+        ask.sequence,
+        schedules=("1F1B",),
+        able=required(ABLE, ask.in_backward, ask.rows),
+    )
     fitting = [mesh for mesh in meshes(outline, request) if not any(count % (sum(ranks) // mesh[0]) for count in ranks)]
     rows = [row for mesh in fitting if len(row := of_mesh(outline, request, mesh))]
     if not rows:
@@ -230,7 +238,8 @@ class _Prices:
 
 
 def _prices(outline: Outline, g: Grid, part: Part, between: float) -> _Prices:
-    setting, passes = part.setting, passes_of(outline, g, part.setting)
+    setting, g = part.setting, part.setting.met(g)
+    passes = passes_of(outline, g, setting)
     nbytes = g.tokens * outline.hidden * setting.flow_bytes / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     own = replace(g, pipeline=_stages(part, g))  # between these a micro-batch stays within the part
     far = curves.collective_seconds(
@@ -313,12 +322,12 @@ class _Priced:
         return Mixed(
             order,
             mesh_of(said["pipeline"], said["data"], said["context"], said["ulysses"], said["tensor"]),
-            said["micro"], micros, said["expert"], said["expert_tensor"], said["zero"],
+            said["micro"] // ask.rows, micros, said["expert"], said["expert_tensor"], said["zero"],
             again_name(said["recompute"], float(one.recomputed[0])),
             tuple(tuple(end - start for start, end in pieces[each]) for each in stages),
             tuple(max(took[each]) for each in stages),
             tuple(self._fullest(at, each.start, pieces[each]) for at, each in zip(order, stages, strict=True)),
-            step, ask.tokens / step / float(one.ranks[0]),
+            step, ask.tokens_met / step / float(one.ranks[0]),
         )  # fmt: skip
 
     def _stages(self, part: int) -> int:

@@ -19,7 +19,7 @@ from tangram.models.outlines.images import image_words
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned, published
 from tangram.planner.legality.enumerate import Request
-from tangram.planner.legality.exclusions import without
+from tangram.planner.legality.exclusions import required, without
 from tangram.planner.search.by_precision import among, ranked, reached
 from tangram.planner.search.objectives import Aim
 from tangram.planner.search.strategy import Ask, Choice, assumed, families, limit_of, unlike
@@ -27,6 +27,7 @@ from tangram.planner.search.suggest_fit import Change, would_fit
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.optimisers_and_offload import kept_words
 from tangram.planner.space.setting import Precision
+from tangram.planner.space.tasks import task_words
 
 __all__ = ["Answer", "ask_of", "count_of", "devices_of", "plan", "requested"]
 
@@ -131,13 +132,14 @@ def plan(outline: Outline, cluster: Cluster, ask: Ask, *, what_if: bool = True) 
     return Answer(
         outline, cluster.name, ask, limit, families(unlike(choices), ask.most), found.smallest, found.looked,
         (*assumed(cluster, ask), *kept_words(outline, ask.base), *image_words(outline),
-         *([ask.documents.words] if ask.documents else ())), otherwise, would,
+         *task_words(ask.rows, ask.beside), *([ask.documents.words] if ask.documents else ())), otherwise, would,
     )  # fmt: skip
 
 
 def requested(cluster: Cluster, ask: Ask) -> Request:
     """The space's numbers. Raises UserError for those that cannot be."""
     devices, able = ask.devices or cluster.ranks, without(ask.able, ask.without)
+    able = required(able, ask.in_backward, ask.rows)
     if ask.fewest:
         raise UserError("one strategy is of one number of devices: give --gpus a number, and no range")
     if devices > cluster.ranks:

@@ -25,7 +25,7 @@ from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.optimisers_and_offload import FULL, OPTIMISERS, Base, offload_words
 from tangram.planner.space.recompute import again_name
 from tangram.planner.space.schedule_formulas import SCHEDULES
-from tangram.planner.space.setting import Documents, Host, Precision, Setting
+from tangram.planner.space.setting import Beside, Documents, Host, Precision, Setting
 
 __all__ = [
     "Ask",
@@ -91,6 +91,14 @@ class Ask:
     """What of the joint space is not to be used, by names (`planner.legality.exclusions`)."""
     memory_share: float = 1.0
     """Of what its device has, where `memory` is 0: as beside an engine that samples on the same device."""
+    compiled: bool = False
+    """Whether the framework compiles blocks and loss."""
+    in_backward: bool = False
+    """Whether parameters are updated in the backward, which one micro-batch a step allows."""
+    rows: int = 1
+    """Of `sequence` tokens in a sample: of a pair of answers two. `tokens` are those of all rows."""
+    beside: Beside | None = None
+    """What a step asks beside the model that it trains."""
     filled: float = 1.0
     """Of a sample's tokens those of a step's rows in the mean, of which time is; memory is of the whole sample."""
 
@@ -228,10 +236,13 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
     own = figures(cluster)
     known = {} if own.pcie_bandwidth is None else {"rate": COPIED * own.pcie_bandwidth}
     islands = tuple((here.ranks, farther.rate) for here, farther in pairwise(cluster.links[1:]))
+    runs_it = framework(ask.framework)
+    runs_it = runs_it.compiled if ask.compiled else runs_it
     return Setting(
-        own, framework(ask.framework), ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
+        own, runs_it, ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
         host=Host(**{**known, **cluster.host}), unlike=ask.unlike, documents=ask.documents, save_every=ask.save_every,
-        loss=ask.loss, away_share=ask.away_share, filled=ask.filled,
+        loss=ask.loss, away_share=ask.away_share, in_backward=ask.in_backward, beside=ask.beside,
+        filled=ask.filled,
     )  # fmt: skip
 
 
@@ -319,7 +330,7 @@ def _choice(
     need = float(np.broadcast_to(needs.device, len(g))[i])
     return Choice(
         mesh=mesh_of(at["pipeline"], at["data"], at["context"], at["ulysses"], at["tensor"], inner=at["inner"] > 0),
-        micro=at["micro"],
+        micro=at["micro"] // ask.rows,
         micros=int(g.micros[i]),
         virtual=at["virtual"],
         schedule=SCHEDULES[at["schedule"]].name if at["pipeline"] > 1 else "",
@@ -364,20 +375,9 @@ def unlike(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     found: dict[object, Choice] = {}
     for one in choices:
         key = (
-            one.mesh,
-            one.micro,
-            one.virtual,
-            one.schedule,
-            one.ahead,
-            one.behind,
-            one.expert,
-            one.expert_tensor,
-            one.again,
-            one.optimiser,
-            one.offload,
-            one.precision,
-            round(one.step, 6),
-        )
+            one.mesh, one.micro, one.virtual, one.schedule, one.ahead, one.behind, one.expert, one.expert_tensor,
+            one.again, one.optimiser, one.offload, one.precision, round(one.step, 6),
+        )  # fmt: skip
         if key not in found or one.memory < found[key].memory:
             found[key] = one
     return tuple(found.values())

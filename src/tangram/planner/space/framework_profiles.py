@@ -7,7 +7,7 @@ models or machines; each has its reason beside it in the table.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -37,8 +37,10 @@ class Framework:
     gradient_bytes: float
     reduce_bytes: float
     optimiser_bytes: float
+    optimiser: str
     parameter_bytes: float
     gathered_bytes: float
+    frozen_end_bytes: float
     divides_gradients: bool
     keeps_low_weights: bool
     keeps_gathered: bool
@@ -57,6 +59,12 @@ class Framework:
     context: float
     communicators: float
     schedules: tuple[str, ...]
+
+    @property
+    def compiled(self) -> Framework:
+        """With blocks and loss that a compiler fuses (`torch.compile`), as far as they are not fused anyway."""
+        loss = "compiled" if self.loss.startswith("eager") else self.loss
+        return replace(self, fused_streams=True, kernels="fused", loss=loss)
 
 
 @cache

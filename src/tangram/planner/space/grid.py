@@ -112,18 +112,25 @@ OF_BLOCKS = (
 def distinct(g: Grid, names: Sequence[str]) -> tuple[Grid, Array]:
     """A configuration for each combination of some columns, and for each configuration of the grid the place of its
     own: what depends on these columns alone need not be computed again for those that differ in others."""
-    columns = [getattr(g, name) for name in names if (getattr(g, name) != getattr(g, name)[:1]).any()]
+    first, place = unlike([getattr(g, name) for name in names])
+    return g.take(first), place
+
+
+def unlike(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """Places of one configuration for each combination of columns, and for each configuration which of them it is."""
+    count = len(columns[0])
+    columns = [column for column in columns if (column != column[:1]).any()]
     if not columns:
-        return g.take(slice(0, 1)), np.zeros(len(g), dtype=np.int64)
+        return np.zeros(min(count, 1), dtype=np.int64), np.zeros(count, dtype=np.int64)
     order = np.lexsort(columns)
-    other = np.zeros(len(g), dtype=bool)
+    other = np.zeros(count, dtype=bool)
     for column in columns:
         along = column[order]
         other[1:] |= along[1:] != along[:-1]
-    place = np.empty(len(g), dtype=np.int64)
+    place = np.empty(count, dtype=np.int64)
     place[order] = np.cumsum(other)
     other[:1] = True
-    return g.take(order[other]), place
+    return order[other], place
 
 
 _CODES = ("recompute", "schedule", "optimiser", "offload")

@@ -106,3 +106,13 @@ def _before_folded(outline: Outline, g: Grid, place: Array, block: int) -> Array
         start = chunk * each + np.minimum(chunk, more)
         found = found + np.clip(block + g.ahead - start, 0.0, each + (chunk < more))
     return found
+
+
+def counts_of(outline: Outline, start: Array, end: Array) -> list[Array]:
+    """How many layers of each run lie from `start` to `end`."""
+    found: list[Array] = []
+    at = 0
+    for _, count in outline.runs:
+        found.append(np.maximum(np.minimum(end, at + count) - np.maximum(start, at), 0.0))
+        at += count
+    return found

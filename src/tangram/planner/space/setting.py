@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Block, Outline
 from tangram.planner.space.framework_profiles import Framework
+from tangram.planner.space.grid import Grid
 from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
 
@@ -105,6 +106,19 @@ def _within(block: Block, piece: int) -> Block:
     return replace(block, scores=tuple(scores))
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A model that a step asks beside the one that it trains, forward only: as this began (DPO, KTO), or a teacher."""
+
+    forwards: float
+    """How many forwards of the trained model its own are, of each micro-batch."""
+    numbers: float
+    """Its own, as a multiple of those that are trained, or of a teacher of all of the model's; DP ranks divide them
+    where they divide parameters."""
+    teacher: bool = False
+    """Whether its logits are kept for the loss, and its numbers in 16 bits; else these are as parameters are kept."""
+
+
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
 
 
@@ -152,12 +166,29 @@ class Setting:
     """How it is made of the logits (`planner.space.losses`); "": as the framework does."""
     away_share: float = 1.0
     """Of the optimiser's states that are offloaded to the host, where they are."""
+    in_backward: bool = False
+    """Whether parameters are updated while the backward goes on, and their gradients freed at once."""
+    beside: Beside | None = None
     filled: float = 1.0
     """Of a row's tokens those that it has in the mean of a step's, of which time is."""
 
     def __post_init__(self) -> None:
         if self.node < 1:
             raise ValueError(f"{self.node} devices at a fast link; at least 1, the device itself")
+
+    def met(self, g: Grid) -> Grid:
+        """With rows as long as those of a step are in the mean, of which time is."""
+        return g if self.filled == 1.0 else replace(g, sequence=g.sequence * self.filled)
+
+    @property
+    def other_forwards(self) -> float:
+        """Forwards of a micro-batch beside those of training, and of what is recomputed."""
+        return self.beside.forwards if self.beside else 0.0
+
+    @property
+    def other_logits(self) -> float:
+        """How often logits are made beside those of training: by a teacher of any size once."""
+        return min(self.other_forwards, 1.0 if self.beside and self.beside.teacher else math.inf)
 
     def logit_bytes(self, *, over_ranks: bool) -> float:
         """Of each logit while the loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
@@ -168,6 +199,11 @@ class Setting:
     def base_bytes(self) -> float:
         """Of a frozen number."""
         return max(self.base.nbytes, self.flow_bytes) if self.base is FULL else self.base.nbytes
+
+    @property
+    def frozen_end_bytes(self) -> float:
+        """Of a frozen number of embedding and head, which nothing brings to fewer bits."""
+        return self.base_bytes if self.base is FULL else max(self.framework.frozen_end_bytes, self.flow_bytes)
 
     @property
     def flow_bytes(self) -> float:
