@@ -190,7 +190,7 @@ class _Lent(NamedTuple):
 
 
 def _lent(plan: Plan, stage: Share) -> _Lent:
-    if not plan.run.stream_layers:
+    if not plan.run.stream_layers or plan.shard_ranks > 1:  # of FSDP they are what is gathered
         return _Lent()
     of_block: Counter[str] = Counter()
     for one in stage.parameters:
