@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from tangram.cli import main
@@ -127,7 +127,7 @@ def _said(folder: Path, files: Sequence[str]) -> dict[bytes, Tensor]:
     for x in (load_file(folder / file) for file in files):
         order = x["classes"].long().argsort(1)
         logp = torch.cat([x["logp"][:, :-1].gather(1, order), x["logp"][:, -1:]], 1)
-        ends = [0, *x["ends"].tolist()]
+        ends = [0, *map(int, x["ends"])]
         for row, key in enumerate(x["keys"]):
             found[key.numpy().tobytes()] = logp[ends[row] : ends[row + 1]]
     return found
