@@ -212,6 +212,9 @@ def test_places_that_hold_none_are_those_of_rows_that_are_trained_on(folder: Pat
 def test_rows_of_answers_with_labels_are_as_long_as_a_step_needs(tmp_path: Path) -> None:
     """A row whose prompt is answered by another sample's answer is longer than both, and nothing of it is cut off."""
     folder = write_pairs(tmp_path)
+    turns = [("why " * 20, "no"), ("x?", "so " * 25)]  # a long prompt or a long answer
+    rows = [{"prompt": f"{n} {turns[n % 2][0]}", "completion": turns[n % 2][1], "label": n % 3 > 0} for n in range(40)]
+    (folder / "labels" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     job = load(
         folder / "kto.toml", {"data.cache": str(folder / "cache"), "data.global_batch": "6", "data.micro_batch": "6"}
     )
