@@ -7,6 +7,7 @@ _ONE = f"{_EARLY}::test_one_process_has_the_same_losses_to_the_last_digit"
 _RANKS = f"{_EARLY}::test_ranks_have_the_same_losses"
 _STREAM = "tests/training/test_layer_stream.py"
 _MOVED = f"{_STREAM}::test_each_layer_is_moved_twice_and_two_are_there_at_most"
+_OTHERS = "tests/training/test_row_lengths.py::test_rows_of_answers_with_labels_are_as_long_as_a_step_needs"
 _STALE = f"{_STREAM}::test_a_copy_that_is_out_of_date_is_not_used"
 
 # fmt: off
@@ -41,5 +42,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "out-of-date", "training/parallel/layer_stream.py",
         "if copy is None or copy.versions != [one._version for one in places]:", "if copy is None:",
         "a layer computes with parameters of before", (_STALE,),
+    ),
+    Mutant(
+        "padded-in-memory", "training/parallel/apply.py",
+        "        map_padded(model)\n", "",
+        "parts that FSDP fills up lie in memory", (f"{_STREAM}::test_parts_and_states_of_ranks_lie_in_files",),
+    ),
+    Mutant(
+        "cut-off-answers", "training/data/stream.py",
+        "_longest_other(corpus, data, samples) if corpus.labelled else 1", "1",
+        "another's answer is cut off where rows end", (_OTHERS,),
     ),
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
 
 from tangram.cli import main
 from tangram.errors import UserError
@@ -98,6 +101,36 @@ def test_all_classes_have_the_losses_of_the_teacher_on_any_mesh(ran: dict[Key, T
         for figure, values in online.figures.items():
             assert found.figures[figure] == pytest.approx(values, rel=1e-5), way
     assert ran["all", "rest"].losses == pytest.approx(online.losses[HALF:], rel=1e-5)
+
+
+def test_what_is_kept_is_the_same_of_a_teacher_that_tp_cuts(folder: Path, kept: dict[str, Path]) -> None:
+    """Alone and with FSDP; each row is written once."""
+    job = job_of(folder)
+    every = json.loads((kept["all"] / "index.json").read_text())
+    with pytest.raises(UserError, match="3 processes are no multiple of it: set -n 4"):
+        teach(job, folder / "none", every["top"], 3, print, tp=2)
+    before = _said(kept["all"], every["files"])
+    for processes in (2, 4):
+        made = folder / f"tp {processes}"
+        teach(job, made, every["top"], processes, print, tp=2)
+        index = json.loads((made / "index.json").read_text())
+        assert {**index, "files": []} == {**every, "files": []}
+        after = _said(made, index["files"])
+        assert after.keys() == before.keys()
+        for key, one in before.items():
+            assert torch.allclose(one.exp(), after[key].exp(), atol=1e-6), key
+
+
+def _said(folder: Path, files: Sequence[str]) -> dict[bytes, Tensor]:
+    """Of each row what is kept of its tokens, in the order of classes."""
+    found: dict[bytes, Tensor] = {}
+    for x in (load_file(folder / file) for file in files):
+        order = x["classes"].long().argsort(1)
+        logp = torch.cat([x["logp"][:, :-1].gather(1, order), x["logp"][:, -1:]], 1)
+        ends = [0, *map(int, x["ends"])]
+        for row, key in enumerate(x["keys"]):
+            found[key.numpy().tobytes()] = logp[ends[row] : ends[row + 1]]
+    return found
 
 
 def test_few_classes_are_a_smaller_divergence_alike_on_ranks(ran: dict[Key, Traced]) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,17 +13,19 @@ from transformers import AutoModelForCausalLM
 
 from tangram.errors import UserError
 from tangram.planner.local.derived_layouts import ModelAxis
+from tangram.planner.local.estimate import estimate
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.planner.local.teacher import teacher_costs, teacher_plan
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
-from tangram.schema.tuning import DistillPlan, LoraPlan
+from tangram.schema.tuning import DistillPlan, LoraPlan, PreferencePlan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import teacher_source
 from tangram.training.trials.dry_run import dry_run
+from tests.planner.machine import rates
 from tests.training.taught import PADDED, Mistake, oracle, write_taught
 from tests.training.tuning_tasks import Traced, assert_as_expected, run_each, run_in_turn
 
@@ -196,6 +199,27 @@ def test_memory_and_time_of_a_teacher_are_predicted(plans: dict[Key, Plan]) -> N
         whole = 4 * sum(p.numel() for p in counted.teacher.model.parameters())
         assert found.nbytes == pytest.approx(whole * share, rel=0.01) if share else found.nbytes < 0.8 * whole
         assert 1.5 < found.forwards < 4  # three layers of 48 beside two of 32
+        assert sum(found.units) == pytest.approx(whole if way == "fsdp" else 0)
+        costs = counted.costs(plan.data.micro_batch)
+        beside, without = (
+            estimate(plan, costs, costs, rates(), teacher=one)
+            for one in (found, replace(found, units=(), gathered=0.0))
+        )
+        gathers = beside.seconds.communication - without.seconds.communication
+        assert gathers > 0 if way == "fsdp" else gathers == 0
+        large = estimate(plan, costs, costs, rates(), teacher=replace(found, gathered=1e9))
+        assert (
+            1e9 < large.memory.activations + large.memory.logits + large.memory.gathered < 1.01e9
+        )  # nothing of the student is there then
+
+
+def test_gathers_of_a_reference_are_predicted(plans: dict[Key, Plan]) -> None:
+    plan = plans["forward", "fsdp"].model_copy(update={"task": "sft", "distill": None})
+    costs = Counted(plan, source_of(plan, tokens_of(plan)).config).costs(plan.data.micro_batch)
+    compared = plan.model_copy(update={"task": "dpo", "preference": PreferencePlan()})
+    assert compared.other_forwards == 1
+    alone, beside = (estimate(one, costs, costs, rates()).seconds for one in (plan, compared))
+    assert beside.communication > 1.1 * alone.communication
 
 
 def test_a_teacher_is_not_cut_over_expert_axes(plans: dict[Key, Plan]) -> None:

@@ -15,23 +15,42 @@ from bench._memory.counter import FlowCounter
 from tangram.errors import UserError
 from tangram.planner.cost.history import key_of
 from tangram.schema.plan import Plan
+from tangram.training.data import open_corpus, step_batches, tokens_of
 from tangram.training.mesh import mapped_tensors
+from tangram.training.mesh.local_parts import local
 from tangram.training.mesh.mapped_tensors import mapped, mapped_like
 from tangram.training.parallel.layer_stream import LayerStream
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.rank import RankJob, begin
+from tangram.training.step import loop
 from tangram.training.trials.dry_run import dry_run
 from tests.training import test_in_backward, test_optimisers
-from tests.training.test_in_backward import EARLY, agree
+from tests.training.test_in_backward import EARLY, agree, made
 from tests.training.test_optimisers import HALF, planned, run_all
 
 WITHOUT = {**EARLY, "run.recompute": '"full"', "checkpoint.asynchronous": "false"}
 STREAMED = {**WITHOUT, "run.stream_layers": "true"}
 PART = {"run.recompute": '["model.layers.0"]'}
+ON_RANKS = {"fsdp": ("muon", "8-bit", "lora", "tied", "dropout"), "fsdp x tp": ("tied",)}
 NAMES = ("low", "muon", "8-bit", "lora", "tied", "dropout")
 folder, tied = test_optimisers.folder, test_in_backward.tied
 
 
 def test_losses_are_the_same_to_the_last_digit(tied: Path) -> None:
     agree(tied, NAMES, {"without": WITHOUT, "streamed": STREAMED}, "streamed")
+
+
+def test_ranks_have_the_losses_without_it(tied: Path) -> None:
+    """FSDP gathers layers from the files; beside TP what ranks hold whole waits for the end of the backward."""
+    keys = [(way, name, key) for way, of in ON_RANKS.items() for name in of for key in ("without", "streamed")]
+    asked = {"without": WITHOUT, "streamed": STREAMED}
+    plans = {(f"{name} {key}", way): made(tied, name, way, **asked[key]) for way, name, key in keys}
+    found = run_all(tied, plans, "ranks", {})
+    for way, of in ON_RANKS.items():
+        for name in of:
+            one, other = (found[f"{name} {key}", way] for key in asked)
+            assert one.losses == other.losses, name
+            assert one.losses[-1] < one.losses[0], name
 
 
 def test_it_goes_on_with_and_without(folder: Path) -> None:
@@ -144,6 +163,34 @@ def test_mapped_tensors_hold_numbers_and_leave_no_file(tmp_path: Path, monkeypat
         mapped_like(torch.empty(1 << 55, dtype=torch.uint8, device="meta"))
 
 
+def _not_in_files(rank: Rank, work: tuple[Plan, Path]) -> list[str]:
+    """After a step: what of parameters and states lies in memory, by the process's list of what is mapped."""
+    plan, folder = work
+    corpus = open_corpus(plan.data, tokens_of(plan))
+    begun = begin(rank, RankJob(plan, folder, corpus.digest, loop.StepCosts()))
+    optimiser = begun.state.optimiser
+    assert optimiser is not None
+    batches = step_batches(
+        corpus, plan.data, seed=0, first_sample=0, index=rank.index, size=2, micro_steps=1, device=rank.device
+    )
+    loop.train_step(begun.model, optimiser, batches, lr=1e-3)
+    lines = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "/tangram-" in line]
+    ranges = [range(*(int(end, 16) for end in line.split("-"))) for line in lines]
+
+    def outside(x: Tensor) -> bool:
+        part = local(x)
+        return part.ndim > 0 and not any(part.untyped_storage().data_ptr() in one for one in ranges)
+
+    named = {name: [p, *optimiser.state[p].values()] for name, p in begun.model.module.named_parameters()}
+    return [name for name, some in named.items() if any(outside(x) for x in some)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is mapped is listed by Linux alone")
+def test_parts_and_states_of_ranks_lie_in_files(folder: Path, tmp_path: Path) -> None:
+    plan = planned(folder, "rates", "fsdp", **STREAMED, **{"optimiser.lr_of": "{}"})
+    assert run_ranks(_not_in_files, (plan, tmp_path), world=2, on_event=print, device="cpu") == [[], []]
+
+
 # ---------------------------------------------------------------- what it is not for
 
 
@@ -158,8 +205,10 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(UserError, match=why):
             planned(folder, "sgd", "one", **{**STREAMED, **asked})
-    with pytest.raises(UserError, match="on one process, not on 2"):
-        planned(folder, "sgd", "fsdp", **STREAMED)
+    with pytest.raises(UserError, match=r"only those that FSDP cuts parameters over stream layers: use FSDP"):
+        planned(folder, "sgd", "tp", **STREAMED)
+    with pytest.raises(UserError, match=r'run\.reshard: .* set "after forward"'):
+        planned(folder, "sgd", "fsdp", **STREAMED, **{"run.reshard": '"after step"'})
     with pytest.raises(UserError, match=r'run\.recompute leaves out model\.layers\.1: set "full"'):
         run_all(folder, {("sgd", "one"): planned(folder, "sgd", "one", **{**STREAMED, **PART})}, "refused", {})
     with pytest.raises(UserError, match="a dry run counts"):

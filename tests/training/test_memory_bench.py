@@ -28,6 +28,19 @@ def test_what_operators_make_is_counted_until_it_is_gone() -> None:
     assert counter.flow.now == weight.grad.nbytes
 
 
+def test_what_is_taken_from_a_storage_does_not_count() -> None:
+    """As FSDP takes away what it has gathered, and gives it back."""
+    with FlowCounter([]) as counter:
+        one = torch.ones(1000)
+        one.untyped_storage().resize_(0)
+        assert counter.flow.now == 0
+        two = torch.ones(500)
+        assert counter.flow.peaks["forward"] == 4000
+        one.untyped_storage().resize_(4000)
+        one.fill_(1.0)
+        assert counter.flow.peaks["forward"] == counter.flow.now == 4000 + two.nbytes
+
+
 @pytest.mark.slow
 def test_the_bench_predicts_states(capsys: pytest.CaptureFixture[str]) -> None:
     rounded = "AdamW in bfloat16, rounded stochastically"

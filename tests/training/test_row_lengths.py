@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tangram.cli.plan.options import Taking
@@ -28,6 +29,7 @@ from tangram.training.data import (
     step_lengths,
     tokens_of,
 )
+from tangram.training.data.samples import IGNORE
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin, empty_places
 from tangram.training.state.build_model import source_of
@@ -36,6 +38,7 @@ from tangram.training.trials import local_plans
 from tangram.training.trials.local_plans import rows_of_steps
 from tests.planner.machine import rates
 from tests.training.causal_models import write_config
+from tests.training.pairs import write_pairs
 from tests.training.tuning_tasks import write_folder
 
 STEPS = 12
@@ -204,3 +207,32 @@ def test_places_that_hold_none_are_those_of_rows_that_are_trained_on(folder: Pat
     assert empty_places(asked, corpus) < padding(corpus, asked.data) - 0.3
     compiled = job_of(folder, **{"run.compile": "true"})
     assert empty_places(compiled, corpus) == pytest.approx(padding(corpus, asked.data))
+
+
+def test_rows_of_answers_with_labels_are_as_long_as_a_step_needs(tmp_path: Path) -> None:
+    """A row whose prompt is answered by another sample's answer is longer than both, and nothing of it is cut off."""
+    folder = write_pairs(tmp_path)
+    turns = [("why " * 20, "no"), ("x?", "so " * 25)]  # a long prompt or a long answer
+    rows = [{"prompt": f"{n} {turns[n % 2][0]}", "completion": turns[n % 2][1], "label": n % 3 > 0} for n in range(40)]
+    (folder / "labels" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    job = load(
+        folder / "kto.toml", {"data.cache": str(folder / "cache"), "data.global_batch": "6", "data.micro_batch": "6"}
+    )
+    prepare(job.data, tokens_of(job), lambda event: None)
+    corpus = open_corpus(job.data, tokens_of(job))
+    mean, most = step_lengths(corpus, job.data, job.seed, 8)
+    assert mean <= most < job.data.sequence == 1024
+    for step in range(8):
+        length = step_length(corpus, job.data, job.seed, 6 * step)
+        assert length <= most
+        full = step_batches(
+            corpus, job.data, seed=job.seed, first_sample=6 * step, index=0, size=1, micro_steps=1,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        for one, cut in zip(full.micro, full.cut(length).micro, strict=True):
+            assert one.others is not None
+            assert cut.others is not None
+            assert cut.bad_B is one.bad_B
+            ends = [int((x.labels_BS != IGNORE).any(0).nonzero().max()) + 1 for x in (one, one.others)]
+            assert cut.inputs_BS.shape[1] == cut.others.inputs_BS.shape[1] == length
+            assert max(ends) <= length < max(ends) * 9 / 8 + 8

@@ -63,6 +63,7 @@ def teach(
     out: Annotated[Path, typer.Option(help="An empty or new folder, for distill.cache.")],
     top: Annotated[int, typer.Option("--top", "-k", min=1, help="How many classes are kept of a token.")] = 64,
     processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="Over how many the teacher is cut.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Over how many of them each layer is cut, by TP.")] = 1,
     change: Annotated[list[str] | None, typer.Option("--set", help="Change a key, as in run.steps=512.")] = None,
 ) -> int:
     """Write the likeliest classes of a job's teacher for each token, so that it trains without one."""
@@ -75,7 +76,7 @@ def teach(
         raise UserError(f"{job} is a plan, and what a teacher says has no mesh: give the job that it was made for")
     try:
         with ProgressLine(Console(stderr=True)) as line:
-            write(plan, out, top, processes, line)
+            write(plan, out, top, processes, line, tp)
     except RankError as failure:
         say(str(failure))
         return 1

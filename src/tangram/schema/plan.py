@@ -174,9 +174,11 @@ class Plan(Job):
     @model_validator(mode="after")
     def _updates_in_backward(self) -> Self:
         """Where gradients are whole as soon as the backward has made them, and each once."""
-        if self.run.stream_layers and self.ranks > 1:
-            why = f"layers are streamed on one process, not on {self.ranks}"
-            raise Mistake("mesh", f"{why}: leave out run.stream_layers")
+        if self.run.stream_layers and self.ranks > 1 and self.shard_ranks == 1:
+            why = "of several ranks only those that FSDP cuts parameters over stream layers"
+            raise Mistake("mesh", f"{why}: use FSDP, or leave out run.stream_layers")
+        if self.run.stream_layers and self.run.reshard != "after forward":
+            raise Mistake("run.reshard", 'streamed layers are not kept whole: set "after forward"')
         if not self.optimiser.in_backward:
             return self
         where, key = "leave out optimiser.in_backward", "optimiser.in_backward"

@@ -112,6 +112,11 @@ class TeacherCosts:
     """Of its parameters, on the rank that has most of them."""
     forwards: float
     """How many forwards of the student one of its own is."""
+    gathered: float = 0.0
+    """Bytes of what FSDP holds whole of it at a time, in its forward."""
+    units: tuple[float, ...] = ()
+    """Bytes of each of its FSDP units, as it is gathered."""
+    shards: int = 1
 
 
 def estimate(
@@ -133,14 +138,15 @@ def estimate(
     held = largest_parts(plan, whole.parameters)
     stages, timed = shares(plan, whole.parameters, local), timed or local
     timed_stages = stages if timed is local else shares(plan, whole.parameters, timed)
-    more = teacher.forwards if teacher else 0.0
     memory = max((memory_of(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total)
     if teacher is not None:  # of stages the last keeps what it says of all micro-batches
         said = local.logits_bytes * (plan.micro_steps if plan.pipeline is not None else 1)
         memory = replace(memory, parameters=memory.parameters + teacher.nbytes, logits=memory.logits + said)
+        flow = memory.activations + memory.logits + memory.gathered  # of its own forward, nothing of the student's
+        memory = replace(memory, gathered=memory.gathered + max(0.0, teacher.gathered + said - flow))
     return Estimate(
         memory,
-        max((_seconds(plan, one, held, rates, moves, more) for one in timed_stages), key=lambda seconds: seconds.total),
+        max((_seconds(plan, one, held, rates, moves, teacher) for one in timed_stages), key=lambda s: s.total),
         plan.data.global_batch * plan.rows_per_sample * timed.sequence,
     )
 
@@ -151,9 +157,8 @@ def _seconds(
     held: Mapping[str, int],
     rates: Rates,
     derived: Sequence[CollectiveTraffic],
-    more: float,
+    teacher: TeacherCosts | None,
 ) -> Seconds:
-    """`more`: forwards of a teacher."""
     parameters, local = stage.parameters, stage.local
     over_tensor = stage.work * _communication_seconds(plan, derived, rates, local.sequence / plan.data.sequence)
     products, moves = 0.0, 0.0
@@ -162,7 +167,7 @@ def _seconds(
     kept = sum(part.made[kind].flops for part in parts for kind in plan.run.recompute_keep)
     all_flops = stage.work * local.forward.flops
     extra, extra_products = (again / all_flops, (again - kept) / all_flops) if all_flops else (0.0, 0.0)
-    first = 1 + plan.other_forwards + more
+    first = 1 + plan.other_forwards + (teacher.forwards if teacher else 0.0)
     for work, times, times_products in (
         (local.forward, first + extra, first + extra_products), (local.backward, 1.0, 1.0),
     ):  # fmt: skip
@@ -172,6 +177,8 @@ def _seconds(
     if plan.splits_backward:
         products, moves = products * (1 + SPLIT_BACKWARD), moves * (1 + SPLIT_BACKWARD)
     gather, reduce = _data_seconds(plan, parameters, held, rates)
+    if teacher is not None:
+        gather += sum(_gather_seconds(size, teacher.shards, rates) for size in teacher.units)
     gathers = 1 if plan.pipeline is not None or plan.run.reshard == "after step" else plan.micro_steps
     reduces = 1 if plan.adds_before_reducing else plan.micro_steps
     over_data = gathers * gather + reduces * reduce
@@ -239,11 +246,15 @@ def _data_seconds(
         # What lies outside the blocks stays whole until the backward, and of a pipeline all of a stage.
         gathers = 2 if name != OUTSIDE and plan.run.reshard == "after forward" and plan.pipeline is None else 1
         gather += overheads.FSDP_UNIT_CALLS * rates.call_seconds
-        gather += gathers * (rates.moves.seconds(2 * weights) + _exchange(weights, shards, rates))
+        gather += (gathers + plan.other_forwards) * _gather_seconds(weights, shards, rates)
         reduce += rates.moves.seconds(2 * gradients)
         reduce += _exchange(gradients * (2 if over_gloo else 1), shards, rates)  # gloo reduces all, then takes a part
         reduce += _exchange(2 * gradients / shards, copies, rates)
     return gather, reduce
+
+
+def _gather_seconds(weights: float, shards: int, rates: Rates) -> float:
+    return rates.moves.seconds(2 * weights) + _exchange(weights, shards, rates)
 
 
 def _sums_seconds(gradients: float, copies: int, rates: Rates) -> float:

@@ -107,14 +107,14 @@ def memory_of(plan: Plan, stage: Share, held: Mapping[str, int], kind: str) -> M
     kept = () if plan.run.stream_layers else parameters  # those lie in files
     gathered = _gathered(plan, parameters, held)
     moments = _moments(plan, stage, held, _logits(plan, stage.local, kind), *_made(plan, parameters, held))
-    most = max(moments, key=sum)
+    most = max(moments, key=lambda one: sum(one[:4]) + gathered * one.within)
     return Memory(
         parameters=sum(held[one.name] * _bytes_of(plan, one) for one in [*kept, *reference]),
         gradients=most.gradients,
         optimiser=sum(_states_bytes(plan, one, held[one.name]) for one in trained if one in kept),
         activations=most.activations,
         logits=most.logits,
-        gathered=gathered + most.made,
+        gathered=gathered * most.within + most.made,
         process=overheads.PROCESS_BYTES,
     )
 
@@ -126,6 +126,8 @@ class _Moment(NamedTuple):
     activations: float
     logits: float = 0.0
     made: float = 0.0
+    within: bool = True
+    """Whether it is in a forward or a backward: at the update ranks have their parts alone."""
 
 
 def _moments(
@@ -162,7 +164,7 @@ def _moments(
             yield _Moment(there + early[part.name], left + beside, 0.0, made + updates)
         there = before or there + late[part.name]
         yield _Moment(there, left + part.input_bytes, 0.0, made + making)
-    yield _Moment(every + max(early.values(), default=0.0), 0.0, 0.0, rounding)
+    yield _Moment(every + max(early.values(), default=0.0), 0.0, 0.0, rounding, within=False)
     if plan.data.held_out:  # whose rows are as long as the plan says, where those of steps are not
         yield _Moment(0.0, 0.0, logits * plan.data.sequence / local.sequence)
 
@@ -190,7 +192,7 @@ class _Lent(NamedTuple):
 
 
 def _lent(plan: Plan, stage: Share) -> _Lent:
-    if not plan.run.stream_layers:
+    if not plan.run.stream_layers or plan.shard_ranks > 1:  # of FSDP they are what is gathered
         return _Lent()
     of_block: Counter[str] = Counter()
     for one in stage.parameters:

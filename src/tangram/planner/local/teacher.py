@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
+from tangram.models.outlines.costs import OUTSIDE
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.estimate import TeacherCosts
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.peak_memory import BYTES, largest_parts
+from tangram.planner.local.peak_memory import BYTES, is_plain_ddp, largest_parts, unit_numbers
 from tangram.planner.local.strategies import PIPELINE, Strategy, layouts_of
 from tangram.schema.plan import Plan
 
@@ -56,4 +57,10 @@ def teacher_costs(plan: Plan, student: Counted) -> TeacherCosts | None:
     for one in costs.parameters:
         for place in own.places_of(one.name):
             of_place[place] += held[one.name] * BYTES[own.precision.parameters]
-    return TeacherCosts(max(of_place), costs.forward.flops / student.costs(1).forward.flops)
+    forwards, nbytes = costs.forward.flops / student.costs(1).forward.flops, BYTES[own.precision.compute]
+    if is_plain_ddp(own) or own.shard_ranks == 1:
+        return TeacherCosts(max(of_place), forwards)
+    units = {name: nbytes * size for name, size in unit_numbers(own, costs.parameters, held).items() if size}
+    most = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
+    whole = sum(units.values()) if own.pipeline is not None else units.get(OUTSIDE, 0.0) + 2 * most
+    return TeacherCosts(max(of_place), forwards, whole, (*units.values(),), own.shard_ranks)

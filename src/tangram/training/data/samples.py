@@ -211,6 +211,12 @@ class Batch:
     others: "Batch | None" = None
     """Of these: what each row answers, answered by another sample's answer."""
 
+    def cut(self, length: int) -> "Batch":
+        """With rows of this length, of single documents that all end before it."""
+        inputs_BS, labels_BS = (x_BS[:, :length].contiguous() for x_BS in (self.inputs_BS, self.labels_BS))
+        others = None if self.others is None else self.others.cut(length)
+        return replace(self, inputs_BS=inputs_BS, labels_BS=labels_BS, others=others)
+
 
 def collate(
     rows: Sequence[tuple[Split, int] | None], sequence: int, fill: int, device: torch.device, *, single: bool = False

@@ -65,8 +65,7 @@ class RankBatches:
         """With rows of this length, which is that of `step_length`."""
         if length == self.length:
             return self
-        pairs = [[x_BS[:, :length].contiguous() for x_BS in (one.inputs_BS, one.labels_BS)] for one in self.micro]
-        return replace(self, micro=tuple(Batch(inputs_BS, labels_BS, None) for inputs_BS, labels_BS in pairs))
+        return replace(self, micro=tuple(one.cut(length) for one in self.micro))
 
 
 def sample_ids(corpus: Corpus, data: DataPlan, seed: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -94,9 +93,10 @@ def step_length(corpus: Corpus, data: DataPlan, seed: int, first_sample: int, wa
 
     `data.sequence` where documents share windows. `ways`: into how many parts of two halves a row may be cut.
     """
-    if not is_single(data) or corpus.labelled:  # answers to another's prompt are longer than both
+    if not is_single(data):
         return data.sequence
-    pairs_B2, longest = np.array(sample_ids(corpus, data, seed, first_sample, data.global_batch), np.int64), 1
+    samples = sample_ids(corpus, data, seed, first_sample, data.global_batch)
+    pairs_B2, longest = np.array(samples, np.int64), _longest_other(corpus, data, samples) if corpus.labelled else 1
     for source in _distinct(pairs_B2[:, 0]):
         split = corpus.training[source]
         rows_M = split.rows_of(pairs_B2[pairs_B2[:, 0] == source, 1])
@@ -107,12 +107,21 @@ def step_length(corpus: Corpus, data: DataPlan, seed: int, first_sample: int, wa
 
 def step_lengths(corpus: Corpus, data: DataPlan, seed: int, steps: int) -> tuple[int, int]:
     """`step_length` in the mean of `steps` steps, as `LOOKED` of them say it, and that of no step is above."""
-    if not is_single(data) or corpus.labelled:
+    if not is_single(data):
         return data.sequence, data.sequence
     longest = max(split.longest(data.sequence) for split in corpus.training)
+    if corpus.labelled:  # a prompt and another's answer
+        longest = min(2 * longest, data.sequence)
     some = np.unique(np.linspace(0, steps - 1, LOOKED, dtype=np.int64)).tolist()
     mean = np.mean([step_length(corpus, data, seed, step * data.global_batch) for step in some])
     return round(float(mean)), _rounded(longest, data.sequence)
+
+
+def _longest_other(corpus: Corpus, data: DataPlan, samples: Sequence[tuple[int, int]]) -> int:
+    """Of the prompts of samples, each with the answer of the sample before."""
+    rows, device = _rows(corpus.training, samples), torch.device("cpu")
+    answers_BS = collate(rows, data.sequence, corpus.fill, device, single=True).labels_BS.numpy() != IGNORE
+    return min(data.sequence, int((answers_BS.argmax(1) + np.roll(answers_BS.sum(1), 1)).max()))
 
 
 def _rounded(longest: int, sequence: int, ways: int = 1) -> int:

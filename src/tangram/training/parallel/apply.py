@@ -33,7 +33,7 @@ from tangram.training.objective import expert_capacity, router_loss
 from tangram.training.objective.expert_capacity import Capacity
 from tangram.training.objective.model_inputs import token_order
 from tangram.training.objective.router_loss import Routers
-from tangram.training.parallel.fsdp import shard
+from tangram.training.parallel.fsdp import map_padded, shard
 from tangram.training.parallel.layer_stream import stream
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun, own_results
@@ -200,8 +200,9 @@ def give_storage(model: nn.Module, device: torch.device, *, in_files: bool = Fal
         for name in others:
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_parameter(key, parameter)
-    for parameter in model.parameters() if in_files else ():
-        parameter.data = mapped_like(parameter.data)
+    if in_files:
+        model._apply(mapped_like)  # pyright: ignore[reportPrivateUsage]  FSDP looks where its parts lie then
+        map_padded(model)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Mapping
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -26,6 +27,7 @@ from torch.distributed.tensor import Shard
 from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.training.mesh.layout_to_torch import ParameterCuts
+from tangram.training.mesh.mapped_tensors import mapped_like
 from tangram.training.mesh.world import World
 from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.precision import keep_gradients, of_one_type, policy_of
@@ -75,6 +77,19 @@ def _needed(plan: Plan, world: World) -> bool:
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters FSDP2 gathers, each by itself."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def map_padded(model: nn.Module) -> None:
+    """Parts that FSDP fills up, of parameters that ranks do not divide, lie in mapped files, too."""
+    for module in sharded(model):
+        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+            for one in group.fsdp_params:
+                part = one.sharded_param.to_local()
+                if part.nbytes != one._sharded_param_data.nbytes:
+                    one._sharded_param_data = mapped_like(one._sharded_param_data)
+                    filled = one._sharded_param_data.view(one.padded_sharded_param_size)
+                    dim = one.fsdp_placement.dim
+                    one.sharded_param._local_tensor = filled.narrow(dim, 0, part.shape[dim] if part.numel() else 0)
 
 
 class StepShards:

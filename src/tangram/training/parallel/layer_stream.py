@@ -113,7 +113,7 @@ class _Lent(torch.autograd.Function):
 def stream(part: nn.Module, layers: Sequence[nn.Module], plan: Plan, device: torch.device) -> LayerStream | None:
     """Have the layers of a model streamed, where the plan says so. Raises UserError for one that is not recomputed, and
     on accelerators, of which none was at hand to prove it on."""
-    if not plan.run.stream_layers:
+    if not plan.run.stream_layers or plan.shard_ranks > 1:  # FSDP gathers a layer's parts from the files
         return None
     if device.type != "cpu":
         raise UserError('layers are streamed on the CPU alone: set run.device = "cpu", or leave out run.stream_layers')

@@ -34,6 +34,7 @@ from tangram.tracing.weights import WeightGroup
 from tangram.training.data import Batch, Corpus, Stream, held_out_batches, open_corpus, padding, step_lengths, tokens_of
 from tangram.training.mesh.groups import on_first
 from tangram.training.mesh.local_parts import local
+from tangram.training.mesh.mapped_tensors import free_at_once
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective.cached_teacher import open_cache
 from tangram.training.objective.packing import SettledPacking, settle
@@ -126,6 +127,8 @@ def begin(rank: Rank, job: RankJob) -> Begun:
     assert group is not None  # the launcher has made it
     if plan.run.deterministic:
         repeatable()
+    if plan.run.stream_layers:
+        free_at_once()
     tell = rank.emit if rank.index == 0 else _nowhere
     tell(Doing("making the groups of the mesh, opening the text"))
     world = make_world(plan, rank.index, rank.device, group)

@@ -1,7 +1,7 @@
 """`tangram data teach`: what a teacher says of each row of a job, written once, for `distill.cache`.
 
-The teacher is cut over the ranks by FSDP, and each rank asks it about its share of the rows of the job's steps, and of
-those that are held out. What is written has no part in how a job trains later: any mesh reads it.
+The teacher is cut over the ranks by TP, FSDP or both, and each DP rank asks it about its share of the rows of the job's
+steps, and of those that are held out. What is written has no part in how a job trains later: any mesh reads it.
 """
 
 # ruff: noqa: N806  a tensor carries its dims in its name
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tangram.errors import UserError
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import Strategy, plan_of
+from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.planner.report.html_page import write_atomically
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
@@ -57,8 +57,10 @@ class TeachJob:
     shared: int
 
 
-def teach(job: Job, folder: Path, top: int, processes: int, on_event: Callable[[object], None]) -> None:
+def teach(job: Job, folder: Path, top: int, processes: int, on_event: Callable[[object], None], tp: int = 1) -> None:
     """Write it. Raises UserError for a job without a teacher, and for a folder that has something."""
+    if processes % tp:
+        raise UserError(f"--tp {tp}: {processes} processes are no multiple of it: set -n {-(-processes // tp) * tp}")
     if job.distill is None or job.distill.teacher is None:
         raise UserError('what a teacher says is written for the task "distill": give distill.teacher in the job')
     if job.data.packing == "auto":
@@ -76,6 +78,8 @@ def teach(job: Job, folder: Path, top: int, processes: int, on_event: Callable[[
     on_event(Doing("reading the text"))
     prepare(job.data, tokens, on_event)
     strategy = Strategy("FSDP", f"dp={processes}", ("dp",), shard="dp")
+    if tp > 1:
+        strategy = Strategy("TP", f"dp={processes // tp} tp={tp}", ("dp",), (TENSOR,), shard="dp")
     plan = plan_of(strategy, job, Counted(job, config))
     folder.mkdir(parents=True, exist_ok=True)
     work = TeachJob(plan, folder, top, shared)
@@ -111,7 +115,8 @@ def teach_rank(rank: Rank, job: TeachJob) -> Taught:
     teacher = build_teacher(plan, tokens, world)
     assert teacher is not None
     writer, counted, share = CacheWriter(job.folder, rank.index), 0, 0.0
-    index, size, device = rank.index, world.size, rank.device
+    index, size, device = world.data_index, world.data_size, rank.device
+    writes = all(world.mesh.coords(rank.index)[axis] == 0 for axis in plan.model_axes)  # others have the same
     batches = batches_once(
         corpus, plan.data, seed=plan.seed, steps=plan.run.steps, index=index, size=size, device=device
     )
@@ -119,7 +124,7 @@ def teach_rank(rank: Rank, job: TeachJob) -> Taught:
     for batch in chain(batches, held_out):
         with evaluating(teacher.module):
             logits_BSV = logits_in_order(teacher.module, teacher.parts[0].tokens, batch)
-        for row, found in enumerate(row_keys(batch)):
+        for row, found in enumerate(row_keys(batch) if writes else ()):
             if found is None or found[0] in writer.known:
                 continue
             key, at_N = found
