@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ from bench._tracing.faults import other_clock
 from tangram.errors import UserError
 from tangram.tracing.blame import Outside, calls_of_step, findings
 from tangram.tracing.files.format import (
+    CHUNK_HEADER,
     EVENTS,
     HEADER_BYTES,
     LOSS_NOT_FINITE,
     ROW_DTYPE,
+    ROW_DTYPES,
     ROWS,
     Kind,
     Phase,
@@ -73,6 +76,67 @@ def test_steps_of_each_length_have_calls_of_their_own_sizes(tmp_path: Path) -> N
     recorder.step(len(lengths) + 1)
     (trace,) = read(tmp_path)
     assert [(one["kind"], one["step"]) for one in trace.deviations] == [("mis-sized", len(lengths))]
+
+
+@pytest.mark.parametrize(("length", "wrong"), [(True, 9), (False, 9), (True, 0), (False, 0)])
+def test_a_skipped_call_of_a_step_of_another_length_than_any_before_is_named(
+    tmp_path: Path, length: bool, wrong: int
+) -> None:
+    """The rank's own sequence without sizes says so; those that never differ, as of gradients, are expected."""
+    recorder = Recorder(TraceFiles(tmp_path, RUN, 0, 2), {"mesh": "tp=2", "stages": []})
+    group = recorder.group("0", "tp", [0, 1])
+
+    def call(nbytes: int) -> None:
+        number = recorder.enter(group, 0, nbytes, torch.float32, -1)
+        recorder.waited(number, group, 0, recorder.waits(number))
+
+    for step in range(1, 12):
+        recorder.step(step, 64 + step if length else 0)
+        recorder.phase(Phase.FORWARD)
+        call(64 + step)
+        if step != wrong:
+            call(640 + step)
+        call(96 if step == 11 else 128)
+    recorder.step(12, 1)
+    noted = read(tmp_path)[0].deviations
+    found = [(one["kind"], one["step"]) for one in noted]
+    assert found == [("skipped", 9)] * bool(wrong) + [("mis-sized", 11)]
+    assert ":" in noted[0]["line"]
+    if wrong:
+        lines = Path(__file__).read_text().splitlines()
+        assert "call(640 + step)" in lines[int(noted[0]["line"].rpartition(":")[2]) - 1]
+
+
+def as_first_version(folder: Path, rank: int) -> None:
+    """Make the files of a rank what the first version wrote: steps without CPU times."""
+    ring, size = folder / file_of(rank, "ring"), ring_bytes(EVENTS, 0)
+    data = ring.read_bytes()
+    rows = np.frombuffer(data, ROW_DTYPE, ROWS, size)
+    old = np.zeros(ROWS, ROW_DTYPES[1])
+    for name in old.dtype.names or ():
+        old[name] = rows[name]
+    ring.write_bytes(data[:8] + struct.pack("<I", 1) + data[12:size] + old.tobytes())
+    packed = (folder / file_of(rank, "steps")).read_bytes()
+    with (folder / file_of(rank, "steps")).open("wb") as file:
+        while packed:
+            magic, count, length, _ = CHUNK_HEADER.unpack_from(packed)
+            body, packed = packed[CHUNK_HEADER.size :][:length], packed[CHUNK_HEADER.size + length :]
+            flat = zlib.decompress(body)[: count * old.dtype.itemsize]  # what is new comes last
+            body = zlib.compress(flat)
+            file.write(CHUNK_HEADER.pack(magic, count, len(body), zlib.crc32(body)) + body)
+
+
+def test_a_trace_of_the_first_version_is_read(tmp_path: Path) -> None:
+    write(tmp_path, 0, ROWS + 200)
+    now = read(tmp_path)[0].rows
+    assert now["cpu_us"].all()
+    as_first_version(tmp_path, 0)
+    (old,) = read(tmp_path)
+    assert len(old.rows) == len(now) == ROWS + 199
+    for name in ROW_DTYPE.names or ():
+        assert (old.rows[name] == (0 if name in ("cpu_us", "ready_us") else now[name])).all(), name
+    assert report(tmp_path).rows[0][report(tmp_path).headers.index("cpu ms")] == ""
+    assert [last for last, _ in Peek(tmp_path, RUN).look()] == [old.last]
 
 
 def test_columns_are_what_they_were_made_of() -> None:

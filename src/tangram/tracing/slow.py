@@ -49,6 +49,10 @@ class Slow:
     """Where it takes longer."""
     axes: str
     """Over which its peers wait for it, most of all: "tp", "dp and tp"."""
+    cause: str = ""
+    """A `Finding`'s."""
+    cpu_ms: float = 0.0
+    """Of its own time that for which it ran."""
 
 
 def slow_ranks(traces: Sequence[RankTrace]) -> list[Slow]:
@@ -114,8 +118,24 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
         phase = COUNTED[int(excess.argmax())]
         first = int(steps[since]) if since else 1
         axes = _waited_over(trace, peers)
-        found.append(Slow(trace.rank, float(np.median(own)) / 1e3, float(np.median(theirs)) / 1e3, first, phase, axes))
+        cause, cpu = _cause(peers, i, steps[since:], float(np.median(own - theirs)))
+        times = float(np.median(own)) / 1e3, float(np.median(theirs)) / 1e3
+        found.append(Slow(trace.rank, *times, first, phase, axes, cause, cpu / 1e3))
     return found
+
+
+def _cause(peers: Sequence[RankTrace], at: int, steps: npt.NDArray[np.uint32], excess: float) -> tuple[str, float]:
+    """Why one of some ranks takes so many microseconds longer in these steps, and for how long it ran in one.
+
+    Nothing is known of traces of an older version, nor where an accelerator computes, whose calls are not recorded.
+    """
+    rows = [trace.rows[np.searchsorted(trace.rows["step"], steps)] for trace in peers]
+    cpu, ready = (np.stack([some[name] for some in rows]).astype(float) for name in ("cpu_us", "ready_us"))
+    if not cpu.all() or not all(trace.groups for trace in peers):
+        return "", 0.0
+    more, waited = (float(np.median((some - median_of_others(some))[at])) for some in (cpu, ready))
+    kind = "computes" if more > excess / 2 else "starved" if waited > excess / 2 else "waits"
+    return kind, float(np.median(cpu[at]))
 
 
 def median_of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -72,7 +72,8 @@ def read_report(folder: Path) -> tuple[TraceReport, list[RankTrace]]:
         found = findings(traces, outside)
         state = _state(traces, outside.now is not None)
     axes = axes_of(traces)
-    headers = ("rank", "place", "state", "step", "step ms", "own ms", *(f"wait {one} ms" for one in axes), "memory MB")
+    waits = (f"wait {one} ms" for one in axes)
+    headers = ("rank", "place", "state", "step", "step ms", "own ms", "cpu ms", *waits, "memory MB")
     blamed = {rank for one in found for rank in one.ranks}
     shown = sorted(traces, key=lambda trace: (trace.rank not in blamed, trace.rank))[:MOST_ROWS]
     rows = tuple(row_of(trace, axes) for trace in sorted(shown, key=lambda trace: trace.rank))
@@ -178,6 +179,7 @@ def row_of(trace: RankTrace, axes: Sequence[str]) -> tuple[str, ...]:
         str(trace.live.step),
         _median_ms(rows["nanoseconds"] / 1e3),
         _median_ms(own),
+        _median_ms(rows["cpu_us"]) if rows["cpu_us"].any() else "",
         *("" if some is None else _median_ms(some) for some in waits),
         f"{int(trace.rows['memory_kb'].max()) * 1024 / 1e6:,.0f}" if len(trace.rows) else "",
     )
