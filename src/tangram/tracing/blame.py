@@ -104,7 +104,8 @@ def lifeless(traces: Sequence[RankTrace], outside: Outside) -> dict[int, str]:
     if outside.now is not None and len(latest) == 1:
         latest = {host: max(outside.now, beat) for host, beat in latest.items()}
     for trace in running:
-        if latest[trace.host] - trace.live.beat > STILL_SECONDS * 1e9:
+        # One that has just made its files has not beaten yet.
+        if trace.live.beat and latest[trace.host] - trace.live.beat > STILL_SECONDS * 1e9:
             found.setdefault(trace.rank, "stopped")
     return found
 

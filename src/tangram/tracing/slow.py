@@ -24,6 +24,9 @@ SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 SIGMAS = 5.0
 """And by so many times what the median of these steps is uncertain by: with more ranks than cores any of them comes
 short for some steps."""
+COMPUTES = 0.25
+"""Of what it takes longer: a rank that runs for so much more computes more, though on a machine that others use it is
+short of CPU for the longer, too."""
 LINK_SHARE = 1.0
 """Of the calls of a group over those of others."""
 LINKS_COMPARED = 8
@@ -134,7 +137,7 @@ def _cause(peers: Sequence[RankTrace], at: int, steps: npt.NDArray[np.uint32], e
     if not cpu.all() or not all(trace.groups for trace in peers):
         return "", 0.0
     more, waited = (float(np.median((some - median_of_others(some))[at])) for some in (cpu, ready))
-    kind = "computes" if more > excess / 2 else "starved" if waited > excess / 2 else "waits"
+    kind = "computes" if more > COMPUTES * excess else "starved" if waited > excess / 2 else "waits"
     return kind, float(np.median(cpu[at]))
 
 

@@ -78,7 +78,7 @@ class WeightWatch:
             return None
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         text = (
-            f"has other weights in {changed[0]}{more} before the update of step {step} than after that of {updated}"
-            ", though nothing updates them between: its memory is not sound, or code writes into weights"
+            f"had other weights in {changed[0]}{more} before the update of step {step} than after that of {updated}"
+            ", though nothing updates them between: memory there is not sound, or code writes into weights"
         )
         return Deviation("corrupted", step, NO_GROUP, text, Site(layer=changed[0]))

@@ -100,7 +100,7 @@ def verdict_of(folder: Path) -> tuple[str, list[Finding]] | None:
     try:
         words = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
         return str(words["sentence"]), [Finding.of_json(one) for one in words["findings"]]
-    except (ValueError, KeyError, TypeError):  # torn, as where the disk was full
+    except (OSError, ValueError, KeyError, TypeError):  # torn, as where the disk was full
         return None
 
 
@@ -118,6 +118,10 @@ def _state(traces: Sequence[RankTrace], alive: bool) -> str:
 
 def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
     notes: list[str] = []
+    if (folder / VERDICT).exists() and verdict_of(folder) is None:
+        notes.append(
+            f"{VERDICT} is cut off or foreign: why the run ended is worked out anew, of the ranks' files alone"
+        )
     if other := _other_plan(folder, traces[0]):
         notes.append(other)
     if absent := missing([*traces]):
