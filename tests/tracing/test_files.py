@@ -15,11 +15,12 @@ import torch
 
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
-from tangram.tracing.blame import Outside, calls_of_step, findings
+from tangram.tracing.blame import Outside, calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
     CHUNK_HEADER,
     EVENTS,
     HEADER_BYTES,
+    LIVE_AT,
     LOSS_NOT_FINITE,
     ROW_DTYPE,
     ROW_DTYPES,
@@ -30,10 +31,12 @@ from tangram.tracing.files.format import (
     ring_bytes,
 )
 from tangram.tracing.files.ring import TraceFiles, packed_rows, unpacked_rows
-from tangram.tracing.reading import Peek, read, read_rank
+from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.settings import fresh_folder
+from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report
+from tangram.tracing.show.top import top
+from tangram.tracing.watch import Watch
 
 RUN = b"r" * 16
 
@@ -199,6 +202,35 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path) -> None:
     write(tmp_path, 1, 3, run=b"s" * 16)
     with pytest.raises(UserError, match="has traces of 2 runs, as of ranks 0 and 1: move those of one away"):
         read(tmp_path)
+
+
+def test_a_rank_that_has_just_made_its_files_does_not_stand_still(tmp_path: Path) -> None:
+    write(tmp_path, 0, 3)
+    write(tmp_path, 1, 1)
+    ring = tmp_path / file_of(1, "ring")
+    data = bytearray(ring.read_bytes())
+    data[LIVE_AT : LIVE_AT + 8] = bytes(8)  # its heart has not beaten yet
+    ring.write_bytes(data)
+    assert lifeless(read(tmp_path), Outside()) == {}
+    data[LIVE_AT : LIVE_AT + 8] = struct.pack("<Q", 1)
+    ring.write_bytes(data)
+    assert lifeless(read(tmp_path), Outside()) == {1: "stopped"}
+
+
+def test_a_verdict_that_is_cut_off_is_told_of(tmp_path: Path) -> None:
+    write(tmp_path, 0, 9)
+    watch = Watch(TraceSettings(tmp_path, RUN))
+    watch.end("rank 0 of 2 ended the job: killed by signal 9", dead=0)
+    whole = report(tmp_path)
+    assert (whole.state[:29], whole.findings[0].kind) == ("ended badly: rank 0 of 2 ende", "died")
+    assert not any("verdict" in note for note in whole.notes)
+    assert top(tmp_path).lines == (whole.state,)
+    assert top(tmp_path).over
+    verdict = tmp_path / VERDICT
+    verdict.write_bytes(verdict.read_bytes()[:-20])
+    torn = report(tmp_path)
+    assert any("verdict.json is cut off or foreign" in note for note in torn.notes)
+    assert [*tmp_path.glob("*.part")] == []
 
 
 def test_ranks_that_are_missing_are_named_and_the_others_read(tmp_path: Path) -> None:

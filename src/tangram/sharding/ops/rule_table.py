@@ -180,8 +180,8 @@ def bound(table: RuleTable, call: OpCall) -> BoundOp:
         raise NoRuleError(f"{call.name} has a rule for each element: bind what `sharding.ops.foreach.calls` gives")
     if call.name.startswith(COLLECTIVES):
         raise OwnCollectiveError(
-            f"the model's code calls a collective itself ({call.name}), while what its ranks exchange is derived: leave it "
-            "out of the forward, or make the axis a data axis"
+            f"the model's code calls a collective itself ({call.name}), while what ranks exchange is derived: leave "
+            "it out of the forward, or make the axis a data axis"
         )
     raise NoRuleError(f"there is no rule for {call.name}: `tangram shard discover {call.operator.name()}` proposes one")
 

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.sharding.ops.rule_table import OwnCollectiveError
 from tangram.models.building.twin import with_values
+from tangram.sharding.ops.rule_table import OwnCollectiveError
 
 Mode = tuple[Any, ...]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
