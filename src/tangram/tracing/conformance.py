@@ -121,7 +121,7 @@ class Cursor:
             self.learned.append(one)
             return False
         due = expected[self.at] if self.at < len(expected) else None
-        if due is not None and _fits(due.key, one.key) and self.later(one) is None:
+        if due is not None and _fits(due.key, one.key) and self.later(one, elsewhere=False) is None:
             self.at += 1  # another module object, and nothing that says which
             if self.loose:
                 self.learned.append(one)
@@ -134,11 +134,13 @@ class Cursor:
         self.learned.append(one)
         return True
 
-    def later(self, came: Expected) -> int | None:
-        """Which of the few calls behind the one that is due has come."""
+    def later(self, came: Expected, *, elsewhere: bool = True) -> int | None:
+        """Which of the few calls behind the one that is due has come: of that place or, at last, of another line."""
         expected = self.expected or []
         near = range(self.at + 1, min(len(expected), self.at + 1 + AHEAD))
-        return next((i for i in near if _same(expected[i], came)), None)
+        alike = [i for i in near if _same(expected[i], came)]
+        here = (i for i in alike if _place(expected[i]) == _place(came))
+        return next(here, alike[0] if alike and elsewhere else None)
 
     def _switch(self, one: Expected) -> bool:
         """Go on by another known sequence, where this call is its next; whether there is one."""
@@ -219,8 +221,8 @@ def _but_for_size(one: Key, other: tuple[object, ...]) -> bool:
 
 
 def _same(one: Expected, came: Expected) -> bool:
-    known = one.carrier is not None and came.carrier is not None
-    return _fits(one.key, came.key) and (not known or _place(one) == _place(came))
+    known = one.site.layer and came.site.layer and one.carrier is not None and came.carrier is not None
+    return _fits(one.key, came.key) and (not known or one.site.layer == came.site.layer)
 
 
 def _place(one: Expected) -> str:

@@ -24,7 +24,7 @@ SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 SIGMAS = 5.0
 """And by so many times what the median of these steps is uncertain by: with more ranks than cores any of them comes
 short for some steps."""
-COMPUTES = 0.25
+COMPUTES = 0.1
 """Of what it takes longer: a rank that runs for so much more computes more, though on a machine that others use it is
 short of CPU for the longer, too."""
 LINK_SHARE = 1.0
@@ -137,7 +137,8 @@ def _cause(peers: Sequence[RankTrace], at: int, steps: npt.NDArray[np.uint32], e
     if not cpu.all() or not all(trace.groups for trace in peers):
         return "", 0.0
     more, waited = (float(np.median((some - median_of_others(some))[at])) for some in (cpu, ready))
-    kind = "computes" if more > COMPUTES * excess else "starved" if waited > excess / 2 else "waits"
+    least = max(COMPUTES * excess, SHARE * float(np.median(median_of_others(cpu)[at])))
+    kind = "computes" if more > least else "starved" if waited > excess / 2 else "waits"
     return kind, float(np.median(cpu[at]))
 
 
