@@ -96,7 +96,8 @@ def _calls(one: Sequence[RankTrace], other: Sequence[RankTrace]) -> tuple[str, .
         if trace.rank in by_rank:
             a, b = _kinds(trace), _kinds(by_rank[trace.rank])
             for (op, axes, nbytes, dtype), count in [*(b - a).items(), *((k, -n) for k, n in (a - b).items())]:
-                text = f"{count:+d} {op} over {axes} of {nbytes:,} bytes of {dtype}"
+                size = f"{nbytes:,} bytes" if nbytes >= 0 else "sizes that follow the data"
+                text = f"{count:+d} {op} over {axes} of {size} of {dtype}"
                 found.setdefault(text, []).append(trace.rank)
     every = len([trace for trace in one if trace.rank in by_rank])
 
