@@ -17,6 +17,7 @@ from bench._tracing.faults import other_clock
 from tangram.errors import UserError
 from tangram.tracing.blame import Outside, calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
+    AXES_AT_MOST,
     CHUNK_HEADER,
     EVENTS,
     HEADER_BYTES,
@@ -215,6 +216,39 @@ def test_a_rank_that_has_just_made_its_files_does_not_stand_still(tmp_path: Path
     data[LIVE_AT : LIVE_AT + 8] = struct.pack("<Q", 1)
     ring.write_bytes(data)
     assert lifeless(read(tmp_path), Outside()) == {1: "stopped"}
+
+
+def of_times(folder: Path, rank: int, own_ms: int, cpu_ms: int, ready_ms: int) -> None:
+    """A rank's trace of twenty steps of so long in their forwards."""
+    recorder = Recorder(TraceFiles(folder, RUN, rank, 4), {"mesh": "dp=4", "stages": []})
+    recorder.group("0", "dp", range(4))
+    own = [own_ms * 1000 * (phase is Phase.FORWARD) for phase in Phase]
+    for step in range(20):
+        noise = (7 * step + 3 * rank) % 5 * 100
+        times = [one + noise * (one > 0) for one in own]
+        row = (step + 1, 0, 1, step * 10**9, 10**9, 1)
+        recorder.files.row(step, (*row, *times, *([0] * AXES_AT_MOST), cpu_ms * 1000, ready_ms * 1000))
+
+
+@pytest.mark.parametrize(
+    ("slow", "usual", "cause", "words"),
+    [
+        ((60, 58, 1), (20, 18, 1), "computes", "it computes for 58.0 ms of them"),
+        ((240, 58, 150), (20, 18, 1), "computes", "it computes for 58.0 ms of them"),  # on a machine that others use
+        ((60, 18, 40), (20, 18, 1), "starved", "for 18.0 ms of them and else was starved of CPU"),
+        ((60, 18, 0), (20, 18, 1), "waits", "for 18.0 ms of them and else waited for something outside"),
+        ((60, 0, 0), (20, 0, 0), "", "most of it in forward"),  # by the first version, which knew nothing of it
+        ((80, 20, 35), (60, 20, 20), None, ""),  # all are short of CPU
+    ],
+)
+def test_a_rank_that_computes_more_is_told_from_one_that_is_kept_from_it(
+    slow: tuple[int, int, int], usual: tuple[int, int, int], cause: str | None, words: str, tmp_path: Path
+) -> None:
+    for rank in range(4):
+        of_times(tmp_path, rank, *(slow if rank == 2 else usual))
+    found = findings(read(tmp_path))
+    assert [(one.kind, one.ranks, one.cause) for one in found] == ([] if cause is None else [("slow", (2,), cause)])
+    assert all(one.text.endswith(words) or words in one.text for one in found)
 
 
 def test_a_verdict_that_is_cut_off_is_told_of(tmp_path: Path) -> None:

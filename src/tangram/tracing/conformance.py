@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from tangram.tracing.files.format import OPS
-from tangram.tracing.sites import Carrier, Site, call_words, caller
+from tangram.tracing.sites import Carrier, Site, call_words, caller, size_words
 
 AHEAD = 32
 """Calls that are looked through for the one that came instead."""
@@ -254,7 +254,8 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
         cursor.at = later + 1
     elif due is not None and due.key[:2] == came.key[:2] and due.key.peer == came.key.peer:
         kind, site = "mis-sized", due.site
-        text = f"called {expected_words(due, groups)} in step {step} with {_size(came.key)} instead of {_size(due.key)}"
+        sizes = [size_words(one.key.nbytes, one.key.dtype) for one in (came, due)]
+        text = f"called {expected_words(due, groups)} in step {step} with {sizes[0]} instead of {sizes[1]}"
         cursor.at += 1
     cursor.deviations += 1
     if cursor.deviations > AT_MOST:
@@ -296,7 +297,3 @@ def _one_of(expected: list[Expected], at: int, groups: list[str]) -> str:
 def expected_words(one: Expected, groups: list[str]) -> str:
     """A call in words."""
     return call_words(OPS[one.key.op], groups[one.key.group], one.site)
-
-
-def _size(key: Key) -> str:
-    return f"{key.nbytes:,} bytes of {str(key.dtype).removeprefix('torch.')}"

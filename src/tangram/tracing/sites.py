@@ -45,6 +45,12 @@ def call_words(op: str, axes: str, site: Site) -> str:
     return f"{op} over {axes}{what}{layer}{f' ({site.line})' if site.line else ''}"
 
 
+def size_words(nbytes: int, dtype: object) -> str:
+    """How much a call moves, in words; `nbytes` below 0: as much as the data has it."""
+    size = f"{nbytes:,} bytes" if nbytes >= 0 else "sizes that follow the data"
+    return f"{size} of {str(dtype).removeprefix('torch.')}"
+
+
 @dataclass(frozen=True)
 class Carrier:
     """The frame that knew the module, or else is the user's: later calls are told apart by looking there again."""

@@ -11,7 +11,7 @@ import numpy as np
 from tangram.tracing.files.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Kind
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
-from tangram.tracing.sites import Site
+from tangram.tracing.sites import Site, size_words
 from tangram.tracing.slow import coords_of
 from tangram.tracing.stacks import rank_words
 
@@ -71,7 +71,7 @@ def _sized(sites: Sequence[Mapping[str, Any]], at: int) -> str:
     if at >= len(sites):
         return "nothing more"
     site = sites[at]
-    return f"{site['op']} of {site['bytes']:,} bytes of {site['dtype']}"
+    return f"{site['op']} of {size_words(site['bytes'], site['dtype'])}"
 
 
 def _shared(site: Mapping[str, Any]) -> tuple[object, ...]:
