@@ -9,14 +9,12 @@ say: who has more of it than its peers is slow, who has less waits for them.
 from __future__ import annotations
 
 import itertools
-import math
 import resource
 import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from types import FrameType
 from typing import cast
 
@@ -50,7 +48,7 @@ from tangram.tracing.planned import PlanCheck, PlannedCalls, ProgramCheck, plann
 from tangram.tracing.sites import caller, site_of
 from tangram.tracing.spikes import Spikes, StepNumbers
 from tangram.tracing.trace import Trace
-from tangram.tracing.weights import WeightGroup, WeightWatch
+from tangram.tracing.weights import WeightGroup, WeightWatch, looks_finite
 
 BEAT_SECONDS = 0.25
 SHOWN_STEPS = 4
@@ -59,8 +57,6 @@ MOST_NAMED = 16
 """Ranks of a group that are written one by one."""
 LOOKED_AT = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE})
 """The phases in which numbers are looked at."""
-SAMPLED = 61
-"""Of flat tensors each so-many-th number."""
 UNSETTLED = 16
 """Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
 _LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
@@ -136,17 +132,8 @@ class Recorder(Trace):
         return number
 
     def gives(self, number: int, group: int, given: Tensor | Sequence[Tensor]) -> None:
-        """What a call is given, before any rank has that of others; the first of a step that is not finite counts.
-
-        Every row and column of activations is looked at once, and of what is flat (weights, gradients) each 61st
-        number, which no row and hardly a column avoids: it takes microseconds.
-        """
-        x = given if isinstance(given, Tensor) else given[0]
-        if not x.is_floating_point() or x.dtype.itemsize < 2 or not x.is_contiguous() or _thread() != self._thread:
-            return
-        step = spread(x.numel(), x.shape[-1] if x.dim() > 1 else 0)
-        samples = x.as_strided((-(-x.numel() // step),), (step,))
-        if math.isfinite(float(samples.detach().sum(dtype=torch.float32))):
+        """What a call is given, before any rank has that of others; the first of a step that is not finite counts."""
+        if _thread() != self._thread or looks_finite(given if isinstance(given, Tensor) else given[0]):
             return
         site = EVENT.unpack_from(self._memory, HEADER_BYTES + (number % EVENTS) * 40)[3]
         if site not in self._usual:
@@ -397,17 +384,6 @@ class Recorder(Trace):
 
     def _beat(self) -> None:
         _BEAT(self._memory, BEAT_AT, _now(), time.process_time_ns())
-
-
-@lru_cache(maxsize=256)
-def spread(count: int, width: int) -> int:
-    """Each so-many-th of `count` numbers comes by every row of `width` and, of as many rows, by every column."""
-    if not width:
-        return SAMPLED
-    step = max(1, min(width - 1, count // width - 1))
-    while math.gcd(step, width) > 1:
-        step -= 1
-    return step
 
 
 def _short(ranks: Sequence[int]) -> object:
