@@ -55,8 +55,8 @@ def test_preferences_beside_a_reference_with_updates_in_the_backward(kind: str, 
     found = report(tmp_path)
     assert [one for one in found.findings if one.kind != "slow"] == []  # on a busy machine one may be
     assert found.basis.startswith(
-        f"held against the plan in each step: {gathers} all-gather over dp, 3 reduce-scatter over dp, 1 all-reduce over "
-        "dp at the end"
+        f"held against the plan in each step: {gathers} all-gather over dp, 3 reduce-scatter over dp, 1 all-reduce "
+        "over dp at the end"
     )
     for trace in read(tmp_path):
         assert [*trace.sums] == [2, 4, 6, 8]
