@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench._tracing.jobs import LAYERS, MESH, Case, train
+from bench._tracing.jobs import LAYERS, MESH, SLOW, Case, train
 from tangram.tracing.files.format import (
     EVENT_DTYPE,
     EVENTS,
@@ -31,6 +31,8 @@ from tangram.tracing.show.report import report
 from tangram.training.run.launch import RankError, run_ranks
 
 HANG = 2.0
+VARIED = 0.25
+"""The share of jobs whose rows are as long as each step needs."""
 CAUSES: Mapping[str, frozenset[str]] = {
     "skip": frozenset({"skipped", "unlike"}),
     "skip-grad": frozenset({"skipped", "unlike"}),
@@ -44,6 +46,8 @@ CAUSES: Mapping[str, frozenset[str]] = {
     "sleep": frozenset({"absent"}),
     "slow": frozenset({"slow"}),
     "slow-data": frozenset({"slow"}),
+    "slow-disk": frozenset({"slow"}),
+    "starved": frozenset({"slow"}),
     "nan": frozenset({"not finite"}),
     "slow-link": frozenset({"slow link"}),
     "bit-flip": frozenset({"corrupted"}),
@@ -69,9 +73,10 @@ def drawn(seed: int, count: int) -> Iterator[Case]:
     kinds = [*CAUSES]
     for number in range(count):
         fault = kinds[number % len(kinds)]
-        slow = fault.startswith("slow") or fault == "clock-skew"
+        slow = fault in SLOW or fault == "slow-link"
         step = draw.randint(1, 3) if slow else draw.randint(2 if fault in ("sleep", "bit-flip") else 1, 12)
-        yield Case(fault, draw.randrange(4), step, draw.randrange(LAYERS), 24 if slow else 14, 0.05)
+        rank, layer, varied = draw.randrange(4), draw.randrange(LAYERS), draw.random() < VARIED
+        yield Case(fault, rank, step, layer, 24 if slow else 14, 0.05, varied)
 
 
 def outcome(case: Case) -> tuple[Finding, ...]:
@@ -108,7 +113,8 @@ def score(seed: int, count: int) -> Score:
     for case in drawn(seed, count):
         first = next(iter(outcome(case)), None)
         right = first is not None and first.ranks == case.blamed
-        named = first is not None and first.kind in CAUSES[case.fault]
+        why = SLOW.get(case.fault, "")
+        named = first is not None and first.kind in CAUSES[case.fault] and first.cause == why
         found, rank, cause = found + (first is not None), rank + right, cause + (right and named)
         if not right or not named:
             missed.append(f"{case}: {first}")

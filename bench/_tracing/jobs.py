@@ -4,8 +4,11 @@ Its step is that of a trainer: a layer's partial sums over tp in the forward, gr
 number over all ranks at the end. `FAULTS` are what can go wrong, by name; each does its harm in one place.
 """
 
+import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ from tangram.training.run.launch import Rank
 
 MESH, WIDTH, LAYERS = "dp=2 tp=2", 32, 3
 EVALUATES, SAVES = 5, 7
+SLOW = {"slow": "computes", "clock-skew": "computes", "starved": "starved", "slow-data": "waits", "slow-disk": "waits"}
+"""Faults of which a rank is slow, and a finding's cause."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Case:
     steps: int = 14
     seconds: float = 0.03
     """How much slower a slow rank is."""
+    varied: bool = False
+    """Whether rows are as long as each step needs."""
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -52,6 +59,8 @@ class Block(nn.Module):
         self.linear, self.group = nn.Linear(WIDTH, WIDTH), group
 
     def forward(self, x: Tensor, fault: str = "") -> Tensor:
+        if fault == "nan":
+            x = x.index_fill(0, torch.tensor(3), math.nan)
         x = self.linear(x)
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -111,8 +120,9 @@ def train(rank: Rank, case: Case) -> int:
     trace = rank.trace
     trace.label([net])
     trace.weights([WeightGroup(str(at), ("tp",), lambda own=one: [*own.parameters()]) for at, one in enumerate(blocks)])
+    hogs: list[subprocess.Popen[bytes]] = []
     for step in range(1, case.steps + 1):
-        trace.step(step)
+        trace.step(step, 8 + step if case.varied else 0)
         mine = rank.index in case.blamed
         if mine and case.fault == "slow-link" and step == case.step:
             slow_down(dp, case.seconds)
@@ -121,11 +131,13 @@ def train(rank: Rank, case: Case) -> int:
         if here == "bit-flip":
             with torch.no_grad():
                 blocks[case.layer].linear.weight.view(torch.int32)[3, 5] ^= 1 << 20
+        if here == "starved":
+            hogs.append(starve())
         if slow == "slow-data":
             time.sleep(case.seconds)
-        _step(blocks, dp, case, rank, here, slow)
-        if case.fault == "nan" and step == case.step:  # the gradients of others are sums with it
-            trace.not_finite(LOSS_NOT_FINITE | GRADIENT_NOT_FINITE if here else GRADIENT_NOT_FINITE)
+        loss = _step(blocks, dp, torch.randn(8 + step * case.varied, WIDTH), case, rank, here, slow)
+        if case.fault == "nan" and step >= case.step:  # the gradients of others are sums with it
+            trace.not_finite(GRADIENT_NOT_FINITE | (0 if math.isfinite(loss) else LOSS_NOT_FINITE))
         trace.phase(Phase.OTHER)
         if step == EVALUATES:
             trace.phase(Phase.EVALUATION)
@@ -135,15 +147,33 @@ def train(rank: Rank, case: Case) -> int:
             trace.phase(Phase.CHECKPOINT)
             dist.barrier()
             time.sleep(0.05)
+    for hog in hogs:
+        hog.kill()
     return case.steps
 
 
-def _step(blocks: list[Block], dp: dist.ProcessGroup, case: Case, rank: Rank, here: str, slow: str) -> None:
+def starve() -> subprocess.Popen[bytes]:
+    """Have another process take the CPU of this thread, until it is killed or this process is gone."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    hog = subprocess.Popen([sys.executable, "-c", "import os\nup = os.getppid()\nwhile os.getppid() == up: pass"])
+    os.nice(19)
+    return hog
+
+
+def _computes(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def _step(blocks: list[Block], dp: dist.ProcessGroup, x: Tensor, case: Case, rank: Rank, here: str, slow: str) -> float:
+    """A number that both ranks of tp have alike, as a loss is."""
     trace = rank.trace
-    x = torch.randn(8, WIDTH)
     trace.phase(Phase.FORWARD)
-    if slow in ("slow", "clock-skew"):
+    if slow == "slow-disk":
         time.sleep(case.seconds)
+    if case.fault in SLOW:
+        _computes(case.seconds if slow in ("slow", "clock-skew") else case.seconds / 20)
     for at, block in enumerate(blocks):
         x = block(x, here if at == case.layer else "")
     trace.phase(Phase.BACKWARD)
@@ -154,3 +184,4 @@ def _step(blocks: list[Block], dp: dist.ProcessGroup, case: Case, rank: Rank, he
     trace.phase(Phase.OPTIMISER)
     if here != "reorder":
         dist.all_reduce(torch.zeros(2))
+    return float(x.detach().sum())

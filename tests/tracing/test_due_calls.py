@@ -15,6 +15,8 @@ from tests.training.oracle.warm import once, prepared
 
 ADAPTED = ("copies", "hsdp", "derived inside fsdp", "whole in a step: fsdp")
 QUICK = ("frozen: fsdp", "copies", "hsdp", "derived inside fsdp", "ZBVZeroBubble of fsdp", "whole in a step: fsdp")
+OPTIMISERS = (("muon", "hsdp"), ("muon", "copies"), ("muon", "derived inside fsdp"), ("adafactor", "hsdp"))
+"""Of which ranks exchange more in an update than plans say, and each with what it is tried on."""
 PLANTED = {
     "a layer outside": ("hsdp", "a layer outside of FSDP"),
     "not summed": ("copies", "a bucket not summed"),
@@ -23,6 +25,8 @@ PLANTED = {
     "gradient unmoved": ("derived inside fsdp", "not moved in the backward"),
     "a layer outside, adapted": ("adapted: hsdp", "a layer outside of FSDP"),
     "not summed, adapted": ("adapted: copies", "a bucket not summed"),
+    "a layer outside, int8": ("int8 base: hsdp", "a layer outside of FSDP"),
+    "a layer outside, muon": ("muon: hsdp", "a layer outside of FSDP"),
 }
 Measured = tuple[Mapping[str, Case], list[dict[str, Held]]]
 
@@ -38,6 +42,13 @@ def measure(folder: Path, *, slow: bool) -> Measured:
     }
     tuned = {"lora": LoraPlan(rank=4), "model": ModelPlan(path=str(write_chat(folder / "chat")))}
     every |= {f"adapted: {of}": replace(every[of], plan=every[of].plan.model_copy(update=tuned)) for of in ADAPTED}
+    for base in ("int8", "fp8"):
+        quantised = {**tuned, "lora": LoraPlan(rank=4, base=base)}
+        every[f"{base} base: hsdp"] = replace(every["hsdp"], plan=every["hsdp"].plan.model_copy(update=quantised))
+    for name, of in OPTIMISERS:
+        plan = every[of].plan
+        settings = plan.optimiser.model_copy(update={"name": name})
+        every[f"{name}: {of}"] = replace(every[of], plan=plan.model_copy(update={"optimiser": settings}))
     return every, all_held(Work(every, {} if slow else PLANTED, folder), 4)
 
 
@@ -96,6 +107,8 @@ def test_replicas_hold_the_same_bits_after_their_updates_and_no_others_are_taken
             "a layer outside, adapted",
             ("parameters in the root in step 1 with", "reduce-scatter", "all-reduce over rep"),
         ),
+        ("a layer outside, int8", ("in the root in step 1 with", "reduce-scatter", "all-reduce over rep")),
+        ("a layer outside, muon", ("in the root in step 1 with", "reduce-scatter", "all-reduce over rep")),
         ("not summed, adapted", ("ended the backward of step 1 without all-reduce over dp for gradients: 1 of 1",)),
         ("alone", ("ended step 1 without all-reduce over dp for loss, gradient norm, wishes to stop: 1 of 1",)),
         (

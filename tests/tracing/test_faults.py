@@ -1,12 +1,13 @@
 """Real ranks, one of which errs: it is named, with what it did, and within which time; clean runs are left in peace."""
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from bench._tracing import jobs
-from bench._tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, Case, train
+from bench._tracing.jobs import EVALUATES, LAYERS, MESH, SAVES, SLOW, Case, train
 from tangram.errors import UserError
 from tangram.tracing.files.format import CHECKED, End, Kind
 from tangram.tracing.finding import Finding
@@ -117,6 +118,25 @@ def test_a_mis_sized_call_is_named_though_others_die_of_it(fault: str, tmp_path:
     assert ("5,120 bytes of float32 instead of 4,096" in kinds["mis-sized"].text) == (fault == "size"), error
 
 
+@pytest.mark.parametrize("step", [2, pytest.param(9, marks=pytest.mark.slow)])
+def test_of_ranks_with_one_loss_the_one_is_named_whose_numbers_were_not_finite_first(step: int, tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case("nan", rank=2, step=step, layer=1))
+    one = first(found)
+    assert not error
+    assert (one.kind, one.ranks, one.step, one.axes, one.layer) == ("not finite", (2,), step, "tp", "1")
+    line = _line("dist.all_reduce(x, group=self.group)")
+    assert f"rank 2 gave what is not finite to all-reduce over tp in 1 (_tracing/jobs.py:{line})" in one.text
+    assert one.text.endswith("the loss is not finite on ranks 2, 3")
+
+
+@pytest.mark.parametrize("fault", ["skip", pytest.param("skip-grad", marks=pytest.mark.slow)])
+def test_a_call_is_skipped_in_a_step_of_rows_longer_than_any_before(fault: str, tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case(fault, rank=3, step=9, layer=1, varied=True))
+    one = first(found)
+    assert (one.kind, one.ranks, one.step, one.axes) == ("skipped", (3,), 9, "tp" if fault == "skip" else "dp")
+    assert "rank 3 of 4 ended the job" in error, error
+
+
 def test_a_killed_rank_is_named_and_its_last_steps_are_there(tmp_path: Path) -> None:
     found, error, _, _ = job(tmp_path, Case("kill", rank=1, step=9, layer=2))
     assert error.startswith("rank 1 of 4 ended the job: killed by signal 9")
@@ -128,13 +148,21 @@ def test_a_killed_rank_is_named_and_its_last_steps_are_there(tmp_path: Path) -> 
     assert trace.in_words(trace.events[trace.events["kind"] == Kind.ENTER][-1]).site.layer == "1"
 
 
-@pytest.mark.parametrize("fault", ["slow", pytest.param("slow-data", marks=pytest.mark.slow)])
-def test_a_slow_rank_is_named_with_what_it_is_slow_in(fault: str, tmp_path: Path) -> None:
-    found, error, _, _ = job(tmp_path, Case(fault, rank=1, step=1, steps=20, seconds=0.06))
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("slow", "in forward, for it they wait over .*; it computes for [0-9.]+ ms of them$"),
+        ("starved", "in forward, .*; it computes for [0-9.]+ ms of them and else was starved of CPU"),
+        pytest.param("slow-data", "in data, .* and else waited for its data$", marks=pytest.mark.slow),
+        pytest.param("slow-disk", "in forward, .* and else waited for something outside", marks=pytest.mark.slow),
+    ],
+)
+def test_a_slow_rank_is_named_with_what_it_is_slow_in_and_why(fault: str, words: str, tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case(fault, rank=1, step=1, steps=16, seconds=0.06))
     assert not error
     one = first(found)
-    assert (one.kind, one.ranks) == ("slow", (1,))
-    assert ("most of it in data" if fault == "slow-data" else "most of it in forward") in one.text
+    assert (one.kind, one.ranks, one.cause) == ("slow", (1,), SLOW[fault])
+    assert re.search("most of it " + words, one.text), one.text
     assert {*one.axes.split(" and ")} == {"tp", "dp"}, "its peer of tp waits in the forward, that of dp in the backward"
 
 

@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,16 @@ import torch
 
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
-from tangram.tracing.blame import Outside, calls_of_step, findings
+from tangram.tracing.blame import Outside, calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
+    AXES_AT_MOST,
+    CHUNK_HEADER,
     EVENTS,
     HEADER_BYTES,
+    LIVE_AT,
     LOSS_NOT_FINITE,
     ROW_DTYPE,
+    ROW_DTYPES,
     ROWS,
     Kind,
     Phase,
@@ -27,10 +32,12 @@ from tangram.tracing.files.format import (
     ring_bytes,
 )
 from tangram.tracing.files.ring import TraceFiles, packed_rows, unpacked_rows
-from tangram.tracing.reading import Peek, read, read_rank
+from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.settings import fresh_folder
+from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report
+from tangram.tracing.show.top import top
+from tangram.tracing.watch import Watch
 
 RUN = b"r" * 16
 
@@ -73,6 +80,67 @@ def test_steps_of_each_length_have_calls_of_their_own_sizes(tmp_path: Path) -> N
     recorder.step(len(lengths) + 1)
     (trace,) = read(tmp_path)
     assert [(one["kind"], one["step"]) for one in trace.deviations] == [("mis-sized", len(lengths))]
+
+
+@pytest.mark.parametrize(("length", "wrong"), [(True, 9), (False, 9), (True, 0), (False, 0)])
+def test_a_skipped_call_of_a_step_of_another_length_than_any_before_is_named(
+    tmp_path: Path, length: bool, wrong: int
+) -> None:
+    """The rank's own sequence without sizes says so; those that never differ, as of gradients, are expected."""
+    recorder = Recorder(TraceFiles(tmp_path, RUN, 0, 2), {"mesh": "tp=2", "stages": []})
+    group = recorder.group("0", "tp", [0, 1])
+
+    def call(nbytes: int) -> None:
+        number = recorder.enter(group, 0, nbytes, torch.float32, -1)
+        recorder.waited(number, group, 0, recorder.waits(number))
+
+    for step in range(1, 12):
+        recorder.step(step, 64 + step if length else 0)
+        recorder.phase(Phase.FORWARD)
+        call(64 + step)
+        if step != wrong:
+            call(640 + step)
+        call(96 if step == 11 else 128)
+    recorder.step(12, 1)
+    noted = read(tmp_path)[0].deviations
+    found = [(one["kind"], one["step"]) for one in noted]
+    assert found == [("skipped", 9)] * bool(wrong) + [("mis-sized", 11)]
+    assert ":" in noted[0]["line"]
+    if wrong:
+        lines = Path(__file__).read_text().splitlines()
+        assert "call(640 + step)" in lines[int(noted[0]["line"].rpartition(":")[2]) - 1]
+
+
+def as_first_version(folder: Path, rank: int) -> None:
+    """Make the files of a rank what the first version wrote: steps without CPU times."""
+    ring, size = folder / file_of(rank, "ring"), ring_bytes(EVENTS, 0)
+    data = ring.read_bytes()
+    rows = np.frombuffer(data, ROW_DTYPE, ROWS, size)
+    old = np.zeros(ROWS, ROW_DTYPES[1])
+    for name in old.dtype.names or ():
+        old[name] = rows[name]
+    ring.write_bytes(data[:8] + struct.pack("<I", 1) + data[12:size] + old.tobytes())
+    packed = (folder / file_of(rank, "steps")).read_bytes()
+    with (folder / file_of(rank, "steps")).open("wb") as file:
+        while packed:
+            magic, count, length, _ = CHUNK_HEADER.unpack_from(packed)
+            body, packed = packed[CHUNK_HEADER.size :][:length], packed[CHUNK_HEADER.size + length :]
+            flat = zlib.decompress(body)[: count * old.dtype.itemsize]  # what is new comes last
+            body = zlib.compress(flat)
+            file.write(CHUNK_HEADER.pack(magic, count, len(body), zlib.crc32(body)) + body)
+
+
+def test_a_trace_of_the_first_version_is_read(tmp_path: Path) -> None:
+    write(tmp_path, 0, ROWS + 200)
+    now = read(tmp_path)[0].rows
+    assert now["cpu_us"].all()
+    as_first_version(tmp_path, 0)
+    (old,) = read(tmp_path)
+    assert len(old.rows) == len(now) == ROWS + 199
+    for name in ROW_DTYPE.names or ():
+        assert (old.rows[name] == (0 if name in ("cpu_us", "ready_us") else now[name])).all(), name
+    assert report(tmp_path).rows[0][report(tmp_path).headers.index("cpu ms")] == ""
+    assert [last for last, _ in Peek(tmp_path, RUN).look()] == [old.last]
 
 
 def test_columns_are_what_they_were_made_of() -> None:
@@ -135,6 +203,68 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path) -> None:
     write(tmp_path, 1, 3, run=b"s" * 16)
     with pytest.raises(UserError, match="has traces of 2 runs, as of ranks 0 and 1: move those of one away"):
         read(tmp_path)
+
+
+def test_a_rank_that_has_just_made_its_files_does_not_stand_still(tmp_path: Path) -> None:
+    write(tmp_path, 0, 3)
+    write(tmp_path, 1, 1)
+    ring = tmp_path / file_of(1, "ring")
+    data = bytearray(ring.read_bytes())
+    data[LIVE_AT : LIVE_AT + 8] = bytes(8)  # its heart has not beaten yet
+    ring.write_bytes(data)
+    assert lifeless(read(tmp_path), Outside()) == {}
+    data[LIVE_AT : LIVE_AT + 8] = struct.pack("<Q", 1)
+    ring.write_bytes(data)
+    assert lifeless(read(tmp_path), Outside()) == {1: "stopped"}
+
+
+def of_times(folder: Path, rank: int, own_ms: int, cpu_ms: int, ready_ms: int) -> None:
+    """A rank's trace of twenty steps of so long in their forwards."""
+    recorder = Recorder(TraceFiles(folder, RUN, rank, 4), {"mesh": "dp=4", "stages": []})
+    recorder.group("0", "dp", range(4))
+    own = [own_ms * 1000 * (phase is Phase.FORWARD) for phase in Phase]
+    for step in range(20):
+        noise = (7 * step + 3 * rank) % 5 * 100
+        times = [one + noise * (one > 0) for one in own]
+        row = (step + 1, 0, 1, step * 10**9, 10**9, 1)
+        recorder.files.row(step, (*row, *times, *([0] * AXES_AT_MOST), cpu_ms * 1000, ready_ms * 1000))
+
+
+@pytest.mark.parametrize(
+    ("slow", "usual", "cause", "words"),
+    [
+        ((60, 58, 1), (20, 18, 1), "computes", "it computes for 58.0 ms of them"),
+        ((240, 58, 150), (20, 18, 1), "computes", "it computes for 58.0 ms of them"),  # on a machine that others use
+        ((60, 18, 40), (20, 18, 1), "starved", "for 18.0 ms of them and else was starved of CPU"),
+        ((60, 18, 0), (20, 18, 1), "waits", "for 18.0 ms of them and else waited for something outside"),
+        ((60, 0, 0), (20, 0, 0), "", "most of it in forward"),  # by the first version, which knew nothing of it
+        ((80, 20, 35), (60, 20, 20), None, ""),  # all are short of CPU
+    ],
+)
+def test_a_rank_that_computes_more_is_told_from_one_that_is_kept_from_it(
+    slow: tuple[int, int, int], usual: tuple[int, int, int], cause: str | None, words: str, tmp_path: Path
+) -> None:
+    for rank in range(4):
+        of_times(tmp_path, rank, *(slow if rank == 2 else usual))
+    found = findings(read(tmp_path))
+    assert [(one.kind, one.ranks, one.cause) for one in found] == ([] if cause is None else [("slow", (2,), cause)])
+    assert all(one.text.endswith(words) or words in one.text for one in found)
+
+
+def test_a_verdict_that_is_cut_off_is_told_of(tmp_path: Path) -> None:
+    write(tmp_path, 0, 9)
+    watch = Watch(TraceSettings(tmp_path, RUN))
+    watch.end("rank 0 of 2 ended the job: killed by signal 9", dead=0)
+    whole = report(tmp_path)
+    assert (whole.state[:29], whole.findings[0].kind) == ("ended badly: rank 0 of 2 ende", "died")
+    assert not any("verdict" in note for note in whole.notes)
+    assert top(tmp_path).lines == (whole.state,)
+    assert top(tmp_path).over
+    verdict = tmp_path / VERDICT
+    verdict.write_bytes(verdict.read_bytes()[:-20])
+    torn = report(tmp_path)
+    assert any("verdict.json is cut off or foreign" in note for note in torn.notes)
+    assert [*tmp_path.glob("*.part")] == []
 
 
 def test_ranks_that_are_missing_are_named_and_the_others_read(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_bit_that_flips_between_two_updates_is_found_by_the_rank_itself(tmp_pa
     steps(recorder, weight, 8, flip=5)
     (one,) = findings(read(tmp_path))
     assert (one.kind, one.ranks, one.step, one.layer, one.axes) == ("corrupted", (3,), 5, "layers.0", "")
-    assert "has other weights in layers.0 before the update of step 5 than after that of 4" in one.text
+    assert "had other weights in layers.0 before the update of step 5 than after that of 4" in one.text
 
 
 def test_any_bit_changes_the_sum() -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import Strategy, plan_of
 from tangram.schema.files import load
@@ -31,9 +33,18 @@ def calls_in(trace: RankTrace, phase: Phase) -> int:
     return count
 
 
-def test_pairs_beside_a_reference_with_updates_in_the_backward(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gathers"),
+    [
+        # The root and two layers by the reference; then by what is trained, and the layers once more in its backward.
+        ("dpo", 8),
+        # And before, of answers of others: of the reference with these one root does, layers come for each.
+        ("kto", 13),
+    ],
+)
+def test_preferences_beside_a_reference_with_updates_in_the_backward(kind: str, gathers: int, tmp_path: Path) -> None:
     write_pairs(tmp_path)
-    asked = load(tmp_path / "dpo.toml", {**SET, "data.cache": str(tmp_path / "cache")})
+    asked = load(tmp_path / f"{kind}.toml", {**SET, "data.cache": str(tmp_path / "cache")})
     prepare(asked.data, tokens_of(asked), lambda event: None)
     corpus = open_corpus(asked.data, tokens_of(asked))
     counted = Counted(asked, source_of(asked, tokens_of(asked)).config)
@@ -44,8 +55,8 @@ def test_pairs_beside_a_reference_with_updates_in_the_backward(tmp_path: Path) -
     found = report(tmp_path)
     assert [one for one in found.findings if one.kind != "slow"] == []  # on a busy machine one may be
     assert found.basis.startswith(
-        # The root and two layers by the reference; then by what is trained, and the layers once more in its backward.
-        "held against the plan in each step: 8 all-gather over dp, 3 reduce-scatter over dp, 1 all-reduce over dp at"
+        f"held against the plan in each step: {gathers} all-gather over dp, 3 reduce-scatter over dp, 1 all-reduce "
+        "over dp at the end"
     )
     for trace in read(tmp_path):
         assert [*trace.sums] == [2, 4, 6, 8]

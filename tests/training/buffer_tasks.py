@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -225,6 +226,11 @@ def _python(model: Kinds, x: Tensor) -> Tensor:
     return x if random.random() < 0.5 else x * 2
 
 
+def _own_collective(model: Kinds, x: Tensor) -> Tensor:
+    dist.all_reduce(x)
+    return x
+
+
 def _ever_new(model: Kinds, x: Tensor) -> Tensor:
     model.calls += 1
     return x
@@ -268,6 +274,7 @@ def refused(rank: Rank) -> dict[str, str]:
             said[name] = str(error)
 
     hear("python", _python)
+    hear("collective", _own_collective)
     hear("ever new", _ever_new, 40)
     hear("ever new values", _same, 40, numbers=True)
     hear("called again", _called_again)

@@ -81,6 +81,8 @@ def test_what_runs_otherwise_by_mode_is_that_of_one_process(ran: list[Ran], name
     ("name", "words"),
     [
         ("python", "Kinds draws from Python's random"),
+        # Not that torch's stand-in for it draws a number.
+        ("collective", "the model's code calls a collective itself (c10d.allreduce_)"),
         ("ever new", "calls was another one in each of 16 calls"),
         (
             "ever new values",

@@ -90,11 +90,11 @@ def top(
         return
     if once or found.over or not sys.stdout.isatty():
         print_table(found.title, HEADERS, found.rows)
-        print("".join(f"{spike}\n" for spike in found.spikes), end="")
+        print("".join(f"{line}\n" for line in found.lines), end="")
         return
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
-            live.update(Group(drawn(found.title, HEADERS, found.rows), *found.spikes), refresh=True)
+            live.update(Group(drawn(found.title, HEADERS, found.rows), *found.lines), refresh=True)
             if found.over:
                 return
             time.sleep(seconds)

@@ -5,7 +5,7 @@ a call that was not the one due        the rank said so itself, when it happened
 ranks that learned unlike sequences    of one group, compared call by call
 ranks that have not joined             the others of their group wait in a call that these have not begun
 replicas that differ                   in the bits of weights that they both hold
-a part that is not finite              of a rank's own loss or gradient
+a part that is not finite              of a rank's own loss or gradient, or first given to others
 a loss or a gradient that jumps        beside the steps before it
 a slow rank                            more time of its own than its peers, in the same steps
 a slow link                            a group whose calls take long, though nobody comes late
@@ -19,17 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tangram.tracing.files.format import (
-    GRADIENT_NOT_FINITE,
-    LOSS_NOT_FINITE,
     End,
     Kind,
+    Phase,
 )
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
-from tangram.tracing.slow import peers_of, slow_links, slow_ranks
+from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks
 from tangram.tracing.spikes import spike_findings
 from tangram.tracing.stacks import Stack, grouped, rank_words
-from tangram.tracing.unlike import unlike_calls, unlike_replicas
+from tangram.tracing.unlike import not_finite, unlike_calls, unlike_replicas
 
 MOST_COMPARED = 64
 """Ranks that each rank is compared with."""
@@ -66,7 +65,7 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     return [
         *found,
         *unlike_replicas(traces),
-        *_not_finite(traces),
+        *not_finite(traces),
         *spike_findings(traces),
         *slow_rank_findings(traces),
     ]
@@ -105,7 +104,8 @@ def lifeless(traces: Sequence[RankTrace], outside: Outside) -> dict[int, str]:
     if outside.now is not None and len(latest) == 1:
         latest = {host: max(outside.now, beat) for host, beat in latest.items()}
     for trace in running:
-        if latest[trace.host] - trace.live.beat > STILL_SECONDS * 1e9:
+        # One that has just made its files has not beaten yet.
+        if trace.live.beat and latest[trace.host] - trace.live.beat > STILL_SECONDS * 1e9:
             found.setdefault(trace.rank, "stopped")
     return found
 
@@ -305,18 +305,13 @@ def stack_lines(stacks: Mapping[int, Stack]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _not_finite(traces: Sequence[RankTrace]) -> list[Finding]:
-    """The first step with a part that is not finite, and whose: of losses first, as gradients are summed."""
-    for flag, what in ((LOSS_NOT_FINITE, "loss"), (GRADIENT_NOT_FINITE, "gradient")):
-        steps = {t.rank: int(s[0]) for t in traces if len(s := t.rows["step"][(t.rows["flags"] & flag) > 0])}
-        if steps:
-            first = min(steps.values())
-            ranks = tuple(sorted(rank for rank, step in steps.items() if step == first))
-            text = f"{rank_words(ranks)}: the own part of the {what} of step {first} is not finite"
-            if len(ranks) == len(traces) > 1:
-                text = f"the {what} of step {first} is not finite on any rank"
-            return [Finding("not finite", ranks, text, first)]
-    return []
+def _why(one: Slow) -> str:
+    """Why a rank is slow, in words."""
+    if one.cause == "computes":
+        return f"; it computes for {one.cpu_ms:.1f} ms of them"
+    waits = "its data" if one.phase is Phase.DATA else "something outside, as a disk or a lock"
+    other = {"starved": "was starved of CPU: others ran in its place", "waits": f"waited for {waits}"}
+    return f"; it computes for {one.cpu_ms:.1f} ms of them and else {other[one.cause]}" if one.cause else ""
 
 
 def slow_rank_findings(traces: Sequence[RankTrace]) -> list[Finding]:
@@ -327,9 +322,9 @@ def slow_rank_findings(traces: Sequence[RankTrace]) -> list[Finding]:
         where = f", for it they wait over {one.axes}" if one.axes else ""
         text = (
             f"rank {one.rank} is slow{since}: {one.own_ms:.1f} ms a step of its own where its peers take "
-            f"{one.peers_ms:.1f}, most of it in {one.phase.word}{where}"
+            f"{one.peers_ms:.1f}, most of it in {one.phase.word}{where}{_why(one)}"
         )
-        result.append(Finding("slow", (one.rank,), text, one.since, one.axes))
+        result.append(Finding("slow", (one.rank,), text, one.since, one.axes, cause=one.cause))
     for link in slow_links(traces):
         text = (
             f"calls over {link.axes} take long among {rank_words(link.ranks)}, though none of them comes late: "

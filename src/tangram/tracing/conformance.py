@@ -9,17 +9,20 @@ the trace (`blame`), so that a rank that errs from its first step on is seen, to
     of the same kind and group, another size    mis-sized
     a later one of the few that follow          those between were skipped, until one comes after all: reordered
     none of these                               extra
+
+Where two steps are equal but for some sizes, as with rows that are as long as each step needs, these sizes are not
+expected until two are equal in them, too: what is skipped, extra or reordered is seen all the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from tangram.tracing.files.format import OPS
-from tangram.tracing.sites import Carrier, Site, call_words, caller
+from tangram.tracing.sites import Carrier, Site, call_words, caller, size_words
 
 AHEAD = 32
 """Calls that are looked through for the one that came instead."""
@@ -85,23 +88,29 @@ class Cursor:
     others: list[list[Expected]] = field(default_factory=list[list[Expected]])
     """Sequences of steps that deviated and came to their end, told of once: some steps do more than others."""
     alike: list[bool] = field(default_factory=list[bool])
-    """Of each expected call: whether only the module tells it from the next one."""
+    """Of each expected call: whether only the place in the code tells it from the next one."""
+    varied: bool = False
+    """Whether steps have sizes of their own by nature."""
+    loose: bool = False
+    """Whether of some expected calls no size is."""
 
     def due(self, key: tuple[object, ...], above: int = CALLERS) -> Expected | None:
         """The expected call, where it is this one; moves on. `key`: the fields of a `Key`.
 
-        `above`: how many calls above this one it was made, which is looked at where only the module tells calls apart.
+        `above`: how many calls above this one it was made, which is looked at where only its place tells calls apart.
         """
         expected, at = self.expected, self.at
         if expected is None or at >= len(expected):
             return None
         one = expected[at]
-        if one.key != key:
+        if one.key != key and not _fits(one.key, key):
             return None
         if self.alike[at] and one.carrier is not None and not one.carrier.same(caller(above)):
             return None
         self.at = at + 1
-        if self.strayed or not self.strict:
+        if self.loose:
+            self.learned.append(one if one.key == key else replace(one, key=Key._make(key)))
+        elif self.strayed or not self.strict:
             self.learned.append(one)
         return one
 
@@ -112,25 +121,41 @@ class Cursor:
             self.learned.append(one)
             return False
         due = expected[self.at] if self.at < len(expected) else None
-        if due is not None and due.key == one.key and _later(expected, self.at, one) is None:
+        if due is not None and _fits(due.key, one.key) and self.later(one, elsewhere=False) is None:
             self.at += 1  # another module object, and nothing that says which
+            if self.loose:
+                self.learned.append(one)
             return False
         if not self.strayed and self._switch(one):
             return False
         if not self.strayed:
-            self.learned = expected[: self.at]
+            self.learned = self.learned if self.loose else expected[: self.at]
             self.strayed = True
         self.learned.append(one)
         return True
+
+    def later(self, came: Expected, *, elsewhere: bool = True) -> int | None:
+        """Which of the few calls behind the one that is due has come: of that place or, at last, of another line."""
+        expected = self.expected or []
+        near = range(self.at + 1, min(len(expected), self.at + 1 + AHEAD))
+        alike = [i for i in near if _same(expected[i], came)]
+        here = (i for i in alike if _place(expected[i]) == _place(came))
+        return next(here, alike[0] if alike and elsewhere else None)
 
     def _switch(self, one: Expected) -> bool:
         """Go on by another known sequence, where this call is its next; whether there is one."""
         for other in self.others:
             if self.at < len(other) and _same(other[self.at], one) and _alike(other[: self.at], self._done()):
-                self._expect(other)
+                self.expect(other, loose=self.loose)
                 self.at += 1
+                if self.loose:
+                    self.learned.append(one)
                 return True
         return False
+
+    def conformed(self) -> list[Expected] | None:
+        """The calls of a step that is over with their sizes, where they were those expected without sizes."""
+        return self.learned if self.expected and self.loose and not self.strayed and self.ends() else None
 
     def ends(self) -> bool:
         """Whether a step may end here."""
@@ -140,29 +165,69 @@ class Cursor:
     def _done(self) -> list[Expected]:
         return (self.expected or [])[: self.at]
 
-    def _expect(self, sequence: list[Expected]) -> None:
-        self.expected = sequence
+    def expect(self, sequence: list[Expected], *, loose: bool = False) -> None:
+        """From now on these calls are due in a step."""
+        self.expected, self.loose = sequence, loose
         pairs = zip(sequence, [*sequence[1:], None], strict=True)
-        self.alike = [b is not None and a.key == b.key and a.site.layer != b.site.layer for a, b in pairs]
+        self.alike = [b is not None and _fits(a.key, b.key) and _place(a) != _place(b) for a, b in pairs]
 
     def begin(self) -> None:
         """A step begins: what the last one was like decides what is expected of this one."""
         if self.strayed and self.expected is not None:
             self.others = [self.expected, *self.others, self.learned][-KEPT:]
-        if self.expected is None or self.strayed:
-            if self.before is not None and _alike(self.before, self.learned) and self.learned:
-                self._expect(self.learned)
-                self.before = None
-            else:
-                self.before = self.learned
+        if self.expected is None or self.strayed or self.loose:
+            self._learn()
         elif self.before is not None:
             self.before = None
         self.learned, self.at, self.strayed, self.deviations = [], 0, False, 0
         self.passed.clear()
 
+    def _learn(self) -> None:
+        """Of the step that is over and the one before it."""
+        before, self.before, learned = self.before or [], self.learned, self.learned
+        alike = bool(learned) and _alike(before, learned)
+        if self.loose and not self.strayed:
+            # Two steps of equal sizes, or of rows of other lengths, say which of them count.
+            if self.varied and not alike and (common := _in_common(before, learned)):
+                self.expect(common, loose=True)
+            elif alike and not self.varied:
+                self.expect(learned)
+        elif alike and not self.varied:
+            self.expect(learned)
+        elif common := _in_common((self.loose and self.expected) or [], learned) or _in_common(before, learned):
+            self.expect(common, loose=True)
+
 
 def _alike(some: list[Expected], others: list[Expected]) -> bool:
-    return [one.key for one in some] == [one.key for one in others]
+    """But for sizes that are not expected of `some`."""
+    return len(some) == len(others) and all(_fits(a.key, b.key) for a, b in zip(some, others, strict=True))
+
+
+def _in_common(some: list[Expected], others: list[Expected]) -> list[Expected]:
+    """Those calls without the sizes that differ, or without all where none does; nothing where they differ in more."""
+    if len(some) != len(others) or not all(_but_for_size(a.key, b.key) for a, b in zip(some, others, strict=True)):
+        return []
+    equal = _alike(some, others)
+    pairs = zip(some, others, strict=True)
+    return [b if a.key == b.key and not equal else replace(b, key=b.key._replace(nbytes=-1)) for a, b in pairs]
+
+
+def _fits(due: Key, key: tuple[object, ...]) -> bool:
+    return due == key or (due.nbytes < 0 and _but_for_size(due, key))
+
+
+def _but_for_size(one: Key, other: tuple[object, ...]) -> bool:
+    return one[:2] == other[:2] and one[3:] == other[3:]
+
+
+def _same(one: Expected, came: Expected) -> bool:
+    known = one.site.layer and came.site.layer and one.carrier is not None and came.carrier is not None
+    return _fits(one.key, came.key) and (not known or one.site.layer == came.site.layer)
+
+
+def _place(one: Expected) -> str:
+    """What tells calls of a kind apart: the module, else the line."""
+    return one.site.layer or one.site.line
 
 
 def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> Deviation | None:
@@ -173,7 +238,7 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
     expected = cursor.expected or []
     due = expected[cursor.at] if cursor.at < len(expected) else None
     passed = next((i for i in cursor.passed if _same(expected[i], came)), None)
-    later = None if due is None else _later(expected, cursor.at, came)
+    later = None if due is None else cursor.later(came)
     kind, site, call = "extra", came.site, expected_words(came, groups)
     text = f"called {call} in step {step}, which is not due" + (
         f": due is {expected_words(due, groups)}" if due else ""
@@ -189,7 +254,8 @@ def deviation(cursor: Cursor, came: Expected, step: int, groups: list[str]) -> D
         cursor.at = later + 1
     elif due is not None and due.key[:2] == came.key[:2] and due.key.peer == came.key.peer:
         kind, site = "mis-sized", due.site
-        text = f"called {expected_words(due, groups)} in step {step} with {_size(came.key)} instead of {_size(due.key)}"
+        sizes = [size_words(one.key.nbytes, one.key.dtype) for one in (came, due)]
+        text = f"called {expected_words(due, groups)} in step {step} with {sizes[0]} instead of {sizes[1]}"
         cursor.at += 1
     cursor.deviations += 1
     if cursor.deviations > AT_MOST:
@@ -204,7 +270,7 @@ def left_out(cursor: Cursor, step: int, groups: list[str]) -> Deviation | None:
     if expected is None or not cursor.strict or cursor.ends():
         return None
     if not cursor.strayed:
-        cursor.learned, cursor.strayed = expected[: cursor.at], True
+        cursor.learned, cursor.strayed = cursor.learned if cursor.loose else expected[: cursor.at], True
     due, text = expected[cursor.at], _left(expected, cursor.at, len(expected), groups)
     return Deviation("skipped", step, due.key.group, f"ended step {step} without {text}", due.site, learned=True)
 
@@ -215,25 +281,15 @@ def _left(expected: list[Expected], start: int, stop: int, groups: list[str]) ->
     return _one_of(expected, start, groups) + (f" and {more} more" if more else "")
 
 
-def _later(expected: list[Expected], at: int, came: Expected) -> int | None:
-    for i in range(at + 1, min(len(expected), at + 1 + AHEAD)):
-        if _same(expected[i], came):
-            return i
-    return None
-
-
-def _same(one: Expected, came: Expected) -> bool:
-    known = one.carrier is not None and came.carrier is not None
-    return one.key == came.key and (not known or one.site.layer == came.site.layer)
-
-
 def _one_of(expected: list[Expected], at: int, groups: list[str]) -> str:
     """The call that is due, and which others it cannot be told from: equal ones just before it that differ in place."""
     first = at
     while first and expected[first - 1].key == expected[at].key:
         first -= 1
     others = {expected[i].site for i in range(first, at)} - {expected[at].site}
-    known = all(expected[i].carrier is not None for i in range(first, at + 1))
+    some = expected[first : at + 1]
+    known = all(one.carrier is not None for one in some)
+    known = known and (all(one.site.layer for one in some) or len({_place(one) for one in some}) == len(some))
     more = f" or one of the {len(others)} equal calls before it" if others and not known else ""
     return expected_words(expected[at], groups) + more
 
@@ -241,7 +297,3 @@ def _one_of(expected: list[Expected], at: int, groups: list[str]) -> str:
 def expected_words(one: Expected, groups: list[str]) -> str:
     """A call in words."""
     return call_words(OPS[one.key.op], groups[one.key.group], one.site)
-
-
-def _size(key: Key) -> str:
-    return f"{key.nbytes:,} bytes of {str(key.dtype).removeprefix('torch.')}"

@@ -24,6 +24,8 @@ class Finding:
     layer: str = ""
     line: str = ""
     details: tuple[str, ...] = ()
+    cause: str = ""
+    """Of a slow rank, where it is known: computes, starved (others have its CPU) or waits (for what is outside)."""
 
     def as_json(self) -> dict[str, object]:
         """For a file."""

@@ -60,6 +60,8 @@ METHODS: dict[str, tuple[int, int]] = {
 }
 """The calls of a process group: what they are, and which argument is what this rank gives (or, of what it only takes,
 takes); -1: none."""
+_GIVEN = (_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _SEND)
+"""Calls to which each rank gives numbers of its own."""
 _DATA_DEPENDENT = {"alltoall_base", "all_to_all_single", "alltoall"}
 """Calls whose sizes may be of the data, where sizes are given."""
 
@@ -143,7 +145,7 @@ class RecordedGroup(dist.ProcessGroup):
 def _recorded(name: str, op: int, given: int) -> Callable[..., Any]:
     """The method of a recorded group that passes a call on."""
     real: Callable[..., Any] = getattr(dist.ProcessGroup, name)
-    to_one = op in (_SEND, _RECV)
+    to_one, gives = op in (_SEND, _RECV), op in _GIVEN
 
     def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> Any:
         nbytes, dtype = (0, None) if given < 0 or given >= len(args) else _size(args[given])
@@ -152,6 +154,8 @@ def _recorded(name: str, op: int, given: int) -> Callable[..., Any]:
         peer = int(args[1]) if to_one and len(args) > 1 and name != "recv_anysource" else -1
         recorder, group = self.recorder, self.number
         number = recorder.enter(group, op, nbytes, dtype, peer)
+        if recorder.looks and gives:
+            recorder.gives(number, group, args[given])
         work = real(self.inner, *args, **kwargs)
         return work if work is None else RecordedWork(work, recorder, (number, group, op))
 

@@ -20,7 +20,7 @@ import torch
 
 from tangram.tracing.conformance import Deviation, Expected
 from tangram.tracing.files.format import OPS, Phase
-from tangram.tracing.sites import Site, call_words
+from tangram.tracing.sites import Site, call_words, size_words
 
 
 class CallKind(NamedTuple):
@@ -170,7 +170,9 @@ class PlanCheck:
             text = f"skipped {said}{more} in step {step}, which the plan has before {_words(kind, came)}"
             return self._tell(kind, "skipped", step, text, site, came.key.group)
         del left[0]
-        sizes = f"{_size(came.key.nbytes, came.key.dtype)} instead of the plan's {_size(due.nbytes, due.dtype)}"
+        sizes = (
+            f"{size_words(came.key.nbytes, came.key.dtype)} instead of the plan's {size_words(due.nbytes, due.dtype)}"
+        )
         text = f"called {said} in step {step} with {sizes}"
         return self._tell(kind, "mis-sized", step, text, site, came.key.group)
 
@@ -221,10 +223,6 @@ def _in_words(one: DerivedCall) -> str:
 
 def _words(kind: CallKind, came: Expected) -> str:
     return call_words(OPS[kind.op], kind.axes, came.site)
-
-
-def _size(nbytes: int, dtype: torch.dtype | None) -> str:
-    return f"{nbytes:,} bytes of {str(dtype).removeprefix('torch.')}"
 
 
 def planned_words(planned: PlannedCalls, derived: Sequence[str] = ()) -> list[str]:

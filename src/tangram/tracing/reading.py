@@ -31,11 +31,11 @@ from tangram.tracing.files.format import (
     LIVE_AT,
     MAGIC,
     OPS,
-    ROW_DTYPE,
-    VERSION,
+    ROW_DTYPES,
     End,
     Kind,
     Phase,
+    as_now,
     ring_bytes,
 )
 from tangram.tracing.files.ring import unpacked_rows
@@ -59,6 +59,7 @@ class Ring:
     path: Path
     events: int
     rows: int
+    version: int
     data: bytes | None
 
     def read(self, start: int = 0, size: int = -1) -> bytes:
@@ -67,7 +68,7 @@ class Ring:
             return self.data if size < 0 else self.data[start : start + size]
         with self.path.open("rb") as file:
             file.seek(start)
-            return file.read(size if size >= 0 else ring_bytes(self.events, self.rows) - start)
+            return file.read(size if size >= 0 else ring_bytes(self.events, self.rows, self.version) - start)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class RankTrace:
     """Which calls of a step its plan says, in words."""
     spikes: tuple[Mapping[str, Any], ...] = ()
     """Steps whose loss or gradient has jumped."""
+    not_finite: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
+    """By step the first call to which it gave what was not finite, where the step's loss or gradient was not."""
     failed: str = ""
     """The class of the exception that it ended with."""
 
@@ -238,15 +241,15 @@ def read_rank(path: Path) -> RankTrace:
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
-            _, _, rank, world, pid, events, rows, run, host, begun, wall = _header(path, head)
-            if size < ring_bytes(events, rows):
-                raise UserError(f'"{path}" is cut off: {size} of {ring_bytes(events, rows)} bytes are there')
+            _, version, rank, world, pid, events, rows, run, host, begun, wall = _header(path, head)
+            if size < (full := ring_bytes(events, rows, version)):
+                raise UserError(f'"{path}" is cut off: {size} of {full} bytes are there')
             file.seek(0 if world <= KEPT_RANKS else ring_bytes(events, 0))
             data = file.read()
     except OSError as error:
         raise UserError(f'"{path}" cannot be read: {error.strerror}') from None
     whole = data if world <= KEPT_RANKS else None
-    ring = np.frombuffer(data, ROW_DTYPE, rows, 0 if whole is None else ring_bytes(events, 0))
+    ring = as_now(np.frombuffer(data, ROW_DTYPES[version], rows, 0 if whole is None else ring_bytes(events, 0)))
     names = _names(path.with_suffix(".names.jsonl"))
     return RankTrace(
         rank=rank,
@@ -257,7 +260,7 @@ def read_rank(path: Path) -> RankTrace:
         begun=begun,
         begun_wall=wall,
         live=live_of(data if whole is not None else head),
-        ring=Ring(path, events, rows, whole),
+        ring=Ring(path, events, rows, version, whole),
         rows=_joined([*_chunks(path.with_suffix(".steps-before")), *_chunks(path.with_suffix(".steps")), ring]),
         groups={int(one["group"]): {**one, "ranks": in_steps(one["ranks"])} for one in names if "ranks" in one},
         sites={int(one["site"]): one for one in names if "site" in one},
@@ -270,6 +273,7 @@ def read_rank(path: Path) -> RankTrace:
         sums={int(one["step"]): tuple(one["sums"]) for one in names if "sums" in one},
         planned=next((tuple(one["planned"]) for one in names if "planned" in one), ()),
         spikes=tuple(one for one in names if "spike" in one),
+        not_finite={int(one["not_finite"]): one for one in names if "not_finite" in one},
         failed=next((str(one["failed"]) for one in names if "failed" in one), ""),
     )
 
@@ -282,7 +286,7 @@ def _header(path: Path, head: bytes) -> tuple[Any, ...]:
         raise UserError(f'"{path}" is too short for a trace ({len(head)} bytes): leave it out') from None
     if found[0] != MAGIC:
         raise UserError(f'"{path}" is no trace of Tangram: leave it out')
-    if found[1] > VERSION:
+    if found[1] not in ROW_DTYPES:
         raise UserError(
             f'"{path}" was written by a newer Tangram (version {found[1]} of traces): read it with that one'
         )
@@ -322,8 +326,8 @@ class Peek:
             if path not in self._rings and path.stat().st_size >= HEADER_BYTES:
                 with path.open("rb") as file:
                     ring = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                _, _, _, _, _, events, rows, run, *_ = HEADER.unpack_from(ring)
-                if run == self._run and len(ring) >= ring_bytes(events, rows):
+                _, version, _, _, _, events, rows, run, *_ = HEADER.unpack_from(ring)
+                if run == self._run and version in ROW_DTYPES and len(ring) >= ring_bytes(events, rows, version):
                     self._rings[path], self._events[path] = ring, events
         return [(self._last(path), live_of(ring)) for path, ring in sorted(self._rings.items())]
 

@@ -19,19 +19,22 @@ from types import FrameType
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tangram.tracing.conformance import Cursor, Deviation, Expected, Key, deviation, left_out
 from tangram.tracing.files.format import (
     AXES_AT_MOST,
     BEAT_AT,
     CHECKED,
+    COUNTED,
     DEVIATED,
     DEVIATIONS_AT,
     ENDED_AT,
     EVENT,
     EVENTS,
+    GRADIENT_NOT_FINITE,
     HEADER_BYTES,
+    LOSS_NOT_FINITE,
     OPS,
     PHASE_AT,
     STEP_AT,
@@ -40,18 +43,20 @@ from tangram.tracing.files.format import (
     Kind,
     Phase,
 )
-from tangram.tracing.files.ring import Pending, TraceFiles
+from tangram.tracing.files.ring import Pending, Processor, TraceFiles
 from tangram.tracing.planned import PlanCheck, PlannedCalls, ProgramCheck, planned_words
 from tangram.tracing.sites import caller, site_of
 from tangram.tracing.spikes import Spikes, StepNumbers
 from tangram.tracing.trace import Trace
-from tangram.tracing.weights import WeightGroup, WeightWatch
+from tangram.tracing.weights import WeightGroup, WeightWatch, looks_finite
 
 BEAT_SECONDS = 0.25
 SHOWN_STEPS = 4
 """Steps after the begin whose calls are all written down."""
 MOST_NAMED = 16
 """Ranks of a group that are written one by one."""
+LOOKED_AT = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE})
+"""The phases in which numbers are looked at."""
 UNSETTLED = 16
 """Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
 _LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
@@ -80,6 +85,7 @@ class Recorder(Trace):
         self._labels: dict[int, str] = {}
         self._checked, self._others = Cursor(strict=True), {p: Cursor(strict=False) for p in Phase if p not in CHECKED}
         self._cursor, self._lengths = self._others[Phase.START], dict[int, Cursor]()
+        self._varied, self._length = Cursor(strict=True, varied=True), 0
         self._learns = 0  # how many steps had ended when it began to learn
         self._step, self._rows, self._phase, self._flags, self._calls = 0, 0, Phase.START, 0, 0
         self._deviations, self._reported = 0, False
@@ -89,6 +95,8 @@ class Recorder(Trace):
         self._plans = False  # whether this step's calls are held against the plan: there is no learned sequence yet
         self._mark = self._begun = _now()
         self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
+        self._processor, self._cpu = Processor(), (0, 0)
+        self.looks, self._bad, self._usual = False, (), set[int]()  # whether to look at what calls are given
         self._stop = threading.Event()
         files.name({"run": mesh})
         self._beat()
@@ -122,6 +130,14 @@ class Recorder(Trace):
         size = nbytes if nbytes > 0 else 0
         _EVENT(self._memory, at, number, _now(), size, site, turn, group, 1, op, self._step)
         return number
+
+    def gives(self, number: int, group: int, given: Tensor | Sequence[Tensor]) -> None:
+        """What a call is given, before any rank has that of others; the first of a step that is not finite counts."""
+        if _thread() != self._thread or looks_finite(given if isinstance(given, Tensor) else given[0]):
+            return
+        site = EVENT.unpack_from(self._memory, HEADER_BYTES + (number % EVENTS) * 40)[3]
+        if site not in self._usual:
+            self.looks, self._bad = False, (number, site, group, self._turns[group])
 
     def waits(self, number: int) -> int:
         """The rank waits for a call from now on; the time, for `waited`."""
@@ -220,7 +236,7 @@ class Recorder(Trace):
         self._event(Kind.STEP)
         if 0 < self._rows < self._learns + SHOWN_STEPS or (self._rows and self._checked.strayed):
             self._write_sequence(before)
-        self._checked = self._lengths.setdefault(length, Cursor(strict=True))
+        self._checked = self._of_length(length)
         self._checked.begin()
         for cursor in self._others.values():
             cursor.begin()
@@ -228,6 +244,14 @@ class Recorder(Trace):
             self._plans = self._checked.expected is None and self._rows < self._learns + UNSETTLED
             self._plan.begin(self._plans)
         self.phase(Phase.DATA)
+
+    def _of_length(self, length: int) -> Cursor:
+        """What is expected of a step whose rows are so long: of a new length what all have in common."""
+        if self._checked is self._varied and (calls := self._varied.conformed()) is not None:
+            self._lengths[self._length] = own = Cursor(strict=True)
+            own.expect(calls)
+        self._length = length
+        return self._lengths.get(length, self._varied) if length else self._lengths.setdefault(0, Cursor(strict=True))
 
     def phase(self, phase: Phase) -> None:
         """From now on it does this."""
@@ -239,7 +263,8 @@ class Recorder(Trace):
         now = _now()
         self._own[self._phase] += now - self._mark
         self._mark = now
-        self._phase = phase
+        self._ran()
+        self._phase, self.looks = phase, phase in LOOKED_AT and not self._bad
         if phase in CHECKED:
             self._cursor = self._checked
         else:
@@ -251,6 +276,11 @@ class Recorder(Trace):
     def not_finite(self, flags: int) -> None:
         """This rank's own part of the step's loss or gradient is not finite."""
         self._flags |= flags
+        if self._bad:
+            event, site, group, turn = self._bad
+            self.files.name(
+                {"not_finite": self._step, "event": event, "site_of": site, "group_of": group, "turn": turn}
+            )
 
     def numbers(self, numbers: StepNumbers) -> None:
         """What the step has come to, before its update."""
@@ -274,7 +304,7 @@ class Recorder(Trace):
         derived = ProgramCheck() if program is None else program
         self._plan = PlanCheck(planned, derived) if planned or derived.axes else None
         self._plans, self._checked, self._learns = False, Cursor(strict=True), self._rows
-        self._lengths.clear()
+        self._varied, self._lengths = Cursor(strict=True, varied=True), {}
         self.files.name({"planned": planned_words(planned, derived.axes)})
 
     def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = (), *, in_backward: bool = False) -> None:
@@ -314,6 +344,7 @@ class Recorder(Trace):
         now = _now()
         self._own[self._phase] += now - self._mark
         self._mark = now
+        self._ran()
         if self._step:
             if self._plans and ended:
                 self._miss(late=True)
@@ -323,11 +354,20 @@ class Recorder(Trace):
             if now - self._peak[0] > BEAT_SECONDS * 1e9:  # it takes some systems longer than many calls
                 self._peak = now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             row = (self._step, self._flags, min(self._calls, 0xFFFF), self._begun, now - self._begun, self._peak[1])
-            own, waits = ([min(t // 1000, 0xFFFFFFFF) for t in some] for some in (self._own, self._waits))
-            self.files.row(self._rows, (*row, *own, *waits))
+            times = (min(t // 1000, 0xFFFFFFFF) for t in (*self._own, *self._waits, *self._cpu))
+            self.files.row(self._rows, (*row, *times))
             self._rows += 1
-        self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
+        self._own, self._waits, self._cpu = [0] * len(Phase), [0] * AXES_AT_MOST, (0, 0)
+        if self._bad and not self._flags & (LOSS_NOT_FINITE | GRADIENT_NOT_FINITE):
+            self._usual.add(self._bad[1])  # as of what is masked
+        self._bad = ()
         self._begun, self._flags, self._calls = now, 0, 0
+
+    def _ran(self) -> None:
+        """At the end of a phase: how long the thread ran in it, and how long it could have."""
+        ran, ready = self._processor.since()
+        if self._phase in COUNTED:
+            self._cpu = self._cpu[0] + ran, self._cpu[1] + ready
 
     def _write_sequence(self, step: int) -> None:
         """What was called in a step, for who compares ranks: the number of each call's site, in order."""

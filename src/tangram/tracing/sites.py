@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, cast
 
@@ -45,23 +45,30 @@ def call_words(op: str, axes: str, site: Site) -> str:
     return f"{op} over {axes}{what}{layer}{f' ({site.line})' if site.line else ''}"
 
 
+def size_words(nbytes: int, dtype: object) -> str:
+    """How much a call moves, in words; `nbytes` below 0: as much as the data has it."""
+    size = f"{nbytes:,} bytes" if nbytes >= 0 else "sizes that follow the data"
+    return f"{size} of {str(dtype).removeprefix('torch.')}"
+
+
 @dataclass(frozen=True)
 class Carrier:
-    """The frame that knew the module: later calls from the same place are told apart by looking there again."""
+    """The frame that knew the module, or else is the user's: later calls are told apart by looking there again."""
 
     depth: int
     code: CodeType
-    owner: int
-    """The id of the module."""
+    owner: int = 0
+    """The id of the module; 0: there is none."""
+    line: int = 0
 
     def same(self, start: FrameType) -> bool:
-        """Whether a call from `start` is of the same module; True where it cannot be seen."""
+        """Whether a call from `start` is of the same module or line; True where it cannot be seen."""
         frame: FrameType | None = start
         for _ in range(self.depth):
             frame = None if frame is None else frame.f_back
         if frame is None or frame.f_code is not self.code:
             return True
-        return id(frame.f_locals.get("self")) == self.owner
+        return id(frame.f_locals.get("self")) == self.owner if self.owner else frame.f_lineno == self.line
 
 
 @dataclass
@@ -73,7 +80,7 @@ class _Seen:
     outer: str = ""
     inner: str = ""
     carrier: Carrier | None = None
-    passing: list[str] = field(default_factory=list[str])
+    user: Carrier | None = None
 
 
 def site_of(labels: Labels, start: FrameType) -> tuple[Site, Carrier | None]:
@@ -84,7 +91,7 @@ def site_of(labels: Labels, start: FrameType) -> tuple[Site, Carrier | None]:
             break
         _look(seen, labels, frame, depth)
         frame = frame.f_back
-    return Site(seen.what, seen.layer, seen.outer or seen.inner), seen.carrier
+    return Site(seen.what, seen.layer, seen.outer or seen.inner), seen.carrier or seen.user
 
 
 def _look(seen: _Seen, labels: Labels, frame: FrameType, depth: int) -> None:
@@ -94,7 +101,7 @@ def _look(seen: _Seen, labels: Labels, frame: FrameType, depth: int) -> None:
     nowhere = code.co_filename.startswith("<") or "codegen(" in code.co_filename
     inside = nowhere or module.startswith(_INSIDE) or module == "torch"
     if not inside and not seen.outer:
-        seen.outer = line_of(frame)
+        seen.outer, seen.user = line_of(frame), Carrier(depth, code, line=frame.f_lineno)
     elif module.startswith("tangram.") and not module.startswith("tangram.tracing") and not seen.inner:
         seen.inner = line_of(frame)
     describe = None if seen.what else DESCRIBED.get((module, code.co_qualname))

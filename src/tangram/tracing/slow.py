@@ -24,6 +24,12 @@ SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 SIGMAS = 5.0
 """And by so many times what the median of these steps is uncertain by: with more ranks than cores any of them comes
 short for some steps."""
+COMPUTES = 0.1
+"""Of what it takes longer: a rank that runs for so much more computes more, though on a machine that others use it is
+short of CPU for the longer, too."""
+IDLE = 2.0
+"""A rank that does not compute more has been kept from it by so many times what its peers were: where all wait for CPU
+by chance, nobody is to blame."""
 LINK_SHARE = 1.0
 """Of the calls of a group over those of others."""
 LINKS_COMPARED = 8
@@ -49,6 +55,10 @@ class Slow:
     """Where it takes longer."""
     axes: str
     """Over which its peers wait for it, most of all: "tp", "dp and tp"."""
+    cause: str = ""
+    """A `Finding`'s."""
+    cpu_ms: float = 0.0
+    """Of its own time that for which it ran."""
 
 
 def slow_ranks(traces: Sequence[RankTrace]) -> list[Slow]:
@@ -114,8 +124,30 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
         phase = COUNTED[int(excess.argmax())]
         first = int(steps[since]) if since else 1
         axes = _waited_over(trace, peers)
-        found.append(Slow(trace.rank, float(np.median(own)) / 1e3, float(np.median(theirs)) / 1e3, first, phase, axes))
+        cause, cpu, others = _cause(peers, i, steps[since:], float(np.median(own - theirs)))
+        usual, usually = float(np.median(own)), float(np.median(theirs))
+        if cause not in ("", "computes") and usual - cpu < IDLE * (usually - others):
+            continue
+        found.append(Slow(trace.rank, usual / 1e3, usually / 1e3, first, phase, axes, cause, cpu / 1e3))
     return found
+
+
+def _cause(
+    peers: Sequence[RankTrace], at: int, steps: npt.NDArray[np.uint32], excess: float
+) -> tuple[str, float, float]:
+    """Why one of some ranks takes so many microseconds longer in these steps, and how long it and others ran in one.
+
+    Nothing is known of traces of an older version, nor where an accelerator computes, whose calls are not recorded.
+    """
+    rows = [trace.rows[np.searchsorted(trace.rows["step"], steps)] for trace in peers]
+    cpu, ready = (np.stack([some[name] for some in rows]).astype(float) for name in ("cpu_us", "ready_us"))
+    if not cpu.all() or not all(trace.groups for trace in peers):
+        return "", 0.0, 0.0
+    more, waited = (float(np.median((some - median_of_others(some))[at])) for some in (cpu, ready))
+    own, others = (float(np.median(some[at])) for some in (cpu, median_of_others(cpu)))
+    least = max(COMPUTES * excess, SHARE * others)
+    kind = "computes" if more > least else "starved" if waited > excess / 2 else "waits"
+    return kind, own, others
 
 
 def median_of_others(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

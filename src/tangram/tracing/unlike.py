@@ -1,12 +1,17 @@
-"""Ranks that should be alike and are not: in what they call in a step, and in the weights that they hold."""
+"""Ranks that should be alike and are not: in what they call in a step, in the weights that they hold, in whose numbers
+were the first that are not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from tangram.tracing.files.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Kind
 from tangram.tracing.finding import Finding
-from tangram.tracing.reading import Ranks, RankTrace
+from tangram.tracing.reading import Call, Ranks, RankTrace
+from tangram.tracing.sites import Site, size_words
 from tangram.tracing.slow import coords_of
 from tangram.tracing.stacks import rank_words
 
@@ -66,7 +71,7 @@ def _sized(sites: Sequence[Mapping[str, Any]], at: int) -> str:
     if at >= len(sites):
         return "nothing more"
     site = sites[at]
-    return f"{site['op']} of {site['bytes']:,} bytes of {site['dtype']}"
+    return f"{site['op']} of {size_words(site['bytes'], site['dtype'])}"
 
 
 def _shared(site: Mapping[str, Any]) -> tuple[object, ...]:
@@ -110,3 +115,79 @@ def unlike_replicas(traces: Sequence[RankTrace]) -> list[Finding]:
                 text = f"{who} after step {step} {than}, though they hold the same part"
                 return [Finding("replicas", tuple(odd), text, step, "", str(layer))]
     return []
+
+
+def not_finite(traces: Sequence[RankTrace]) -> list[Finding]:
+    """The first step with a part that is not finite, and whose: of losses first, as gradients are summed.
+
+    Ranks of a model axis have one loss: then that one, or where it is known the call to which one of them was the
+    first to give what is not finite.
+    """
+    for flag, what in ((LOSS_NOT_FINITE, "loss"), (GRADIENT_NOT_FINITE, "gradient")):
+        steps = {t.rank: int(s[0]) for t in traces if len(s := t.rows["step"][(t.rows["flags"] & flag) > 0])}
+        if steps:
+            step = min(steps.values())
+            ranks = sorted(rank for rank, one in steps.items() if one == step)
+            by_rank = {trace.rank: trace for trace in traces}
+            first = _first_to_give(by_rank, step, ranks, alone=flag == LOSS_NOT_FINITE)
+            if first:
+                trace = by_rank[first[0]]
+                call = _given(trace, step)
+                text = f"{rank_words(first)} gave what is not finite to {call} in step {step}, before any other did"
+                text += f": the {what} is not finite on {rank_words(ranks)}"
+                return [Finding("not finite", (*first,), text, step, call.axes, call.site.layer, call.site.line)]
+            text = f"{rank_words(ranks)}: the own part of the {what} of step {step} is not finite"
+            if len(ranks) == len(traces) > 1:
+                text = f"the {what} of step {step} is not finite on any rank"
+            return [Finding("not finite", (*ranks,), text, step)]
+    return []
+
+
+def _given(trace: RankTrace, step: int) -> Call:
+    one = trace.not_finite[step]
+    site, group = trace.sites.get(int(one["site_of"]), {}), trace.groups[int(one["group_of"])]
+    words = Site(*(str(site.get(part, "")) for part in ("what", "layer", "line")))
+    where = int(one["group_of"]), str(group["axes"]), group["ranks"], int(one["turn"])
+    return Call(str(site.get("op", "a call")), *where, int(site.get("bytes", 0)), str(site.get("dtype", "")), words)
+
+
+def _first_to_give(by_rank: Mapping[int, RankTrace], step: int, ranks: Sequence[int], *, alone: bool) -> list[int]:
+    """Of ranks with a loss or gradient that is not finite, and of those that they have it from, the first.
+
+    `alone`: one that has given nothing such, and has it from nobody, has it of itself. Empty where nothing says more.
+    """
+    bad = [rank for rank, trace in by_rank.items() if step in trace.not_finite]
+    candidates, more = dict.fromkeys(ranks), [*ranks]
+    sources: dict[int, list[int]] = {}
+    while more:
+        rank = more.pop()
+        sources[rank] = [one for one in bad if one != rank and _has_from(by_rank[one], by_rank[rank], step)]
+        fresh = [one for one in sources[rank] if one not in candidates]
+        candidates |= dict.fromkeys(fresh)
+        more += fresh
+    first = sorted(rank for rank in candidates if not sources[rank] and (alone or rank in bad))
+    return first if {*first} & {*bad} and first != [*ranks] else []
+
+
+def _has_from(one: RankTrace, other: RankTrace, step: int) -> bool:
+    """Whether the second had what the first gave before it gave something that is not finite itself."""
+    call, given = _given(one, step), other.not_finite.get(step)
+    if other.rank not in call.ranks:
+        return False
+    mine = [number for number, group in other.groups.items() if group["ranks"] == call.ranks]
+    events = other.events
+    enters = events[(events["kind"] == Kind.ENTER) & np.isin(events["group"], mine)]
+    if call.op == "send":
+        enters = _of_peer(other, enters, "recv", call.ranks.index(one.rank), step)
+        sent = one.events[(one.events["kind"] == Kind.ENTER) & (one.events["group"] == call.group)]
+        sent = _of_peer(one, sent, "send", call.ranks.index(other.rank), step)
+        at = int((sent["number"] <= one.not_finite[step]["event"]).sum()) - 1
+        enters = enters[at : at + 1] if at >= 0 and sent["number"][at] == one.not_finite[step]["event"] else enters[:0]
+    else:
+        enters = enters[enters["turn"] == call.turn]
+    return len(enters) > 0 and (given is None or int(enters["number"][0]) < int(given["event"]))
+
+
+def _of_peer(trace: RankTrace, enters: Any, op: str, peer: int, step: int) -> Any:
+    sites = [n for n, site in trace.sites.items() if site["op"] == op and site["peer"] == peer]
+    return enters[np.isin(enters["site"], sites) & (enters["step"] == step)]

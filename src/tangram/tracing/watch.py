@@ -148,8 +148,10 @@ class Watch:
         gone = frozenset[int]() if dead is None else frozenset({dead})
         found = self._hangs.findings if self._hangs else findings(traces, Outside(gone=gone))
         words = {"sentence": sentence, "findings": [one.as_json() for one in found]}
+        path = self._settings.folder / VERDICT
         with suppress(OSError):
-            (self._settings.folder / VERDICT).write_text(json.dumps(words, indent=1), encoding="utf-8")
+            path.with_suffix(".part").write_text(json.dumps(words, indent=1), encoding="utf-8")
+            path.with_suffix(".part").replace(path)
 
 
 NO_HANG = frozenset({"slow", "loss spike", "gradient spike", "expert load"})

@@ -213,7 +213,10 @@ def built(case: Case, setting: Setting, seed: int) -> tuple[ParallelModel, JobSt
     else:
         model = build_model.build(plan, build_model.source_of(plan, BYTES), setting.world, values=True)
     module, plan = model.module, setting.plan
-    optimiser = optimiser_step.make_adamw(module, plan.optimiser, plan.precision.masters, model.plain)
+    if plan.optimiser.name == "adamw":
+        optimiser = optimiser_step.make_adamw(module, plan.optimiser, plan.precision.masters, model.plain)
+    else:
+        optimiser = optimiser_step.make_optimiser(replace(model, plan=plan))
     state = JobState(module, optimiser, plain=model.plain)
     for tell in setting.built:
         tell(module)

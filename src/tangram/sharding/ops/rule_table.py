@@ -157,6 +157,13 @@ class NoRuleError(UserError):
     """There is no rule for an operator."""
 
 
+class OwnCollectiveError(NoRuleError):
+    """Code calls a collective, which no rule can be for."""
+
+
+COLLECTIVES = ("c10d.", "c10d_functional.", "_c10d_functional.")
+
+
 def bound(table: RuleTable, call: OpCall) -> BoundOp:
     """The factors of a call. Raises NoRuleError, which says how to find a rule; RuleError where one does not fit."""
     if (rule := computed_rules.rule_of(call)) is not None and call.name not in table.lines:
@@ -171,6 +178,11 @@ def bound(table: RuleTable, call: OpCall) -> BoundOp:
         return views.bind(call, view)
     if foreach.base_of(call.operator) is not None:
         raise NoRuleError(f"{call.name} has a rule for each element: bind what `sharding.ops.foreach.calls` gives")
+    if call.name.startswith(COLLECTIVES):
+        raise OwnCollectiveError(
+            f"the model's code calls a collective itself ({call.name}), while what ranks exchange is derived: leave "
+            "it out of the forward, or make the axis a data axis"
+        )
     raise NoRuleError(f"there is no rule for {call.name}: `tangram shard discover {call.operator.name()}` proposes one")
 
 

@@ -16,8 +16,9 @@ import struct
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
-MAGIC, VERSION = b"TNGTRACE", 1
+MAGIC, VERSION = b"TNGTRACE", 2
 EVENTS = 4096
 ROWS = 256
 CHUNK = 64
@@ -97,11 +98,15 @@ class End(IntEnum):
 
 ROW_DTYPE = np.dtype(
     [("step", "<u4"), ("flags", "<u2"), ("calls", "<u2"), ("begin", "<u8"), ("nanoseconds", "<u8"),
-     ("memory_kb", "<u4"), ("own_us", "<u4", (len(Phase),)), ("wait_us", "<u4", (AXES_AT_MOST,))]
+     ("memory_kb", "<u4"), ("own_us", "<u4", (len(Phase),)), ("wait_us", "<u4", (AXES_AT_MOST,)),
+     ("cpu_us", "<u4"), ("ready_us", "<u4")]
 )  # fmt: skip
 """A step of a rank, until the next one begins: `own_us` by phase is the time outside of collectives, `wait_us` by the
-axes of the group the time in them. `step` is from 1; 0 is an empty place."""
-ROW = struct.Struct("<IHHQQI" + f"{len(Phase)}I{AXES_AT_MOST}I")
+axes of the group the time in them; `cpu_us` that for which its thread ran in the phases that count, `ready_us` that for
+which it could have and had no CPU, as far as the system tells. `step` is from 1; 0 is an empty place."""
+ROW = struct.Struct("<IHHQQI" + f"{len(Phase)}I{AXES_AT_MOST}I2I")
+ROW_DTYPES = {1: np.dtype([(name, ROW_DTYPE[name]) for name in (ROW_DTYPE.names or ())[:-2]]), 2: ROW_DTYPE}
+"""By the version that wrote it."""
 
 LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, DEVIATED = 1, 2, 4
 """Flags of a step: of this rank's own part."""
@@ -116,9 +121,17 @@ OPS = (
 )  # fmt: skip
 
 
-def ring_bytes(events: int = EVENTS, rows: int = ROWS) -> int:
+def ring_bytes(events: int = EVENTS, rows: int = ROWS, version: int = VERSION) -> int:
     """The size of a rank's ring."""
-    return HEADER_BYTES + events * EVENT.size + rows * ROW.size
+    return HEADER_BYTES + events * EVENT.size + rows * ROW_DTYPES[version].itemsize
+
+
+def as_now(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Steps of any version: what an older one does not have is 0."""
+    found = np.zeros(len(rows), ROW_DTYPE)
+    for name in rows.dtype.names or ():
+        found[name] = rows[name]
+    return found
 
 
 def file_of(rank: int, ending: str) -> str:

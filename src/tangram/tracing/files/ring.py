@@ -11,11 +11,14 @@ import json
 import mmap
 import os
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +33,7 @@ from tangram.tracing.files.format import (
     MAGIC,
     ROW,
     ROW_DTYPE,
+    ROW_DTYPES,
     ROWS,
     VERSION,
     file_of,
@@ -111,17 +115,36 @@ def packed_rows(rows: npt.NDArray[np.void]) -> bytes:
 
 
 def unpacked_rows(rows: int, body: bytes) -> npt.NDArray[np.void]:
-    """The inverse of `packed_rows`, of what stands behind its header."""
+    """The inverse of `packed_rows`, of what stands behind its header; of any version."""
     data, at = zlib.decompress(body), 0
+    form = next((form for form in ROW_DTYPES.values() if rows * form.itemsize == len(data)), ROW_DTYPE)
     found = np.zeros(rows, ROW_DTYPE)
-    for name in ROW_DTYPE.names or ():
-        kind = ROW_DTYPE[name]
+    for name in form.names or ():
+        kind = form[name]
         base, width = kind.base, int(np.prod(kind.shape, dtype=int))
         stop = at + rows * width * base.itemsize
         differences = np.frombuffer(data[at:stop], base).reshape(width, rows)
         found[name] = np.cumsum(differences, axis=1, dtype=base).T.reshape(found[name].shape)
         at = stop
     return found
+
+
+class Processor:
+    """How long the thread that asks has run, and how long it was ready to and another had the CPU; ns."""
+
+    def __init__(self) -> None:
+        self._file, self._last = -1, (0, 0)
+        with suppress(OSError):  # not of Linux, or of one that does not count: of waiting nothing is known
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            finalize(self, os.close, self._file)
+        self.since()
+
+    def since(self) -> tuple[int, int]:
+        """Since it was asked last."""
+        ready = int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
+        now = time.thread_time_ns(), ready
+        before, self._last = self._last, now
+        return now[0] - before[0], now[1] - before[1]
 
 
 @dataclass

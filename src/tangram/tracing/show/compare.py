@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tangram.tracing.files.format import COUNTED
 from tangram.tracing.reading import RankTrace, read
 from tangram.tracing.show.report import axes_of
+from tangram.tracing.sites import size_words
 
 WARM = 2
 """First steps, which are left out."""
@@ -96,7 +97,7 @@ def _calls(one: Sequence[RankTrace], other: Sequence[RankTrace]) -> tuple[str, .
         if trace.rank in by_rank:
             a, b = _kinds(trace), _kinds(by_rank[trace.rank])
             for (op, axes, nbytes, dtype), count in [*(b - a).items(), *((k, -n) for k, n in (a - b).items())]:
-                text = f"{count:+d} {op} over {axes} of {nbytes:,} bytes of {dtype}"
+                text = f"{count:+d} {op} over {axes} of {size_words(nbytes, dtype)}"
                 found.setdefault(text, []).append(trace.rank)
     every = len([trace for trace in one if trace.rank in by_rank])
 

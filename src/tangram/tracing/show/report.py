@@ -72,7 +72,8 @@ def read_report(folder: Path) -> tuple[TraceReport, list[RankTrace]]:
         found = findings(traces, outside)
         state = _state(traces, outside.now is not None)
     axes = axes_of(traces)
-    headers = ("rank", "place", "state", "step", "step ms", "own ms", *(f"wait {one} ms" for one in axes), "memory MB")
+    waits = (f"wait {one} ms" for one in axes)
+    headers = ("rank", "place", "state", "step", "step ms", "own ms", "cpu ms", *waits, "memory MB")
     blamed = {rank for one in found for rank in one.ranks}
     shown = sorted(traces, key=lambda trace: (trace.rank not in blamed, trace.rank))[:MOST_ROWS]
     rows = tuple(row_of(trace, axes) for trace in sorted(shown, key=lambda trace: trace.rank))
@@ -99,7 +100,7 @@ def verdict_of(folder: Path) -> tuple[str, list[Finding]] | None:
     try:
         words = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
         return str(words["sentence"]), [Finding.of_json(one) for one in words["findings"]]
-    except (ValueError, KeyError, TypeError):  # torn, as where the disk was full
+    except (OSError, ValueError, KeyError, TypeError):  # torn, as where the disk was full
         return None
 
 
@@ -117,6 +118,10 @@ def _state(traces: Sequence[RankTrace], alive: bool) -> str:
 
 def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
     notes: list[str] = []
+    if (folder / VERDICT).exists() and verdict_of(folder) is None:
+        notes.append(
+            f"{VERDICT} is cut off or foreign: why the run ended is worked out anew, of the ranks' files alone"
+        )
     if other := _other_plan(folder, traces[0]):
         notes.append(other)
     if absent := missing([*traces]):
@@ -178,6 +183,7 @@ def row_of(trace: RankTrace, axes: Sequence[str]) -> tuple[str, ...]:
         str(trace.live.step),
         _median_ms(rows["nanoseconds"] / 1e3),
         _median_ms(own),
+        _median_ms(rows["cpu_us"]) if rows["cpu_us"].any() else "",
         *("" if some is None else _median_ms(some) for some in waits),
         f"{int(trace.rows['memory_kb'].max()) * 1024 / 1e6:,.0f}" if len(trace.rows) else "",
     )

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVari
 
 from tangram.errors import UserError
 from tangram.models.building.twin import with_values
+from tangram.sharding.ops.rule_table import OwnCollectiveError
 
 Mode = tuple[Any, ...]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -112,10 +113,15 @@ def steady(model: nn.Module) -> Generator[None]:
     before = _others()
     try:
         yield
-    except UserError:  # which may come of it
-        _refuse_others(model, before)
+    except UserError as error:  # which may come of it, but where torch's stand-in for a collective draws itself
+        if not _of_collective(error):
+            _refuse_others(model, before)
         raise
     _refuse_others(model, before)
+
+
+def _of_collective(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, OwnCollectiveError) or _of_collective(error.__context__))
 
 
 def _refuse_others(model: nn.Module, before: Mapping[str, Any]) -> None:
