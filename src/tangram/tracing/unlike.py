@@ -132,7 +132,7 @@ def not_finite(traces: Sequence[RankTrace]) -> list[Finding]:
             first = _first_to_give(by_rank, step, ranks, alone=flag == LOSS_NOT_FINITE)
             if first:
                 trace = by_rank[first[0]]
-                call = _given(trace, step)
+                call = _first_call(trace, step)
                 text = f"{rank_words(first)} gave what is not finite to {call} in step {step}, before any other did"
                 text += f": the {what} is not finite on {rank_words(ranks)}"
                 return [Finding("not finite", (*first,), text, step, call.axes, call.site.layer, call.site.line)]
@@ -143,7 +143,7 @@ def not_finite(traces: Sequence[RankTrace]) -> list[Finding]:
     return []
 
 
-def _given(trace: RankTrace, step: int) -> Call:
+def _first_call(trace: RankTrace, step: int) -> Call:
     one = trace.not_finite[step]
     site, group = trace.sites.get(int(one["site_of"]), {}), trace.groups[int(one["group_of"])]
     words = Site(*(str(site.get(part, "")) for part in ("what", "layer", "line")))
@@ -171,7 +171,7 @@ def _first_to_give(by_rank: Mapping[int, RankTrace], step: int, ranks: Sequence[
 
 def _has_from(one: RankTrace, other: RankTrace, step: int) -> bool:
     """Whether the second had what the first gave before it gave something that is not finite itself."""
-    call, given = _given(one, step), other.not_finite.get(step)
+    call, given = _first_call(one, step), other.not_finite.get(step)
     if other.rank not in call.ranks:
         return False
     mine = [number for number, group in other.groups.items() if group["ranks"] == call.ranks]
