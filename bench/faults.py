@@ -3,6 +3,7 @@
     killed    the quickstart's model on four ranks; a drawn one is killed within a step, again and again, and the run is
               compared with the one that nobody disturbed
     cost      the same run with snapshots into memory and without, in turns
+    nodes     the same on two nodes, a launcher on each: a rank of the second is killed; that node is lost, and its memory
     torchrun  `torchrun --max-restarts` with `tangram train --resume`, one of whose workers is killed
 
 `--only` takes one of these groups.
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from bench._faults import torchrun
+from bench._faults import nodes, torchrun
 from bench._faults.killed import Watched, alone, job_of, kept_going, plan_of
 from tangram.errors import UserError
 from tangram.hardware.measuring.measure import Row
@@ -70,6 +71,25 @@ def cost(quick: bool, folder: Path) -> Iterable[Row]:
     yield Row("a step without", "s", base)
 
 
+def several(quick: bool, folder: Path) -> Iterable[Row]:
+    """Of two nodes."""
+    plan = plan_of(folder, steps=60, every=0)
+    undisturbed = Watched()
+    alone(job_of(plan, folder / "undisturbed"), undisturbed)
+    turns = 1 if quick else 5
+    ranks = [nodes.rank_lost(plan, folder / f"rank-{turn}", 10 + 3 * turn) for turn in range(turns)]
+    gone = [nodes.node_lost(plan, folder / f"node-{turn}", 10 + 3 * turn) for turn in range(turns)]
+    seconds = statistics.median(one.seconds for one in ranks)
+    yield Row("two nodes: SIGKILL of a rank of the second, to the next new step: median", "s", seconds, target=4.0)
+    yield Row("two nodes: recovered", "share", sum(one.good for one in ranks) / turns, target=1.0, better="higher")
+    yield Row("two nodes: steps done again, at most", "steps", max(one.again for one in ranks), target=1)
+    yield Row("a node lost with its memory: started again, gone on", "share", sum(one.good for one in gone) / turns)
+    yield Row("a node lost: steps done again, at most", "steps", max(one.again for one in gone))
+    yield Row("a node lost: until the other launcher has ended", "s", statistics.median(one.seconds for one in gone))
+    off = [abs(loss - undisturbed.losses[step]) for one in (*ranks, *gone) for step, loss in one.losses.items()]
+    yield Row("two nodes: losses beside the undisturbed run, largest difference", "nats", max(off), target=1e-5)
+
+
 def restarted(quick: bool, folder: Path) -> Iterable[Row]:
     """torchrun's own."""
     plan = plan_of(folder, steps=2000, every=10)
@@ -83,6 +103,7 @@ def restarted(quick: bool, folder: Path) -> Iterable[Row]:
 GROUPS: Mapping[str, Callable[[bool, Path], Iterable[Row]]] = {
     "killed": killed,
     "cost": cost,
+    "nodes": several,
     "torchrun": restarted,
 }
 

@@ -1,25 +1,22 @@
 """`tangram launch` on two nodes, as torchrun or Slurm starts it there: two launchers over one store, each with a memory
 of its own. A rank is lost, then a node with all that lay in its memory; the losses are those of a run left alone."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tangram.errors import UserError
-from tangram.tracing.reading import read
-from tests.resilience.runs import free_port
+from bench._faults.nodes import ended, losses, memories, pids, started, until_step
 from tests.training.small import plan_file, write_text
 
-NODES, RANKS = 2, 4
+RANKS = 4
 MESH = {"mesh": "dp=2 fsdp=2", "axes": {"data": ["dp", "fsdp"]}, "layouts": {"parameters": {"*": "_/fsdp ..."}}}
 
 
@@ -33,54 +30,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[list[Path]]:
-    """The nodes' own."""
-    found = [Path(f"/dev/shm/tangram-test-{os.getpid()}-{tmp_path.name}-{node}") for node in range(NODES)]
-    for one in found:
-        one.mkdir()
-    yield found
-    for one in found:
-        shutil.rmtree(one, ignore_errors=True)
-
-
-def started(plan: Path, out: Path, memory: Sequence[Path], *more: str) -> list[subprocess.Popen[str]]:
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}", "WORLD_SIZE": f"{NODES}"}
-    common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, "-m", "tangram", "launch", str(plan), "--out", str(out), "--snapshot-every", "1", *more]
-    return [
-        subprocess.Popen(
-            [*command, "--memory", str(memory[node])],
-            env=os.environ | common | {"RANK": f"{node}", "GROUP_RANK": f"{node}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(NODES)
-    ]
-
-
-def losses(out: Path) -> dict[int, float]:
-    file = out / "steps.jsonl"
-    rows = [json.loads(row) for row in file.read_text().splitlines()] if file.exists() else []
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-def until_step(out: Path, step: int, launchers: Sequence[subprocess.Popen[str]]) -> None:
-    until = time.monotonic() + 180
-    while max(losses(out), default=0) < step and all(one.poll() is None for one in launchers):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def pids(out: Path) -> dict[int, int]:
-    try:
-        return {trace.rank: trace.pid for trace in read(out / "trace")}
-    except UserError:
-        return {}
-
-
-def ended(launchers: Sequence[subprocess.Popen[str]]) -> list[str]:
-    return [one.communicate(timeout=240)[0] for one in launchers]
+def memory() -> Iterator[list[Path]]:
+    with memories() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

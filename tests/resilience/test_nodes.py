@@ -26,10 +26,12 @@ from tangram.resilience import nodes as nodes_module
 from tangram.resilience import shares
 from tangram.resilience.carrier import Carrier, survives
 from tangram.resilience.nodes import ElsewhereError, Nodes
+from tangram.resilience.rescue import rescue
 from tangram.resilience.tiers import HELD, Tiers
 from tangram.training.observe.events import CheckpointSaved, SaveFailed
 from tangram.training.run.environment import RankPlace, ReportedElsewhere
 from tangram.training.run.launch import RankError
+from tangram.training.run.run_folder import alone
 from tangram.training.run.torchrun import Meeting
 from tests.checkpoint.making import flip, make, regions
 
@@ -254,3 +256,32 @@ def test_with_k_copies_any_k_nodes_may_be_lost(count: int, data: st.DataObject) 
     assert survives(count, copies, frozenset(some[:copies]))
     row = frozenset((some[0] + i) % count for i in range(copies + 1))
     assert not survives(count, copies, row)
+
+
+def test_a_share_of_several_nodes_is_not_taken_for_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tangram train --resume`, or a launcher of one node, where several have left a snapshot."""
+    snapshot(tmp_path, 4)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("tangram.resilience.rescue.memory_of", lambda run, memory=None: tmp_path / "memory-1")
+    with pytest.raises(UserError, match="is a part of that of 3 nodes: tangram launch --resume on"):
+        rescue(tmp_path / "run", lambda event: None)
+    assert Path(saved(tmp_path, 1, 4).path).is_dir(), "it stays"
+
+
+def test_nobody_takes_the_memory_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot(tmp_path, 4)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("tangram.resilience.rescue.memory_of", lambda run, memory: memory)
+
+    def work(nodes: Nodes, index: int) -> None:
+        meeting = nodes._meeting  # pyright: ignore[reportPrivateUsage]
+        try:
+            rescue(tmp_path / "run", lambda event: None, tmp_path / f"memory-{index}", meeting)
+        except UserError as error:
+            meeting.fails(2, str(error))
+            raise
+
+    with alone(tmp_path / "run"):
+        found = on_all(work)
+    assert all("is training in" in str(error) for error in found), found
+    assert all(Path(saved(tmp_path, index, 4).path).is_dir() for index in range(COUNT))

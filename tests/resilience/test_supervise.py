@@ -17,6 +17,7 @@ from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.resilience import promoter, supervise, tiers
 from tangram.resilience.policy import Limits
+from tangram.resilience.rescue import rescue
 from tangram.resilience.supervise import Settings, supervised
 from tangram.resilience.tiers import memory_of
 from tangram.tracing.settings import TraceSettings, fresh_folder
@@ -219,9 +220,9 @@ def test_what_the_disk_does_not_take_stays_in_memory(
         with pytest.raises(UserError, match="the last checkpoint, of step 60, could not be written"):
             run(job_of(folder, text, **TABLES), seen)
         with pytest.raises(UserError, match="make room there"):
-            supervise.rescue(folder, seen)
+            rescue(folder, seen)
     assert seen.losses == undisturbed.losses
-    supervise.rescue(folder, seen)
+    rescue(folder, seen)
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [STEPS]
     assert not (memory_of(folder) or folder).exists()
 

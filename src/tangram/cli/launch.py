@@ -76,7 +76,8 @@ def launch(
 
 
 def _launched(request: "TrainRequest", settings: "Settings", meeting: "Meeting | None", *, json: bool) -> int:
-    from tangram.resilience.supervise import rescue, supervised
+    from tangram.resilience.rescue import rescue
+    from tangram.resilience.supervise import supervised
     from tangram.training.run.torchrun import on_one
     from tangram.training.start import FAILURES, processes_of_nodes, train_request
 

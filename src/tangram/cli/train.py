@@ -95,7 +95,7 @@ def _of_model(path: Path) -> dict[str, str]:
 
 
 def _trained(told: TrainRequest, meeting: Meeting | None, *, profile_startup: bool, json: bool) -> int:
-    from tangram.resilience.supervise import rescue
+    from tangram.resilience.rescue import rescue
     from tangram.training.start import FAILURES, train_request
 
     try:

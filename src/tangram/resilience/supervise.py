@@ -17,9 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from tangram.checkpoint.saving.rank_parts import sentence
 from tangram.checkpoint.store.commits import read_marker
-from tangram.checkpoint.tiers.promote import promote
 from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device
 from tangram.resilience import shares
@@ -27,6 +25,7 @@ from tangram.resilience.carrier import Carrier
 from tangram.resilience.nodes import ElsewhereError, Nodes
 from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.promoter import Promoter
+from tangram.resilience.rescue import rescue_alone, saved
 from tangram.resilience.seen import MEMORY, Recovered, Seen
 from tangram.resilience.shrink import fewer_ranks
 from tangram.resilience.tiers import Tiers, memory_of
@@ -36,11 +35,11 @@ from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
-from tangram.training.run.run_folder import CHECKPOINTS, alone
+from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.run.torchrun import Meeting
 from tangram.training.step.loop import Trained
 
-__all__ = ["Recovered", "Settings", "rescue", "supervised"]
+__all__ = ["Recovered", "Settings", "supervised"]
 
 OnEvent = Callable[[object], None]
 LEFT_OUT = "left out: "
@@ -97,43 +96,6 @@ def supervised(
         return run.to_its_end()
     finally:
         run.close()
-
-
-def rescue(folder: Path, on_event: OnEvent, memory: Path | None = None, meeting: Meeting | None = None) -> None:
-    """Bring to the disk what the launcher of a run, who was killed, has left in memory, where that is newer.
-
-    `memory`: where that is, if not in /dev/shm; `meeting`: of the launchers of several nodes, all of which call this.
-    Raises UserError where another process trains in this folder, or the disk takes none of it: it stays in memory.
-    """
-    tiers = Tiers(memory_of(folder, memory), folder / CHECKPOINTS)
-    if meeting is not None:
-        nodes = Nodes(meeting, meeting.place.world)
-        shares.to_disk(nodes, tiers, partial(_saved, on_event))
-        nodes.close()
-        return
-    with alone(folder):
-        if why := _rescue(tiers, on_event):
-            raise UserError(why)
-
-
-def _rescue(tiers: Tiers, on_event: OnEvent) -> str:
-    """Why what is newer in memory could not be brought to the disk, and stays there; else nothing is left in memory."""
-    why = ""
-    for newest in tiers.newest_first():
-        try:
-            if not tiers.on_disk(newest):
-                _saved(on_event, read_marker(newest).step, promote(newest, tiers.disk))
-            tiers.forget()
-            return ""
-        except (OSError, UserError) as error:
-            on_event(Note(f"a snapshot could not be brought to the disk: {sentence(error)}"))
-            why = why or (
-                f'the state in memory, "{newest}", could not be brought to "{tiers.disk}": {sentence(error)}: make '
-                "room there, and go on with tangram launch --resume"
-            )
-    if not why:
-        tiers.forget()
-    return why
 
 
 @dataclass
@@ -216,9 +178,9 @@ class _Run:
     def _rescued(self) -> str:
         """Why the newest snapshot could not be brought to the disk."""
         if self.nodes is None:
-            return _rescue(self.tiers, self.on_event)
+            return rescue_alone(self.tiers, self.on_event)
         try:
-            shares.to_disk(self.nodes, self.tiers, partial(_saved, self.on_event))
+            shares.to_disk(self.nodes, self.tiers, partial(saved, self.on_event))
         except (UserError, RankError, ReportedElsewhere) as error:
             return str(error)
         return ""
@@ -381,10 +343,6 @@ def _shrunk(job: RankJob, least: int, why: str, tell: OnEvent) -> RankJob:
     tell(Note(f'{why}; going on with {plan.ranks} of {job.plan.ranks} ranks, mesh "{plan.mesh}"'))
     trace = job.trace and replace(job.trace, mesh=plan.mesh, stages=axes_of(plan).pipeline)
     return replace(job, plan=plan, memory=None, trace=trace)
-
-
-def _saved(tell: OnEvent, step: int, path: Path) -> None:
-    tell(CheckpointSaved(step, str(path), 0.0, 0.0, asynchronous=False))
 
 
 def _id(path: Path) -> str:
