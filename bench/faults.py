@@ -3,7 +3,7 @@
     killed    the quickstart's model on four ranks; a drawn one is killed within a step, again and again, and the run is
               compared with the one that nobody disturbed
     cost      the same run with snapshots into memory and without, in turns
-    nodes     the same on two nodes, a launcher on each: a rank of the second is killed; that node is lost, and its memory
+    nodes     the same on two nodes, a launcher on each: a rank of the second is killed; that node is lost
     torchrun  `torchrun --max-restarts` with `tangram train --resume`, one of whose workers is killed
 
 `--only` takes one of these groups.
