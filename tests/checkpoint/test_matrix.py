@@ -131,6 +131,13 @@ def test_every_strategy_loads_into_with_the_rarer_ones(saved: Saved, into: str) 
     check_loads(saved, [name for name in STRATEGIES if {name, into} - set(CORE)], into)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_who_holds_nothing_of_a_tensor_is_no_replica_that_differs(name: str) -> None:
+    """As ranks of other stages: a warning is an error here."""
+    strategy = STRATEGIES[name]
+    Threads(strategy.ranks).run(lambda peers: describe(strategy.state(peers.index), peers))
+
+
 @pytest.mark.parametrize("name", ["copies of 2", "fsdp of 2", "hsdp", "tp of 2"])
 def test_what_several_hold_is_written_by_turns(saved: Saved, name: str) -> None:
     sizes: dict[str, int] = {}

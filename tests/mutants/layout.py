@@ -50,11 +50,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "elements after the last hole vanish", INTERVALS,
     ),
     Mutant(
-        "take-without-clamp", "layout/intervals.py", "(max(base, lo) + a - base,", "(lo + a - base,",
+        "take-without-clamp", "layout/intervals.py",
+        "out.append((max(a, wanted[k][0]) + by,", "out.append((wanted[k][0] + by,",
         "positions of an earlier interval leak into the next", INTERVALS,
     ),
     Mutant(
-        "rank-forgets-the-base", "layout/intervals.py", "        base += b - a\n", "        base = b - a\n",
+        "rank-forgets-the-base", "layout/intervals.py", "_moved([(a, b, p - a) for p,", "_moved([(a, b, -a) for p,",
         "positions after the second interval are wrong", INTERVALS,
     ),
     Mutant(

@@ -15,6 +15,7 @@ import pytest
 
 from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
+from tangram.planner.cost.failures import seen_failures
 from tangram.resilience import promoter, supervise, tiers
 from tangram.resilience.policy import Limits
 from tangram.resilience.rescue import rescue
@@ -64,6 +65,9 @@ def test_killed_twice_it_comes_out_the_same(text: Path, undisturbed: Run) -> Non
     assert memory is not None
     assert not memory.exists()
     assert any("killed by signal 9" in note and "going on from /dev/shm" in note for note in seen.notes), seen.notes
+    found = seen_failures([folder])
+    assert (found.failures, len(found.restarts)) == (2, 2)
+    assert 0 < sum(found.restarts) < found.device_hours * 3600 / job.plan.ranks + 0.1
 
 
 def test_a_rotten_snapshot_is_left_for_an_older_one(text: Path, undisturbed: Run) -> None:

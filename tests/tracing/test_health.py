@@ -24,7 +24,7 @@ from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
 from tangram.tracing.slow import change, median_of_others, stands_out
 from tangram.tracing.stacks import rank_words
-from tangram.tracing.weights import WeightGroup, sums_of
+from tangram.tracing.weights import WeightGroup, looks_finite, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
 
 GATHER, REDUCE = OPS.index("all-gather"), OPS.index("reduce-scatter")
@@ -320,3 +320,13 @@ def test_ranks_in_equal_steps_are_said_shortly() -> None:
     assert rank_words([0, 1, 2, 3]) == "ranks 0 to 3"
     assert rank_words([0, 2, 4]) == "ranks 0, 2, 4"
     assert rank_words([0, 2, 4, 7]) == "ranks 0, 2, 4, 7"
+
+
+@pytest.mark.parametrize(("shape", "at"), [((64, 48), (63, 0)), ((7, 5, 12), (6, 4, 11)), ((3,), (2,))])
+def test_a_row_of_numbers_that_are_not_finite_is_seen_and_no_device_is_waited_for(shape: Any, at: Any) -> None:
+    good = torch.zeros(shape)
+    bad = good.clone()
+    bad[at[:-1]] = float("nan")
+    assert looks_finite(good)
+    assert not looks_finite(bad)
+    assert looks_finite(bad.to("meta")), "a number of an accelerator would be waited for at each call"

@@ -128,7 +128,7 @@ def test_a_killed_parent_leaves_no_orphan() -> None:
 
 def test_a_mesh_that_no_machine_holds_is_refused() -> None:
     refuse_too_many(256)
-    with pytest.raises(UserError, match="the mesh has 2,000,000 ranks, but this version starts at most 256"):
+    with pytest.raises(UserError, match="there are 2,000,000 ranks, but this version starts at most 256"):
         refuse_too_many(2_000_000)
 
 

@@ -102,7 +102,6 @@ class Carrier:
                 if not order.id:
                     return
                 done = order.id
-                self._forget({order.id, before})
                 reason = self._carried(order)
                 self._nodes.say(f"carried/{number}/{self._nodes.index}", reason)
                 words = [self._nodes.word(f"carried/{number}/{node}", node) for node in range(self._nodes.count)]
@@ -146,14 +145,15 @@ class Carrier:
             return None
 
     def _carried(self, order: _Order) -> str:
-        """Do this node's part; why that was not possible, as a sentence."""
+        """Do this node's part; why that was not possible, as a sentence. Whatever it was, the others wait for it."""
         try:
+            self._forget({order.id, order.before})
             share, path = self._kept(order.id)
             for i in range(1, self._copies + 1 if order.id != order.before else 1):
                 self._send(path, share.name, (self._nodes.index + i) % self._nodes.count)
             if order.partial is not None:
                 copy_share(path, order.partial, self._nodes.index)
-        except (OSError, EOFError, UserError) as error:
+        except Exception as error:  # noqa: BLE001
             return sentence(error)
         return ""
 

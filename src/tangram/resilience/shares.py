@@ -105,10 +105,8 @@ def to_disk(nodes: Nodes, tiers: Tiers, tell: Callable[[int, Path], None]) -> No
         first = found[0]
         target = nodes.words(commits.free_path(tiers.disk, first.step) if nodes.index == 0 else Path())[0]
         partial = commits.partial_path(target, first.id)
-        if nodes.index == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # of one who died at it
-            commits.begin(target, first.id)
-        nodes.words("")
+        if error := nodes.words(_begun(target, first.id) if nodes.index == 0 else "")[0]:
+            raise UserError(f'the state in memory could not be brought to "{tiers.disk}": {error}: make room there')
         mine = [one for one in here.items() if one[0].id == first.id and first.holders[one[0].number] == nodes.index]
         words = nodes.words(_copied(mine, partial))
         error = next((error for error, _ in words if error), "")
@@ -121,6 +119,16 @@ def to_disk(nodes: Nodes, tiers: Tiers, tell: Callable[[int, Path], None]) -> No
         if error := nodes.words(error)[0]:
             raise UserError(f'the state in memory could not be brought to "{tiers.disk}": {error}: make room there')
     tiers.forget()
+
+
+def _begun(target: Path, save_id: str) -> str:
+    """Make the folder of a checkpoint; why that was not possible, as a sentence."""
+    try:
+        shutil.rmtree(commits.partial_path(target, save_id), ignore_errors=True)  # of one who died at it
+        commits.begin(target, save_id)
+    except OSError as error:
+        return sentence(error)
+    return ""
 
 
 def committed(partial: Path, target: Path, count: int, save_id: str, about: About) -> str:

@@ -22,6 +22,7 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device
 from tangram.resilience import shares
 from tangram.resilience.carrier import Carrier
+from tangram.resilience.failure_log import FailureLog
 from tangram.resilience.nodes import ElsewhereError, Nodes
 from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.promoter import Promoter
@@ -130,7 +131,8 @@ class _Run:
             self.promoter = Promoter(self.tiers.disk, keep)
         else:
             self.promoter = Carrier(self.nodes, self.tiers, self.settings.copies, keep)
-        self.seen = Seen(plan, self.on_event)
+        self.log = FailureLog(folder if self.nodes is None or self.nodes.index == 0 else None, plan.ranks)
+        self.seen = Seen(plan, self._tell)
         self.attempts = max((int(path.name.partition("-")[2]) for path in self.tiers.attempts()), default=0)
 
     # ------------------------------------------------------------ attempts
@@ -167,6 +169,7 @@ class _Run:
 
         Where other nodes do not know of the end yet, what is in memory stays there for `rescue`.
         """
+        self.log.ended()
         if not self.apart:
             self.promoter.close()
             self.pass_on()
@@ -251,6 +254,7 @@ class _Run:
         """Where the run goes on from after a failure. Raises what the policy stops at."""
         self.seen.failed_at = time.monotonic()
         self.failures.append(failure)
+        self.log.failed(failure)
         of_size, limits, least = self.failures[self.begun :], self.settings.limits, self.settings.min_ranks
         why = verdict(self.failures, replace(limits, in_a_row=len(self.failures)))
         if not why and (why := verdict(of_size, limits)) and least is not None and lost_capacity(of_size, limits):
@@ -272,6 +276,11 @@ class _Run:
         return next((path for path in self.tiers.newest_first() if _id(path) not in self.bad), self.job.resume)
 
     # ------------------------------------------------------------ what is heard
+
+    def _tell(self, event: object) -> None:
+        if isinstance(event, Recovered):
+            self.log.recovered(event)
+        self.on_event(event)
 
     def _hear(self, event: object) -> None:
         self.pass_on()

@@ -51,7 +51,9 @@ def with_replicas(
     rows: list[_Row] = []
     if peers.size > 1:
         if compare:
-            _tell_unlike_replicas([entry for entry in entries if len(entry.replicas) > 1], peers)
+            # Who is none of them describes it, too, as of another stage, and holds nothing.
+            held = [entry for entry in entries if len(entry.replicas) > 1 and peers.index in entry.replicas]
+            _tell_unlike_replicas(held, peers)
         strict = [entry.name in trained or not _is_small(entry) for entry in loose]
         numbers = contents([entry.local for entry in loose]) if compare else [0] * len(loose)
         rows = [(e.name, key, n, must) for e, key, n, must in zip(loose, keys, numbers, strict, strict=True)]

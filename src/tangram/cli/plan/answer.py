@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -18,13 +20,14 @@ from tangram.cli.plan.exports import (
     write,
 )
 from tangram.cli.plan.inputs import TANGRAM, Taking, own, read_job, read_outline, search_request
-from tangram.cli.plan.options import Common
+from tangram.cli.plan.options import Common, Failures
 from tangram.errors import UserError
 from tangram.hardware.catalogue import cluster as clusters
 from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.catalogue import active_numbers
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
+from tangram.planner.cost.failures import PRIOR, seen_failures
 from tangram.planner.cost.goodput import Goodput, Snapshots
 from tangram.planner.cost.timeline import as_trace, timeline
 from tangram.planner.exports.numbers import strategy_request
@@ -74,19 +77,29 @@ class Look:
     hours: float | None
     price: tuple[float | None, float | None, float | None]
     """Of a device's hour, watts of a device, and of a kWh."""
-    failures: tuple[float | None, float | None, float | None, str | None]
-    """Hours between two of one device, seconds of a checkpoint, seconds until training runs again, snapshots."""
+    failures: Failures
+    """Hours between two of one device, seconds of a checkpoint, seconds until training runs again, snapshots, runs that
+    have seen some."""
     timeline: Path | None
     report: Path | None
 
     def goodput(self) -> Goodput | None:
         """Of failures. Raises UserError where one of the three is missing."""
-        mtbf, checkpoint, restart, snapshots = self.failures
-        if mtbf is None and checkpoint is None and restart is None and snapshots is None:
+        mtbf, checkpoint, restart, snapshots, runs = self.failures
+        if mtbf is None and checkpoint is None and restart is None and snapshots is None and not runs:
             return None
+        known = ""
+        if runs and (mtbf is None or 0 < mtbf < math.inf):
+            found, prior = seen_failures(runs), mtbf or PRIOR
+            mtbf, low, high = found.hours(prior)
+            restart = statistics.median(found.restarts) if restart is None and found.restarts else restart
+            known = (
+                f"{mtbf:,.0f} hours (90 % interval {low:,.0f} to {high:,.0f}): {found.failures} failures in "
+                f"{found.device_hours:,.1f} device-hours, and one in {prior:,.0f} beforehand"
+            )
         if mtbf is None or checkpoint is None or restart is None:
             raise UserError("failures need all of --mtbf, --checkpoint-s and --restart-s")
-        return Goodput(1 / mtbf if mtbf else 0.0, checkpoint, restart, _snapshots(snapshots))
+        return Goodput(1 / mtbf if mtbf else 0.0, checkpoint, restart, _snapshots(snapshots), known)
 
     def terms(self, asked: Ask) -> Terms:
         """What values are made of. Raises UserError."""

@@ -66,7 +66,8 @@ def cluster(
             "--objective": objective, "--pareto": costs.pareto, "--train-tokens": train_tokens, "--hours": hours,
             "--price": costs.price, "--watts": costs.watts, "--kwh": costs.kwh, "--mtbf": costs.mtbf,
             "--checkpoint-s": costs.checkpoint_s, "--restart-s": costs.restart_s, "--snapshots": costs.snapshots,
-            "--report": common.report, "--timeline": common.timeline, "--runs": runs, "--out": out,
+            "--failures": costs.failed, "--report": common.report, "--timeline": common.timeline, "--runs": runs,
+            "--out": out,
         }  # fmt: skip
         refuse(unused, "is of a cluster of one part: leave it out, or name one cluster")
         return answered_over_parts(common, names, between)
@@ -114,7 +115,7 @@ def export(
     from tangram.cli.plan.inputs import Taking
 
     nothing = (None, None, None)
-    look = Look("", False, None, None, nothing, (*nothing, None), common.timeline, common.report)
+    look = Look("", False, None, None, nothing, (*nothing, None, ()), common.timeline, common.report)
     wanted = ExportRequest(to or "", job_file or "", out, pick, run, image, submit)
     one = None if strategy is None else how.of(strategy)
     return answered(common, one, look, wanted, Taking(None, pick, runs))

@@ -23,8 +23,8 @@ HERE = ("--measure", "--processes", "-n", "--stages", "--anew", "--limit")
 """Options of a job on this machine alone."""
 OF_CLUSTERS = (
     "--explain", "--to", "--job-file", "--timeline", "--report", "--objective", "--train-tokens", "--tokens", "--hours",
-    "--price", "--watts", "--kwh", "--pareto", "--mtbf", "--checkpoint-s", "--restart-s", "--snapshots", "--runs",
-    "--optimiser", "--offload", "--loss", "--lora", "--base", "--imbalance", "--checkpoint-every",
+    "--price", "--watts", "--kwh", "--pareto", "--mtbf", "--checkpoint-s", "--restart-s", "--snapshots", "--failures",
+    "--runs", "--optimiser", "--offload", "--loss", "--lora", "--base", "--imbalance", "--checkpoint-every",
     "--documents", "--image-tokens", "--lora-targets", "--train-embeddings",
     "--tokens-per-batch", "--seq",
     "--precision", "--framework", "--gpus", "--memory", "--without", "--between",

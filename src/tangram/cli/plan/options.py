@@ -251,6 +251,9 @@ class Common:
         )  # fmt: skip
 
 
+Failures = tuple[float | None, float | None, float | None, str | None, tuple[Path, ...]]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Fronts, prices and failures; as typed."""
@@ -263,14 +266,21 @@ class Costs:
     checkpoint_s: CheckpointS = None
     restart_s: RestartS = None
     snapshots: SnapshotsOption = None
+    failed: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--failures", rich_help_panel=COST, metavar="RUN",
+            help="A run by tangram launch, whose failures --mtbf is corrected by; may be repeated.",
+        ),
+    ] = None  # fmt: skip
 
     def prices(self) -> tuple[float | None, float | None, float | None]:
         """Of a device's hour, watts of a device, of a kWh."""
         return self.price, self.watts, self.kwh
 
-    def failures(self) -> tuple[float | None, float | None, float | None, str | None]:
-        """Hours between two of one device, seconds of a checkpoint, seconds until training runs again, snapshots."""
-        return self.mtbf, self.checkpoint_s, self.restart_s, self.snapshots
+    def failures(self) -> Failures:
+        """As `answer.Look` has them."""
+        return self.mtbf, self.checkpoint_s, self.restart_s, self.snapshots, tuple(self.failed or ())
 
 
 @dataclass(frozen=True)

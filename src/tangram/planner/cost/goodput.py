@@ -59,6 +59,8 @@ class Goodput:
     restart: float
     """Seconds from a failure until training runs again, without what has to be done again."""
     snapshots: Snapshots | None = None
+    known: str = ""
+    """What the rate of failures is known from, where runs have seen some."""
 
     def __post_init__(self) -> None:
         """Look at the numbers."""

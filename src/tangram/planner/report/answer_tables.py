@@ -101,12 +101,12 @@ def interruptions(aim: Aim, devices: int) -> list[tuple[str, str]]:
     """What failures of so many devices cost."""
     goodput = aim.terms.goodput
     assert goodput is not None
-    snapshots = []
+    snapshots = [("of one device", goodput.known)] if goodput.known else []
     if goodput.snapshots is not None:
-        snapshots = [("a snapshot every", f"{goodput.between_snapshots(devices) / 60:,.1f} minutes")]
+        snapshots += [("a snapshot every", f"{goodput.between_snapshots(devices) / 60:,.1f} minutes")]
     return [
-        ("between two failures", f"{goodput.between(devices) / 3600:,.1f} hours"),
         *snapshots,
+        ("between two failures", f"{goodput.between(devices) / 3600:,.1f} hours"),
         ("a checkpoint every", f"{goodput.interval(devices) / 60:,.1f} minutes"),
         ("of the time is progress", f"{goodput.share(devices):.1%}"),
     ]
