@@ -80,7 +80,7 @@ def test_an_expert_that_is_given_ever_more_is_named_with_its_layer(tmp_path: Pat
     assert (one.kind, one.ranks, one.step, one.layer) == ("expert load", (0, 1), 150, "layers.1")
     assert one.text.startswith("expert 5 of layers.1 is given 3.")
     assert "times as much as the mean in step 150, where before the most was 1." in one.text
-    assert top(tmp_path).spikes == (one.text,)
+    assert top(tmp_path).lines == (one.text,)
 
 
 def test_a_layer_with_next_to_no_gradient_that_has_some_once_is_no_spike(tmp_path: Path) -> None:
