@@ -1,4 +1,4 @@
-"""What a test replaces in a module is there: a name that has moved would fail when the test has its turn, weeks later."""
+"""What a test replaces in a module is there: a name that moved would fail when the test has its turn, weeks later."""
 
 import ast
 from collections.abc import Iterator
