@@ -220,7 +220,7 @@ def test_what_the_disk_does_not_take_stays_in_memory(
     folder, seen = text.parent / "no_room", Run()
     with monkeypatch.context() as patched:
         patched.setattr(promoter, "promote", full)
-        patched.setattr(supervise, "promote", full)
+        patched.setattr("tangram.resilience.rescue.promote", full)
         with pytest.raises(UserError, match="the last checkpoint, of step 60, could not be written"):
             run(job_of(folder, text, **TABLES), seen)
         with pytest.raises(UserError, match="make room there"):

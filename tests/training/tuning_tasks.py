@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tangram.models.building.build import build_on_meta
@@ -28,7 +29,7 @@ from tangram.training.observe.events import StepDone
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin
-from tangram.training.state.checkpointer import Checkpointer, newest
+from tangram.training.state.checkpointer import Checkpointer, JobState, newest
 from tangram.training.step import loop
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, TURNS, tokenizer_of
@@ -118,6 +119,35 @@ def assert_as_expected(ranks: Sequence[Traced], expected: Traced, way: str, step
         assert furthest <= 1e-6 + 1e-5 * float(np.abs(value).max()), (way, name, furthest)
 
 
+class Fenced(Checkpointer):
+    """In the place of saves beside training: refuses who writes parameters between a save and the fence after it."""
+
+    _saved: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def save(self, state: JobState, *, wait: bool = False) -> None:
+        """Without `wait` nothing is written: a copy may be as late as the fence allows."""
+        if wait:
+            return super().save(state, wait=True)
+        own = [local(one.detach()) for one in state.model.parameters()]
+        self._saved = [(one, one.clone()) for one in own if one.untyped_storage().nbytes()]
+        assert state.optimiser is not None
+        state.optimiser.register_step_pre_hook(lambda *_: self.fence())
+
+        def look(*_: object) -> None:
+            hook.remove()
+            self._look()
+
+        hook = register_module_forward_pre_hook(look)
+        return None
+
+    def fence(self) -> None:
+        self._look()
+        self._saved = ()
+
+    def _look(self) -> None:
+        assert all(torch.equal(one, kept) for one, kept in self._saved), "written before the fence"
+
+
 def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *, keep: bool = False) -> Traced:
     """`keep`: save what comes of it in the folder."""
     corpus = open_corpus(plan.data, tokens_of(plan))
@@ -142,8 +172,8 @@ def run_plan(rank: Rank, plan: Plan, folder: Path, resume: Path | None = None, *
             for key, value in event.figures.items():
                 figures.setdefault(key, []).append(value)
 
-    hooks = loop.Hooks(hear, lambda: False)
-    checkpointer = Checkpointer(folder, plan, world)
+    hooks = loop.Hooks(hear, lambda: False, save_every=1)
+    checkpointer = Fenced(folder, plan, world)
     trained = loop.train_steps(model, begun.state, begun.corpus, checkpointer, hooks)
     if keep:
         checkpointer.save(begun.state, wait=True)

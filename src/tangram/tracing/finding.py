@@ -13,7 +13,7 @@ class Finding:
 
     kind: str
     """died, stopped, skipped, extra, reordered, mis-sized, corrupted, unlike, absent, replicas, not finite, loss
-    spike, gradient spike, expert load, slow, slow link."""
+    spike, gradient spike, expert load, activation outlier, attention logits, slow, slow link."""
     ranks: tuple[int, ...]
     """Whose fault it is."""
     text: str

@@ -292,6 +292,11 @@ class Recorder(Trace):
         for one in self._spikes.experts(self._step, loads):
             self.files.name(one)
 
+    def peaks(self, peaks: Mapping[str, tuple[float, float]]) -> None:
+        """By layer the largest activation and attention logit of a step."""
+        for one in self._spikes.peaks(self._step, peaks):
+            self.files.name(one)
+
     def label(self, modules: Iterable[nn.Module]) -> None:
         """Call the modules and parameters by their paths."""
         for part in modules:

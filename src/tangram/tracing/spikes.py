@@ -3,10 +3,13 @@
     loss        of the global batch; a rank whose own part has jumped with it says so, with its samples
     gradient    of one layer's weights, on this rank, after its sum over ranks: which layer it begins in
     experts     how often the expert of a layer is chosen that is chosen most, beside the mean, where a run counts that
+    peaks       the largest activation and the largest attention logit of each layer, in those steps that are looked at
 
 A jump is one of logarithms, beside the median of the last `LEVEL` steps: more than a floor, and than `SIGMAS` times
 what steps differ by from one to the next. So a loss that falls fast, a learning rate that changes and a noisy task are
 no jumps. Nothing is said before `WINDOW` steps of this process have been seen. What is written is a ratio.
+Attention logits mostly grow without a jump, until training diverges: the first above `LOGIT_MOST`, which is where Kimi
+K2's QK-clip begins (2025), is told, too.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from tangram.tracing.stacks import rank_words
 
 WINDOW, LEVEL = 24, 9
 LOSS_RISE, GRADIENT_RISE, LOAD_RISE = math.log(1.3), math.log(10.0), math.log(1.5)
+ACTIVATION_RISE, LOGIT_RISE, LOGIT_MOST = math.log(3.0), math.log(2.0), 100.0
 SIGMAS = 8.0
 OWN, WHOLE, LAYERS = 1, 2, 3
 """After the loss: this rank's part of it, the norm of all that it has of the gradient, and that of each layer."""
@@ -89,6 +93,28 @@ def _logarithms(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return logs
 
 
+_PEAKS = {
+    "activation": (
+        "activation outlier",
+        "the largest activation of {layer} in step {step} is {times} times what it was",
+    ),
+    "logit": ("attention logits", "the largest attention logit of {layer} in step {step} is {times} times what it was"),
+    "high logit": (
+        "attention logits",
+        f"the largest attention logit of {{layer}} is above {LOGIT_MOST:g} in step {{step}}: its softmax saturates, as "
+        "before training diverges; QK norm, QK-clip or a lower learning rate keep logits small",
+    ),
+}
+"""By a line's kind the finding's, and its text."""
+
+
+def _load_words(one: Mapping[str, Any], step: int) -> str:
+    return (
+        f"expert {one['expert']} of {one['layer']} is given {one['times']:g} times as much as the mean in step {step}, "
+        f"where before the most was {one['before']:g}"
+    )
+
+
 class Spikes:
     """Looks at the steps of one rank, one after the other."""
 
@@ -98,6 +124,8 @@ class Spikes:
         self._of = np.array([self._layers.index(one) for one in layers], dtype=np.intp)
         self._jumps = _Jumps([LOSS_RISE, math.inf, math.inf, *[GRADIENT_RISE] * len(self._layers)])
         self._experts: tuple[tuple[str, ...], _Jumps] = (), _Jumps(())
+        self._peaks: tuple[tuple[str, ...], _Jumps] = (), _Jumps(())
+        self._high: set[str] = set()  # layers whose logits have been above the most
 
     def judge(self, step: int, numbers: StepNumbers) -> list[dict[str, Any]]:
         """What jumps in a step, as lines for the names file."""
@@ -122,6 +150,26 @@ class Spikes:
         jumps.add(now)
         return found
 
+    def peaks(self, step: int, peaks: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
+        """The same of each layer's largest activation and attention logit; nothing of none."""
+        names, jumps = self._peaks
+        if peaks and names != (*peaks,):
+            rises = [ACTIVATION_RISE] * len(peaks) + [LOGIT_RISE] * len(peaks)
+            names, jumps = self._peaks = (*peaks,), _Jumps(rises)
+        if not peaks:
+            return []
+        now = _logarithms(np.array([*peaks.values()], dtype=float).T.ravel())
+        found: list[dict[str, Any]] = []
+        for at, rise in jumps.fresh(now).items():
+            kind = ("activation", "logit")[at // len(names)]
+            words = {"layer": names[at % len(names)], "times": round(math.exp(rise), 1)}
+            found.append({"spike": kind, "step": step, **words})
+        jumps.add(now)
+        high = {layer for layer, (_, logit) in peaks.items() if logit > LOGIT_MOST} - self._high
+        self._high |= high
+        high -= {one["layer"] for one in found if one["spike"] == "logit"}  # that it has jumped says more
+        return found + [{"spike": "high logit", "step": step, "layer": one, "times": 1.0} for one in sorted(high)]
+
     def _in_words(
         self, step: int, numbers: StepNumbers, fresh: dict[int, float], now: npt.NDArray[np.float64]
     ) -> list[dict[str, Any]]:
@@ -145,34 +193,35 @@ class Spikes:
 
 
 def spike_findings(traces: Sequence[RankTrace]) -> list[Finding]:
-    """Jumps of losses, and of gradients in steps whose loss did not jump, in order of steps."""
+    """Jumps of losses, of gradients in steps whose loss did not jump, and of what layers compute, in order of steps."""
     found: dict[tuple[int, str], list[tuple[int, dict[str, Any]]]] = {}
     for trace in traces:
         for one in trace.spikes:
             found.setdefault((int(one["step"]), str(one["spike"])), []).append((trace.rank, dict(one)))
     result: list[Finding] = []
-    for (step, kind), said in sorted(found.items()):
-        ranks = tuple(dict.fromkeys(rank for rank, _ in said))
-        most = max((one for _, one in said), key=lambda one: one["times"])
+    for (step, kind), by_rank in sorted(found.items()):
+        ranks = tuple(dict.fromkeys(rank for rank, _ in by_rank))
+        most = max((one for _, one in by_rank), key=lambda one: one["times"])
         if kind == "loss":
             text = f"the loss of step {step} is {most['times']:g} times that of the steps before"
             whose = f", by the part of {rank_words(ranks)}" if len(ranks) < traces[0].world else ""
-            details = tuple(f"rank {rank} was trained on {one['samples']}" for rank, one in said)
+            details = tuple(f"rank {rank} was trained on {one['samples']}" for rank, one in by_rank)
             result.append(Finding("loss spike", ranks, text + whose, step, details=details))
         elif kind == "experts":
-            layers = {str(one["layer"]): one for _, one in said}
-            found_here = (
-                Finding(
-                    "expert load",
-                    ranks,
-                    f"expert {one['expert']} of {layer} is given {one['times']:g} times as much as the mean in step "
-                    f"{step}, where before the most was {one['before']:g}",
-                    step,
-                    layer=layer,
-                )
-                for layer, one in layers.items()
-            )
-            result += found_here
+            layers = {str(one["layer"]): one for _, one in by_rank}
+            result += [
+                Finding("expert load", ranks, _load_words(one, step), step, layer=at) for at, one in layers.items()
+            ]
+        elif kind in _PEAKS:
+            name, words = _PEAKS[kind]
+            first = str(
+                by_rank[0][1]["layer"]
+            )  # each rank tells of layers in their order, and a jump goes on through them
+            times = max(one["times"] for _, one in by_rank if one["layer"] == first)
+            more = len({one["layer"] for _, one in by_rank}) - 1
+            others = f", and that of {more} more layer{'s' * (more > 1)}, too" if more else ""
+            text = words.format(layer=first, step=step, times=f"{times:g}") + others
+            result.append(Finding(name, ranks, text, step, layer=first))
         elif (step, "loss") not in found:
             first, *more = most["parts"]
             others = f", and that of {len(more)} more has jumped, too" if more else ""

@@ -39,6 +39,10 @@ class Trace:
     def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
         """By layer how often each expert was chosen of late, over all ranks."""
 
+    def peaks(self, peaks: Mapping[str, tuple[float, float]]) -> None:
+        """By layer the largest activation and the largest attention logit of this rank's part of the step, in those
+        steps in which somebody looks."""
+
     def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = (), *, in_backward: bool = False) -> None:
         """The weights whose bits are summed now and then, and of each trained parameter the layer.
 

@@ -46,6 +46,8 @@ class Reference:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.before_write: Callable[[], None] = lambda: None
+        """Called before the module's parameters are exchanged: somebody may be copying them for a checkpoint."""
         self._kept = {name: part.clone() for name, part in self._trained()}
 
     @property
@@ -73,6 +75,7 @@ class Reference:
 
     def _exchange(self) -> None:
         """One tensor at a time, so that no third copy of all of them is ever there."""
+        self.before_write()
         for name, part in self._trained():
             now = part.clone()
             part.copy_(self._kept[name])

@@ -42,6 +42,7 @@ from tangram.training.step.backward import backward
 from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
 from tangram.training.step.in_backward import early_updates
+from tangram.training.step.layer_peaks import looking
 from tangram.training.step.objectives import LossSum, count_of, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, round_for, set_lr, square_sum
 
@@ -105,6 +106,8 @@ def train_steps(
     if optimiser is None or state.model is not model.module:
         raise ValueError("a state without an optimiser, or of another model, cannot be trained")
     model.module.train()
+    if model.reference is not None:
+        model.reference.before_write = checkpointer.fence  # its forward comes before the optimiser, which waits, too
     started = time.monotonic()
     first, before = state.progress.step, state.progress.seconds
     losses: list[float] = []
@@ -122,7 +125,10 @@ def train_steps(
         stops = (late, hooks.stop_requested(), checkpointer.due())
         assert len(stops) == WISHES  # what a trace expects with the norm
         try:
-            done = train_step(model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard)
+            with looking(model, step + 1):
+                done = train_step(
+                    model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard
+                )
         except AstrayError as error:
             raise located(error, hooks.folder, corpus, plan, world, state.progress) from error
         trace.phase(Phase.OTHER)
@@ -131,10 +137,11 @@ def train_steps(
         seconds = time.monotonic() - started
         state.progress = _advanced(state.progress, batches.counted, plan, guard, before + seconds)
         if world.index == 0:
-            if done.skipped is not None:
-                hooks.emit(skipped_event(done, hooks.folder, corpus, plan, state.progress, guard))
-            else:
-                hooks.emit(_event_of(plan, costs, done, step + 1, first + 1, batches, seconds, guard))
+            hooks.emit(
+                skipped_event(done, hooks.folder, corpus, plan, state.progress, guard)
+                if done.skipped is not None
+                else _event_of(plan, costs, done, step + 1, first + 1, batches, seconds, guard)
+            )
         _tell_loads(model, hooks, loads.after(step + 1, batches.micro, world))
         stopped = "signal" if done.stop_requests[1] else "time" if done.stop_requests[0] else None
         last = stopped is not None or step + 1 == plan.run.steps
