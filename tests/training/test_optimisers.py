@@ -173,13 +173,15 @@ def test_one_process_has_the_losses_of_torch(folder: Path, ran: dict[tuple[str, 
 def test_any_mesh_has_the_losses_of_one_process(ran: dict[tuple[str, str], Traced]) -> None:
     for (case, way), found in ran.items():
         if case in CASES:
-            assert found.losses == pytest.approx(ran[case, "one"].losses, rel=1e-5), (case, way)
+            near = 2e-5 if case == "muon" else 1e-5  # as above; how bfloat16 is multiplied differs by CPU, too
+            assert found.losses == pytest.approx(ran[case, "one"].losses, rel=near), (case, way)
 
 
 def test_it_goes_on_elsewhere(ran: dict[tuple[str, str], Traced]) -> None:
     for case, way in RESUMED:
         whole = ran[case.partition(" ")[0], "one"].losses
-        assert ran[case, way].losses == pytest.approx(whole[HALF:], rel=1e-5), (case, way)
+        near = 2e-5 if case.startswith("muon") else 1e-5
+        assert ran[case, way].losses == pytest.approx(whole[HALF:], rel=near), (case, way)
 
 
 @pytest.mark.parametrize("case", ["adafactor", "muon"])
