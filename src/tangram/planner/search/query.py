@@ -26,13 +26,12 @@ from tangram.planner.search.strategy import Ask, Choice, assumed, families, limi
 from tangram.planner.search.suggest_fit import Change, would_fit
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.optimisers_and_offload import kept_words
-from tangram.planner.space.setting import Precision
+from tangram.planner.space.setting import precisions_of
 from tangram.planner.space.tasks import task_words
 
 __all__ = ["Answer", "ask_of", "count_of", "devices_of", "plan", "requested"]
 
 UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 1024**3}
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
 MOST_TOKENS = 2**40
 """Of a step; the search takes longer the more ways there are to divide its samples."""
@@ -61,15 +60,10 @@ def devices_of(text: str) -> tuple[int, int]:
 def ask_of(tokens: str, sequence: int, precision: str, framework: str, devices: str, memory: float, most: int) -> Ask:
     """As typed: "4M" tokens (of 1,024 x 1,024), "bf16,fp8", "8-64" devices, memory in GB. Raises UserError."""
     count = count_of(tokens, UNITS)
-    types: dict[str, Precision] = {one: one for one in PRECISIONS}
-    names = tuple(dict.fromkeys(one.strip() for one in precision.split(",")))
-    for name in names:
-        if name not in types:
-            raise UserError(f'there is no precision "{name}": give one of {", ".join(PRECISIONS)}, or several')
+    kinds = precisions_of(precision)
     if not memory >= 0 or math.isinf(memory):
         raise UserError("--memory is a number of GB from 0, which is all that a device has")
     least, several = devices_of(devices)
-    kinds: tuple[Precision, ...] = tuple(types[name] for name in names)
     return Ask(count, sequence, kinds[0], framework, several, memory * 1e9, most, others=kinds[1:], fewest=least)
 
 

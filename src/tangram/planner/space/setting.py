@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from tangram.planner.space.framework_profiles import Framework
 from tangram.planner.space.grid import Grid
 from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
+from tangram.text import nearest_hint
 
 TAIL = NormalDist().inv_cdf(0.99)
 MOST = math.exp(TAIL**2 / 2)
@@ -120,6 +121,16 @@ class Beside:
 
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
+
+
+def precisions_of(typed: str) -> tuple[Precision, ...]:
+    """As typed, with commas between. Raises UserError for one that is none, with the nearest."""
+    known: dict[str, Precision] = {one: one for one in get_args(Precision)}
+    names = tuple(dict.fromkeys(one.strip() for one in typed.split(",")))
+    if unknown := [name for name in names if name not in known]:
+        hint = nearest_hint(unknown[0], known)
+        raise UserError(f'there is no precision "{unknown[0]}"{hint}: give one of {", ".join(known)}, or several')
+    return tuple(known[name] for name in names)
 
 
 @dataclass(frozen=True)
