@@ -51,6 +51,7 @@ class Framework:
     dropout: bool
     loss: str
     loss_over_ranks: str
+    reference_after: bool
     scratch_bytes: float
     step_bytes: float
     step_group: float

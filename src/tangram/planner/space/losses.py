@@ -28,6 +28,9 @@ LOSSES: Mapping[str, float] = {
     "parallel-fused": 10.0,
 }
 """Bytes of each logit at the peak."""
+BESIDE_REFERENCE: Mapping[str, float] = {"eager": 16.0, "eager-copies": 16.0}
+"""The same of preferences where the policy is run before its reference (TRL, LLaMA-Factory, torchtune): while the
+reference makes its logits in float32 and the logarithms of shares, the policy's of both kinds are there, too."""
 
 
 def loss_of(name: str) -> str:

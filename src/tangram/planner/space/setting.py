@@ -27,7 +27,7 @@ from tangram.errors import UserError
 from tangram.models.outlines.outline import Block, Outline
 from tangram.planner.space.framework_profiles import Framework
 from tangram.planner.space.grid import Grid
-from tangram.planner.space.losses import LOSSES
+from tangram.planner.space.losses import BESIDE_REFERENCE, LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
 from tangram.text import nearest_hint
 
@@ -204,7 +204,9 @@ class Setting:
     def logit_bytes(self, *, over_ranks: bool) -> float:
         """Of each logit while the loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
         usual = (self.framework.loss_over_ranks if over_ranks else "") or self.framework.loss
-        return LOSSES[self.loss or usual]
+        loss = self.loss or usual
+        behind = self.beside is not None and not self.beside.teacher and self.framework.reference_after
+        return max(LOSSES[loss], BESIDE_REFERENCE.get(loss, 0.0)) if behind else LOSSES[loss]
 
     @property
     def base_bytes(self) -> float:
