@@ -86,7 +86,8 @@ def main(path: Path) -> None:
     print(
         f"{sum(one.well for one in replies)} of {len(rows)} questions of {len({row['source'] for row in rows})} places "
         f"answered inside the interval with the right verdict; refused {sum(bool(one.refused) for one in replies)}; "
-        f"memory off by {np.median(off):.1%} (median of {np.isfinite(off).sum()}; 90th percentile {np.quantile(off, 0.9):.1%})"
+        f"memory off by {np.median(off):.1%} (median of {np.isfinite(off).sum()}; 90th percentile "
+        f"{np.quantile(off, 0.9):.1%})"
     )
 
 

@@ -67,7 +67,7 @@ def test_a_reference_is_one_more_model_and_one_more_forward(zero: int) -> None:
 
 
 def test_the_policys_logits_are_there_while_a_reference_works_behind_it() -> None:
-    """Of TRL: both models' in float32 with the logarithms of shares; of Tangram, which runs the reference first, no more
+    """Of TRL: both models' in float32 with the logarithms of shares; of Tangram, whose reference is first, no more
     than without one; nor of a loss that makes no logits at once."""
     g = grid(data=8, batch=32, micro=4, sequence=1024, zero=3, shard=8)
     logits = 4 * 1024 * 32000

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
 
 from tangram.errors import UserError
 from tangram.planner.legality.engine import Rule
@@ -90,19 +89,21 @@ AXES: dict[str, Callable[[Able], Able]] = {
 
 def left_out(typed: str) -> tuple[str, ...]:
     """Names of axes, typed with commas between. Raises UserError for one that is none, with the nearest."""
-    known = {name.lower(): name for name in AXES}
-    names = [one.strip() for one in typed.split(",") if one.strip()]
+    names = tuple(one.strip() for one in typed.split(",") if one.strip())
+    without(Able(), names)
+    return names
+
+
+def without(able: Able, names: Sequence[str]) -> Able:
+    """What may be looked at, without some axes. Raises UserError for a name that is none, with the nearest."""
+    known = {name.lower(): change for name, change in AXES.items()}
     for name in names:
-        if name.lower() not in known:
+        if (change := known.get(name.lower())) is None:
             near = difflib.get_close_matches(name.lower(), known, 2, 0.5)
             nearest = " or ".join(one for one in AXES if one.lower() in near)
             raise UserError(
                 f'nothing of the search is called "{name}"{f" (did you mean {nearest}?)" if nearest else ""}: what may '
                 f"be left out is {', '.join(AXES)}"
             )
-    return tuple(known[name.lower()] for name in names)
-
-
-def without(able: Able, names: Sequence[str]) -> Able:
-    """What may be looked at, without axes of these names (`AXES`)."""
-    return reduce(lambda rest, name: AXES[name](rest), names, able)
+        able = change(able)
+    return able
