@@ -19,8 +19,7 @@ def check(common: Common) -> None:
         if not elsewhere and in_catalogue(model) is None:
             raise no_model(model)
     from tangram.hardware.catalogue import cluster as clusters
-    from tangram.planner.space.framework_profiles import framework
-    from tangram.planner.space.losses import loss_of
+    from tangram.planner.space.framework_profiles import framework, loss_of
 
     cluster = common.cluster
     for part in [cluster] if Path(cluster).exists() else filter(None, (one.strip() for one in cluster.split(","))):

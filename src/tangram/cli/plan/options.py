@@ -36,7 +36,7 @@ class TrainingOptions:
     without: str = ""
     """Names of `planner.legality.exclusions`, with commas between."""
     loss: str = ""
-    """Of `planner.space.losses`; "": the framework's."""
+    """Of `planner.space.framework_profiles`; "": the framework's."""
     documents: str = ""
     """Mean length and 99th percentile of what samples are packed of."""
     image_tokens: int = 0
@@ -75,7 +75,7 @@ class TrainingOptions:
         """With what is asked of a model. `usual`: the kind of optimiser where none is typed. Raises UserError."""
         from tangram.planner.legality.exclusions import left_out
         from tangram.planner.space import optimisers_and_offload as ways
-        from tangram.planner.space.losses import loss_of
+        from tangram.planner.space.framework_profiles import loss_of
         from tangram.planner.space.setting import documents_of
 
         base = ways.base_of(self.base) if self.base else ways.kept_base(outline)

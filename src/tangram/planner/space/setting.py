@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Block, Outline
-from tangram.planner.space.framework_profiles import Framework
+from tangram.planner.space.framework_profiles import BESIDE_REFERENCE, LOSSES, Framework
 from tangram.planner.space.grid import Grid
-from tangram.planner.space.losses import BESIDE_REFERENCE, LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
 from tangram.text import nearest_hint
 
@@ -174,7 +173,7 @@ class Setting:
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
     loss: str = ""
-    """How it is made of the logits (`planner.space.losses`); "": as the framework does."""
+    """How it is made of the logits (`planner.space.framework_profiles`); "": as the framework does."""
     away_share: float = 1.0
     """Of the optimiser's states that are offloaded to the host, where they are."""
     in_backward: bool = False
