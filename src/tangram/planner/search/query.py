@@ -33,8 +33,6 @@ from tangram.planner.space.optimisers_and_offload import OFFLOADS, OPTIMISERS, k
 from tangram.planner.space.setting import precisions_of
 from tangram.planner.space.tasks import task_words
 
-__all__ = ["Answer", "ask_of", "count_of", "devices_of", "plan", "requested"]
-
 UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 1024**3}
 
 MOST_TOKENS = 2**40
