@@ -68,11 +68,11 @@ MISSES = """
 - Threads 30 to 35: DeepSpeed's table does not say which AdamW it has. Torch's, which Trainer gives it, needs 8 bytes of
   each number of a rank's part more than DeepSpeed's own while it updates, which is most where activations are few (31).
 - `paddlenlp`: two runs, of which a nearby version says micro-batch and recomputation.
-- Of 11 groups four hold 85 to 95 of 100 runs in their intervals. Each is of one source, and sources are off as wholes
-  by 7.5% (standard deviation of the groups' means) beside 13% within one: intervals that hold of 90 of 100 runs of
-  all sources (89.6) hold of nearly all runs of a source that is met well, and of too few of one that is not. The
-  narrowest width for 90 of 100 is 15% to 39% by group; which a new source will be nothing before its first run says.
-  Widths by group would fit the sources at hand, and are not taken.
+- Of 11 groups four hold 85% to 95% of their runs in 90% intervals. Each is of one source, and sources are off as
+  wholes by 7.5% (standard deviation of the groups' means) beside 13% within one: intervals that cover 89.6% of the
+  runs of all sources cover nearly all runs of a source that is met well, and too few of one that is not. The
+  narrowest intervals that would hold are 15% to 39% to each side by group; nothing says which a new source will need
+  before its first run. Widths by group would fit the sources at hand, and are not taken.
 - Intervals are as wide as errors on held-out runs of other places and models were, most of those alike in device,
   type, kind of model and framework. Of a single source whose machine or software is off as a whole (mixtures in FP8,
   which one source alone has) fewer lie within, of one that is predicted well more: that cannot be known before a run
