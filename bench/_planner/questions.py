@@ -82,11 +82,12 @@ def main(path: Path) -> None:
     replies = [replied(row) for row in rows]
     for row, reply in zip(rows, replies, strict=True):
         print(f"{row['question']} {row['command']}: {'REFUSED, ' + reply.refused if reply.refused else reply.words}")
-    off = np.abs([one.off for one in replies if not math.isnan(one.off)])
+    off = np.abs([one.off for one in replies if not math.isnan(one.off)] or [math.nan])
     print(
         f"{sum(one.well for one in replies)} of {len(rows)} questions of {len({row['source'] for row in rows})} places "
         f"answered inside the interval with the right verdict; refused {sum(bool(one.refused) for one in replies)}; "
-        f"memory off by {np.median(off):.1%} (median of {len(off)}; 90th percentile {np.quantile(off, 0.9):.1%})"
+        f"memory off by {np.median(off):.1%} (median of {np.isfinite(off).sum()}; 90th percentile "
+        f"{np.quantile(off, 0.9):.1%})"
     )
 
 

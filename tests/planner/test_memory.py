@@ -19,9 +19,8 @@ from tangram.planner.cost.kept_activations import block_activations, block_backw
 from tangram.planner.cost.memory import memory
 from tangram.planner.search.explain import StrategyRequest, laid_out
 from tangram.planner.search.strategy import Ask, described, limit_of, setting_of
-from tangram.planner.space.framework_profiles import Framework, framework
+from tangram.planner.space.framework_profiles import LOSSES, Framework, framework
 from tangram.planner.space.grid import grid
-from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.setting import Precision, Setting
 
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -84,16 +85,38 @@ def test_nothing_is_as_quick_as_a_bound_and_the_smallest_is_still_named() -> Non
     assert found.smallest.memory > 0
 
 
-def test_a_misspelt_model_is_refused_before_anything_heavy_is_loaded() -> None:
+HEAVY = ("numpy", "lark", "tangram.planner.search.strategy", "torch", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest", "loaded"),
+    [
+        ("cluster llama-3-70x --cluster h100-8x8", "did you mean llama-3-70b", 0),
+        ("cluster llama-3-70b --cluster h10-8x8", "did you mean h100", 0),
+        ("cluster llama-3-70b --cluster h100-8x8 --framework megatrn", "did you mean 'megatron'", 0),
+        ("cluster llama-3-70b --cluster h100-8x8 --loss eagre", "did you mean 'eager'", 0),
+        ("cluster llama-3-70b --cluster h100-8x8 --optimiser adamww", "did you mean 'adamw'", 1),
+        ("cluster llama-3-70b --cluster h100-8x8 --base nf5", "did you mean 'nf4'", 1),
+        ("cluster llama-3-70b --cluster h100-8x8 --offload optimizer", "did you mean 'optimiser'", 1),
+        ("cluster llama-3-70b --cluster h100-8x8 --precision f8", "did you mean 'fp8'", 1),
+        ("cluster llama-3-70b --cluster h100-8x8 --task dpoo", "did you mean 'dpo'", 1),
+        ("cluster llama-3-70b --cluster h100-8x8 --without zer3", "did you mean zero2 or zero3", 1),
+        ("cluster {job} --cluster h100-8x8 --set run.step=3", 'did you mean "steps"', 2),
+        ("local {job} --set run.step=3", 'did you mean "steps"', 2),
+    ],
+)
+def test_a_misspelt_name_is_refused_before_anything_heavy_is_loaded(typed: str, nearest: str, loaded: int) -> None:
+    """`loaded`: how many of `HEAVY` the names themselves need."""
+    job = Path(__file__).parents[2] / "examples" / "quickstart" / "job.toml"
+    words = typed.format(job=job).split()
     code = (
-        "import sys\nfrom tangram.cli import main\n"
-        "code = main(['plan', 'cluster', 'llama-3-70x', '--cluster', 'h100-8x8'])\n"
-        "heavy = [one for one in ('numpy', 'torch', 'transformers', 'lark') if one in sys.modules]\n"
+        f"import sys\nfrom tangram.cli import main\ncode = main(['plan', *{words!r}])\n"
+        f"heavy = [one for one in {HEAVY[loaded:]!r} if one in sys.modules]\n"
         "sys.exit(0 if code == 2 and not heavy else str((code, heavy)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 0, found.stderr
-    assert "did you mean llama-3-70b" in found.stderr
+    assert nearest in found.stderr
 
 
 def test_presets_of_public_models_are_in_the_catalogue_by_their_own_names() -> None:

@@ -66,6 +66,18 @@ def test_a_reference_is_one_more_model_and_one_more_forward(zero: int) -> None:
         assert 0.2 < ahead / alone.parts[part] < 0.45, part
 
 
+def test_the_policys_logits_are_there_while_a_reference_works_behind_it() -> None:
+    """Of TRL: both models' in float32 with the logarithms of shares; of Tangram, whose reference is first, no more
+    than without one; nor of a loss that makes no logits at once."""
+    g = grid(data=8, batch=32, micro=4, sequence=1024, zero=3, shard=8)
+    logits = 4 * 1024 * 32000
+    for name, loss, more in (("trl", "", 2.0), ("deepspeed", "", 2.0), ("tangram", "", 0.0), ("trl", "chunked", 0.0)):
+        one = setting_of(NODE, asked("orpo", 32, framework=name, loss=loss))
+        two = replace(one, beside=beside(1, MODEL))
+        passing = [float(memory(MODEL, g, setting).last.passing[0]) for setting in (one, two)]
+        assert passing[1] - passing[0] == more * logits, name
+
+
 def test_of_adapters_the_reference_is_the_base_that_is_there() -> None:
     """DPO of adapters holds no second model: but a copy of what is trained."""
     small, g = adapted(MODEL, 8), grid(data=8, batch=32, micro=2, sequence=1024, zero=2, shard=8)

@@ -8,9 +8,8 @@ from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster, builtin
 from tangram.models.outlines.outline import Dims, decoder
 from tangram.planner.legality.trainer_support import RUNS
-from tangram.planner.search.query import Answer, plan
+from tangram.planner.search.query import LEAST_SEQUENCE, Answer, plan
 from tangram.planner.search.strategy import Ask
-from tangram.planner.search.suggest_fit import LEAST_SEQUENCE
 from tangram.planner.space.optimisers_and_offload import OFFLOADS, OPTIMISERS, offloads_of, optimisers_of
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")

@@ -30,11 +30,13 @@ def local(
     json: o.Json = False,
 ) -> int:
     """Rank the plans of a job for the processes of this machine; exit code 1 where none fits."""
-    from tangram.cli.plan.trials import Wish, check, planned_here
     from tangram.schema.files import changes_of, load
 
+    job = load(file, changes_of(change or []))  # before what plans is loaded
+    from tangram.cli.plan.trials import Wish, check, planned_here
+
     wish = Wish(processes, stages, schedule, anew, measure, limit, out, pick)
-    return planned_here(check(file, load(file, changes_of(change or [])), wish), file.stem, wish, json=json)
+    return planned_here(check(file, job, wish), file.stem, wish, json=json)
 
 
 @with_options(o.Common, o.Costs)
@@ -122,10 +124,10 @@ def export(
 
 
 def refuse_unknown(common: o.Common) -> None:
-    """Raise UserError for names of models, clusters, frameworks or losses that are none, before anything is loaded."""
+    """Raise UserError for names that are none, before what plans is loaded."""
     from tangram.cli.plan.names import check
 
-    check(common.model, common.cluster, common.framework, common.loss)
+    check(common)
 
 
 def show(file: File, change: o.Set = None, json: o.Json = False) -> int:

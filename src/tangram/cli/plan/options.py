@@ -12,23 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tangram.errors import UserError
-from tangram.models.lora.outline import ALL, adapted
-from tangram.models.outlines.images import with_images
-from tangram.models.outlines.outline import Outline
-from tangram.planner.search.strategy import Ask
-from tangram.planner.space.losses import loss_of
-from tangram.planner.space.optimisers_and_offload import (
-    FULL,
-    away_share_of,
-    base_of,
-    kept_base,
-    offloads_of,
-    optimisers_of,
-)
-from tangram.planner.space.setting import documents_of, packed
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what plans is loaded where it is used: a misspelt name need not wait for it
     from tangram.cli.plan.exports import Typed
+    from tangram.models.outlines.outline import Outline
+    from tangram.planner.search.strategy import Ask
 
 
 @dataclass(frozen=True)
@@ -48,7 +36,7 @@ class TrainingOptions:
     without: str = ""
     """Names of `planner.legality.exclusions`, with commas between."""
     loss: str = ""
-    """Of `planner.space.losses`; "": the framework's."""
+    """Of `planner.space.framework_profiles`; "": the framework's."""
     documents: str = ""
     """Mean length and 99th percentile of what samples are packed of."""
     image_tokens: int = 0
@@ -67,6 +55,8 @@ class TrainingOptions:
 
     def outline(self, outline: Outline) -> Outline:
         """A model with its adapters. Raises UserError."""
+        from tangram.models.lora.outline import ALL, adapted
+
         if self.train_embeddings and not self.lora:
             raise UserError("--train-embeddings is beside adapters: give --lora, their rank, or leave it out")
         targets = tuple(one.strip() for one in self.lora_targets.split(",") if one.strip())
@@ -76,12 +66,20 @@ class TrainingOptions:
 
     def samples(self, outline: Outline, sequence: int) -> Outline:
         """With what its samples are of, as typed. Raises UserError."""
+        from tangram.models.outlines.images import with_images
+        from tangram.planner.space.setting import documents_of, packed
+
         return packed(with_images(outline, self.image_tokens, sequence), documents_of(self.documents, sequence))
 
     def of(self, asked: Ask, outline: Outline, usual: str = "adamw") -> Ask:
         """With what is asked of a model. `usual`: the kind of optimiser where none is typed. Raises UserError."""
-        base = base_of(self.base) if self.base else kept_base(outline)
-        if base is not FULL and not outline.adapted:
+        from tangram.planner.legality.exclusions import left_out
+        from tangram.planner.space import optimisers_and_offload as ways
+        from tangram.planner.space.framework_profiles import loss_of
+        from tangram.planner.space.setting import documents_of
+
+        base = ways.base_of(self.base) if self.base else ways.kept_base(outline)
+        if base is not ways.FULL and not outline.adapted:
             raise UserError(f"--base {self.base} is of frozen weights: give --lora, the rank of what is trained")
         if not 0 <= self.imbalance <= 10:
             raise UserError(
@@ -90,12 +88,13 @@ class TrainingOptions:
         if self.checkpoint_every < 0:
             raise UserError("--checkpoint-every is a number of steps from 0, which is never")
         return replace(
-            asked, optimisers=optimisers_of(self.optimiser or usual), offloads=offloads_of(self.offload), base=base,
-            away_share=away_share_of(self.offload), loss=loss_of(self.loss) if self.loss else asked.loss,
+            asked, base=base, optimisers=ways.optimisers_of(self.optimiser or usual),
+            offloads=ways.offloads_of(self.offload), away_share=ways.away_share_of(self.offload),
+            loss=loss_of(self.loss) if self.loss else asked.loss,
             unlike=self.imbalance, save_every=self.checkpoint_every,
             documents=documents_of(self.documents, asked.sequence), memory_share=self.memory_share,
             compiled=self.compiled or asked.compiled, in_backward=self.in_backward or asked.in_backward,
-            without=tuple(one.strip() for one in self.without.split(",") if one.strip()),
+            without=left_out(self.without),
         )  # fmt: skip
 
 

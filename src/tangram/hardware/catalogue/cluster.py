@@ -18,13 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tangram.errors import UserError
 from tangram.hardware.catalogue import uniform
 from tangram.hardware.catalogue.devices import tables as catalogue
-from tangram.hardware.catalogue.owncurves import curves_in
-from tangram.layout import Mesh
+
+if TYPE_CHECKING:
+    from tangram.hardware.catalogue.owncurves import Curves
+    from tangram.layout import Mesh
 
 T = TypeVar("T")
 VERSION = 1
@@ -255,10 +257,16 @@ def _of_tables(tables: dict[str, Any], name: str) -> Cluster:
     host = told.of(_table, "host", tables.get("host", {})) or {}
     told.of(_keys, "host.", host, (), HOST)
     own = {key: told.of(_above, f"host.{key}", value) for key, value in host.items() if key in HOST}
-    curves = told.of(curves_in, tables.get("curves", {}))
+    curves: Curves | None = told.of(_curves, tables["curves"]) if "curves" in tables else {}
     told.end()
     sure = cast("tuple[int, Device, Any]", (ranks, device, curves))  # what is missing was told
     return Cluster(name, *sure[:2], tuple(links), sure[2], {key: one for key, one in own.items() if one})
+
+
+def _curves(name: str, found: Any) -> Curves:
+    from tangram.hardware.catalogue.owncurves import curves_in  # loads numpy, which a mistake need not wait for
+
+    return curves_in(name, found)
 
 
 _FIGURES = ("memory_bytes", "memory_bandwidth")

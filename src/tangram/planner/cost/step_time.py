@@ -29,8 +29,16 @@ from tangram.hardware.catalogue import curves
 from tangram.models.outlines.outline import Block, Outline
 from tangram.planner.cost.block_time import PARTS as BLOCKS
 from tangram.planner.cost.block_time import Pass, Ways, none
-from tangram.planner.cost.communication_time import Data, data_traffic, exchange, links_of, no_links, optimiser_seconds
-from tangram.planner.cost.offload_time import HostTraffic, host_traffic
+from tangram.planner.cost.communication_time import (
+    Data,
+    HostTraffic,
+    data_traffic,
+    exchange,
+    host_traffic,
+    links_of,
+    no_links,
+    optimiser_seconds,
+)
 from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
 from tangram.planner.space.layers_per_stage import cut
 from tangram.planner.space.schedule_formulas import folded, splits

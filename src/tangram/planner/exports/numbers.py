@@ -53,7 +53,7 @@ class Numbers:
     inner: bool = False
     """Whether PP ranks lie within DP ranks, which are then farthest apart."""
     loss: str = ""
-    """How it is made of the logits, where that was asked for (`planner.space.losses`)."""
+    """How it is made of the logits, where that was asked for (`planner.space.framework_profiles`)."""
 
     @property
     def micros(self) -> int:

@@ -87,6 +87,13 @@ AXES: dict[str, Callable[[Able], Able]] = {
 """By name, what leaves it out."""
 
 
+def left_out(typed: str) -> tuple[str, ...]:
+    """Names of axes, typed with commas between. Raises UserError for one that is none, with the nearest."""
+    names = tuple(one.strip() for one in typed.split(",") if one.strip())
+    without(Able(), names)
+    return names
+
+
 def without(able: Able, names: Sequence[str]) -> Able:
     """What may be looked at, without some axes. Raises UserError for a name that is none, with the nearest."""
     known = {name.lower(): change for name, change in AXES.items()}

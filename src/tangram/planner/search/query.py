@@ -4,13 +4,17 @@
 
 Nothing here trains or needs a device; the inputs know nothing of training either, so that another objective can use
 them. Predictions are corrected by what published runs have taught (`planner.cost.calibration`), and carry an interval.
+
+Where nothing fits, of each kind of change the smallest with which something does is found by looking again: more
+devices, optimisers with smaller states, what is offloaded to the host, and shorter samples of as many tokens together.
+What runs the plan may not know some of them: its rules hold here, too.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
@@ -20,22 +24,25 @@ from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned, published
 from tangram.planner.legality.enumerate import Request
 from tangram.planner.legality.exclusions import required, without
+from tangram.planner.search.branch_and_bound import some_fits
 from tangram.planner.search.by_precision import among, ranked, reached
 from tangram.planner.search.objectives import Aim
-from tangram.planner.search.strategy import Ask, Choice, assumed, families, limit_of, unlike
-from tangram.planner.search.suggest_fit import Change, would_fit
+from tangram.planner.search.strategy import Ask, Choice, assumed, families, limit_of, safe, setting_of, unlike
 from tangram.planner.space.framework_profiles import framework
-from tangram.planner.space.optimisers_and_offload import kept_words
-from tangram.planner.space.setting import Precision
+from tangram.planner.space.optimisers_and_offload import OFFLOADS, OPTIMISERS, kept_words, offloads_of
+from tangram.planner.space.setting import precisions_of
 from tangram.planner.space.tasks import task_words
 
-__all__ = ["Answer", "ask_of", "count_of", "devices_of", "plan", "requested"]
-
 UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "B": 1024**3}
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
 MOST_TOKENS = 2**40
 """Of a step; the search takes longer the more ways there are to divide its samples."""
+MOST_TIMES = 64
+"""As many times more devices are tried."""
+BETWEEN = 8
+"""Into so many steps at most what lies between two doublings is cut: of a node each, or of several."""
+LEAST_SEQUENCE = 512
+"""Tokens of a sample, below which no shorter ones are tried."""
 
 
 def count_of(text: str, units: Mapping[str, int]) -> int:
@@ -61,16 +68,21 @@ def devices_of(text: str) -> tuple[int, int]:
 def ask_of(tokens: str, sequence: int, precision: str, framework: str, devices: str, memory: float, most: int) -> Ask:
     """As typed: "4M" tokens (of 1,024 x 1,024), "bf16,fp8", "8-64" devices, memory in GB. Raises UserError."""
     count = count_of(tokens, UNITS)
-    types: dict[str, Precision] = {one: one for one in PRECISIONS}
-    names = tuple(dict.fromkeys(one.strip() for one in precision.split(",")))
-    for name in names:
-        if name not in types:
-            raise UserError(f'there is no precision "{name}": give one of {", ".join(PRECISIONS)}, or several')
+    kinds = precisions_of(precision)
     if not memory >= 0 or math.isinf(memory):
         raise UserError("--memory is a number of GB from 0, which is all that a device has")
     least, several = devices_of(devices)
-    kinds: tuple[Precision, ...] = tuple(types[name] for name in names)
     return Ask(count, sequence, kinds[0], framework, several, memory * 1e9, most, others=kinds[1:], fewest=least)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of what is asked."""
+
+    kind: str
+    to: int | str
+    said: str
+    """In words, so that "... would do" can follow."""
 
 
 @dataclass(frozen=True)
@@ -191,3 +203,70 @@ def _otherwise(
             shown = ()
         found[name] = shown[0] if shown else None
     return found
+
+
+Try = tuple[Change, Request]
+Fits = Callable[[Request], bool]
+
+
+def would_fit(outline: Outline, cluster: Cluster, ask: Ask, request: Request, limit: float) -> tuple[Change, ...]:
+    """Of each kind the smallest change that fits; those of which none does are left out."""
+    settings = [setting_of(cluster, one) for one in ask.each()]
+
+    def fits(other: Request) -> bool:
+        return any(some_fits(outline, other, setting, safe(limit)) for setting in settings)
+
+    found = [_devices(request, fits), *(_first(tries(request), fits) for tries in (_optimisers, _offloads, _shorter))]
+    return tuple(one for one in found if one is not None)
+
+
+def _first(tries: Iterable[Try], fits: Fits) -> Change | None:
+    return next((change for change, request in tries if fits(request)), None)
+
+
+def _of_devices(request: Request, counts: Iterable[int]) -> Iterator[Try]:
+    return (
+        (Change("devices", count, f"{count} of these devices"), replace(request, devices=count)) for count in counts
+    )
+
+
+def _devices(request: Request, fits: Fits) -> Change | None:
+    """The first doubling, or less than that in whole nodes."""
+    times = range(1, MOST_TIMES.bit_length())
+    doubled = _first(_of_devices(request, (request.devices << power for power in times)), fits)
+    if doubled is None or not request.node:
+        return doubled
+    most = int(doubled.to)
+    step = request.node * max(1, most // 2 // request.node // BETWEEN)
+    between = range((most // 2 // step + 1) * step, most, step)
+    return _first(_of_devices(request, between), fits) or doubled
+
+
+def _optimisers(request: Request) -> Iterator[Try]:
+    """Kinds with smaller states, AdamW's first, of each the largest states first."""
+    least = min(OPTIMISERS[code].nbytes for code in request.optimisers)
+    codes = [code for code, one in enumerate(OPTIMISERS) if one.nbytes < least]
+    for code in sorted(codes, key=lambda code: (not _is_adamw(code), -OPTIMISERS[code].nbytes)):
+        name = OPTIMISERS[code].name
+        yield Change("optimiser", name, f"the optimiser {name}"), replace(request, optimisers=(code,))
+
+
+def _is_adamw(code: int) -> bool:
+    return OPTIMISERS[code].name.startswith("adamw")
+
+
+def _offloads(request: Request) -> Iterator[Try]:
+    """Optimiser's states on the host, then parameters with them, then activations."""
+    for name in OFFLOADS:
+        away = tuple(sorted({old | new for old in request.offloads for new in offloads_of(name)}))
+        if away != request.offloads:
+            yield Change("offload", name, f"the {name} on the host"), replace(request, offloads=away)
+
+
+def _shorter(request: Request) -> Iterator[Try]:
+    """Half of the tokens of a sample, a quarter ..., as many together."""
+    sequence, batch = request.sequence, request.batch
+    while sequence % 2 == 0 and sequence // 2 >= LEAST_SEQUENCE:
+        sequence, batch = sequence // 2, batch * 2
+        change = Change("sequence", sequence, f"samples of {sequence} tokens")
+        yield change, replace(request, sequence=sequence, batch=batch)

@@ -84,7 +84,7 @@ class Ask:
     """Devices at least, where any number from it up to `devices` will do (`planner.search.by_device_count`); 0: just so
     many."""
     loss: str = ""
-    """How it is made of the logits (`planner.space.losses`); "": as the framework does."""
+    """How it is made of the logits (`planner.space.framework_profiles`); "": as the framework does."""
     away_share: float = 1.0
     """Of the optimiser's states that are offloaded to the host, where they are."""
     without: tuple[str, ...] = ()

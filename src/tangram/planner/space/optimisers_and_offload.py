@@ -18,6 +18,7 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Outline
+from tangram.text import nearest_hint
 
 UPDATE_BYTES = 18.0
 """Moved for each number that is updated, without states."""
@@ -139,7 +140,10 @@ def base_of(name: str) -> Base:
     """By name. Raises UserError."""
     found = next((one for one in BASES if one.name == name), None)
     if found is None:
-        raise UserError(f'there is no base "{name}": frozen weights are kept in {", ".join(one.name for one in BASES)}')
+        known = [one.name for one in BASES]
+        raise UserError(
+            f'there is no base "{name}"{nearest_hint(name, known)}: frozen weights are kept in {", ".join(known)}'
+        )
     return found
 
 
@@ -165,7 +169,8 @@ def optimisers_of(text: str) -> tuple[int, ...]:
     known = {one.name: code for code, one in enumerate(OPTIMISERS)}
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f'there is no optimiser "{unknown[0]}": there are {", ".join(known)}')
+        hint = nearest_hint(unknown[0], known)
+        raise UserError(f'there is no optimiser "{unknown[0]}"{hint}: there are {", ".join(known)}')
     return tuple(sorted({known[name] for name in names}))
 
 
@@ -190,7 +195,9 @@ def _offloads(text: str) -> list[tuple[str, float]]:
     for typed in filter(None, (one.strip() for one in text.split(","))):
         name, colon, part = typed.partition(":")
         if name not in OFFLOADS:
-            raise UserError(f'"{name}" is not offloaded: what may be is {", ".join(OFFLOADS)}')
+            raise UserError(
+                f'"{name}" is not offloaded{nearest_hint(name, OFFLOADS)}: what may be is {", ".join(OFFLOADS)}'
+            )
         share = float(part) if re.fullmatch(r"\d*\.?\d+", part) else 0.0
         if colon and (name != "optimiser" or not 0 < share <= 1):
             raise UserError(f'"{typed}" is not offloaded: of the optimiser alone there is a share, as "optimiser:0.5"')

@@ -18,17 +18,17 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Block, Outline
-from tangram.planner.space.framework_profiles import Framework
+from tangram.planner.space.framework_profiles import BESIDE_REFERENCE, LOSSES, Framework
 from tangram.planner.space.grid import Grid
-from tangram.planner.space.losses import LOSSES
 from tangram.planner.space.optimisers_and_offload import FULL, Base
+from tangram.text import nearest_hint
 
 TAIL = NormalDist().inv_cdf(0.99)
 MOST = math.exp(TAIL**2 / 2)
@@ -122,6 +122,16 @@ class Beside:
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
 
 
+def precisions_of(typed: str) -> tuple[Precision, ...]:
+    """As typed, with commas between. Raises UserError for one that is none, with the nearest."""
+    known: dict[str, Precision] = {one: one for one in get_args(Precision)}
+    names = tuple(dict.fromkeys(one.strip() for one in typed.split(",")))
+    if unknown := [name for name in names if name not in known]:
+        hint = nearest_hint(unknown[0], known)
+        raise UserError(f'there is no precision "{unknown[0]}"{hint}: give one of {", ".join(known)}, or several')
+    return tuple(known[name] for name in names)
+
+
 @dataclass(frozen=True)
 class Host:
     """What each device has of its host."""
@@ -163,7 +173,7 @@ class Setting:
     save_every: int = 0
     """Steps between two checkpoints; 0: none."""
     loss: str = ""
-    """How it is made of the logits (`planner.space.losses`); "": as the framework does."""
+    """How it is made of the logits (`planner.space.framework_profiles`); "": as the framework does."""
     away_share: float = 1.0
     """Of the optimiser's states that are offloaded to the host, where they are."""
     in_backward: bool = False
@@ -193,7 +203,9 @@ class Setting:
     def logit_bytes(self, *, over_ranks: bool) -> float:
         """Of each logit while the loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
         usual = (self.framework.loss_over_ranks if over_ranks else "") or self.framework.loss
-        return LOSSES[self.loss or usual]
+        loss = self.loss or usual
+        behind = self.beside is not None and not self.beside.teacher and self.framework.reference_after
+        return max(LOSSES[loss], BESIDE_REFERENCE.get(loss, 0.0)) if behind else LOSSES[loss]
 
     @property
     def base_bytes(self) -> float:
