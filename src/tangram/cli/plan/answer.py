@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -46,10 +47,12 @@ from tangram.planner.report.answer_tables import (
     tables,
 )
 from tangram.planner.report.cost_tables import duration_json, duration_tables
+from tangram.planner.report.heterogeneous_tables import OverParts
 from tangram.planner.report.html_page import need_plotly
 from tangram.planner.report.report import Shown, write_report, write_step
 from tangram.planner.search.by_device_count import best
 from tangram.planner.search.explain import Explained, StrategyRequest, explain
+from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
 from tangram.planner.search.objectives import Terms, aim_of, hour_price
 from tangram.planner.search.pareto import Fronts, fronts
 from tangram.planner.search.query import Answer, ask_of, count_of, devices_of
@@ -299,3 +302,42 @@ def _print(document: dict[str, object], shown: list[Titled], *, json: bool) -> N
         return
     for title, headers, rows in shown:
         print_table(title, headers, rows)
+
+
+# ----------------------------------------------------------------
+# `tangram plan MODEL --cluster A.toml,B.toml --between 25`: a cluster whose devices are not alike.
+
+
+def names_of_parts(cluster: str) -> tuple[str, ...]:
+    """The parts' names; none where one cluster is named. Raises UserError where one of several has no name."""
+    if "," not in cluster or Path(cluster).exists():
+        return ()
+    names = tuple(name.strip() for name in cluster.split(","))
+    if not all(names):
+        raise UserError(f"--cluster {cluster}: a part between the commas has no name")
+    return names
+
+
+def answered_over_parts(common: Common, names: Sequence[str], between: float | None) -> int:
+    """The ranking, the stages of the first, and each part alone; exit code 1 where nothing fits. Raises UserError."""
+    typed, training = common.typed(), common.training()
+    where = [clusters.load(name) for name in names]
+    if between is None:
+        raise UserError("what a device gets from another part is not said: give --between in GB/s")
+    job = read_job(common, Taking(None, 1, runs=False))
+    outline = training.outline(read_outline(common.model)) if job is None else job.outline
+    asked = ask_of(*typed_or_read(typed if job is None else job.typed(typed), None, None))
+    outline = training.samples(outline, asked.sequence)
+    asked = search_request(job, asked, training, outline)
+    parts, rate = parts_of(where, asked), between * 1e9
+    with progress("laying the model out, searching"):
+        found = over_parts(outline, parts, asked, rate)
+        beside = tuple(alone(outline, part, replace(asked, most=1)) for part in parts)
+        times = 0 if found else enough(outline, parts, asked, rate)
+    said = OverParts(outline, parts, asked, rate, found, beside, times)
+    if common.json:
+        print_json(said.document())
+    else:
+        for title, headers, rows in said.tables():
+            print_table(title, headers, rows)
+    return 0 if found else 1

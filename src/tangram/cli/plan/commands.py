@@ -53,8 +53,7 @@ def cluster(
 ) -> int:
     """Rank the parallel strategies of a model on a cluster; exit code 1 where nothing fits."""
     refuse_unknown(common)
-    from tangram.cli.plan.answer import Look, answered
-    from tangram.cli.plan.heterogeneous import answered_over_parts, names_of_parts
+    from tangram.cli.plan.answer import Look, answered, answered_over_parts, names_of_parts
     from tangram.cli.plan.inputs import Taking
 
     look = Look(
@@ -122,10 +121,23 @@ def export(
 
 
 def refuse_unknown(common: o.Common) -> None:
-    """Raise UserError for names of models, clusters, frameworks or losses that are none, before anything is loaded."""
-    from tangram.cli.plan.names import check
+    """Raise UserError for names of models, clusters, frameworks or losses that are none: at once."""
+    from tangram.models.outlines.catalogue import in_catalogue, no_model, presets_named
 
-    check(common.model, common.cluster, common.framework, common.loss)
+    model, cluster = common.model, common.cluster
+    elsewhere = Path(model).exists() or Path(model).suffix == ".toml" or model in presets_named()
+    if not elsewhere and in_catalogue(model) is None:
+        raise no_model(model)
+    from tangram.hardware.catalogue import cluster as clusters  # loads numpy
+    from tangram.planner.space.framework_profiles import framework
+    from tangram.planner.space.losses import loss_of
+
+    for part in [cluster] if Path(cluster).exists() else filter(None, (one.strip() for one in cluster.split(","))):
+        clusters.load(part)
+    if common.framework:
+        framework(common.framework)
+    if common.loss:
+        loss_of(common.loss)
 
 
 def show(file: File, change: o.Set = None, json: o.Json = False) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import Cuts, RankPart, layout_of, part_of, piece, run
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.propagation import halo, scan
+from tangram.sharding.propagation import halo, neighbour_needs, scan
 
 REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 EXPECTED_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, ZeroDivisionError)
@@ -304,3 +304,41 @@ class ProofVerdict:
     """By argument: in how many cases its gradient was compared."""
     without: Mapping[str, int] = field(default_factory=dict[str, int])
     """By argument: in how many it has numbers, and torch refuses its derivative."""
+
+
+def maps(n: int, k: int, axis: str = "x") -> Iterator[Cut]:
+    """Cuts of `n` elements over `k` ranks, by every map; with listed sizes some are nothing."""
+    yield Cut(axis, "zigzag")
+    yield Cut(axis, "strided", (2,))
+    yield Cut(axis, "cyclic")
+    yield Cut(axis, "sizes", (1, *[0] * (k - 2), n - 1))
+    yield Cut(axis, "zigzag", (n // 2, 0, n - n // 2))
+    yield Cut(axis, "cyclic", (2,))
+    yield Cut(axis, "strided", (3,))
+
+
+def ways_by_maps(bound: BoundOp, worlds: Sequence[int]) -> Iterator[tuple[Cuts, Mesh]]:
+    """Every way of cutting a call by index maps that is to be tried once of a rule.
+
+    A factor by one map, another for each; those whose parts need each other, where a map says what passes between
+    ranks, by every map over every number of ranks, two of them by two maps, and one by two maps in turn.
+    """
+    linked = [f for f in bound.cuttable if f in bound.linked]
+    k = worlds[len(worlds) // 2]
+    for i, factor in enumerate(f for f in bound.cuttable if f not in linked):
+        several = [*maps(_elements(bound, factor), k)]
+        yield {factor: (several[i % len(several)],)}, Mesh.parse(f"x={k}")
+    for world, factor in itertools.product(worlds, linked):
+        for cut in maps(_elements(bound, factor), world):
+            if not neighbour_needs.refusal(bound, factor, (cut,)):
+                yield {factor: (cut,)}, Mesh.parse(f"x={world}")
+    both, mesh = (Cut("x", "zigzag"), Cut("y", "cyclic")), Mesh.parse("x=2 y=3")
+    for first, second in itertools.pairwise(linked):
+        yield {first: both[:1], second: both[1:]}, mesh
+    for factor, order in itertools.product(linked[:1], (both, both[::-1])):
+        yield {factor: order}, mesh
+
+
+def _elements(bound: BoundOp, factor: str) -> int:
+    """How many are cut: of what is read by windows, those of the input."""
+    return bound.windows[factor].n if factor in bound.windows else bound.sizes[factor]

@@ -2,7 +2,7 @@
 
     sizes       parts over 2, 3 and 5 ranks, so that some are uneven and some of nothing; two factors over two axes,
                 and one over two, in both orders
-    maps        every factor by an index map, and those whose parts need each other by every map (`mapped`)
+    maps        every factor by an index map, and those whose parts need each other by every map (`ways_by_maps`)
     values      those of the samples and drawn anew, with both signs
     spelling    dims counted from either end
     types       integers, booleans, complex numbers and bfloat16 where the operator takes them
@@ -37,8 +37,17 @@ from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import is_decomposed
 from tangram.sharding.ops.rule_table import POINTWISE, RuleTable, builtin, read_lines
-from tangram.sharding.proof import lists, mapped, routes, shapes
-from tangram.sharding.proof.execute import Failure, ProofVerdict, ReferenceRun, check, differs, run_reference, ways
+from tangram.sharding.proof import lists, routes, shapes
+from tangram.sharding.proof.execute import (
+    Failure,
+    ProofVerdict,
+    ReferenceRun,
+    check,
+    differs,
+    run_reference,
+    ways,
+    ways_by_maps,
+)
 from tangram.sharding.proof.samples import samples
 
 WORLDS = (2, 3, 5)
@@ -99,7 +108,7 @@ def trials(table: RuleTable, calls: Sequence[OpCall]) -> Iterator[ProofTrial]:
             expected = _expected(local_variants.for_comparison(variant, bound)) if bound.cuttable else None
             if expected is not None:
                 refused = _refused(variant, expected)
-                by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else mapped.ways(bound, worlds)
+                by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else ways_by_maps(bound, worlds)
                 mapped_once += [] if i else [bound.rule]
                 for cuts, mesh in (*ways(bound, worlds), *by_maps):
                     failure, taken = (
