@@ -169,7 +169,7 @@ def write(
             marks = tuple(map(str, marked.marks))
             if not marks:
                 raise UserError("the chosen plan cuts nothing, so there is no mark to write: choose over a mesh of one")
-            text = _marks_text(found, marks)
+            text = "\n".join([f"# Chosen over {found.chosen.plan.mesh}.", *marks, ""])
             said = f"wrote {path}: {len(marks)} marks, which take {marked.price.seconds:.3g} s by the same model"
     try:
         path.write_text(text, encoding="utf-8")
@@ -182,10 +182,6 @@ def _as_marks(found: Answer, cluster: "Cluster", training: "Training") -> "Marke
     from tangram.sharding.choose.export_marks import as_marks
 
     return as_marks(found.chosen.plan, cluster, memory_limit=found.limit, training=training)
-
-
-def _marks_text(found: Answer, marks: Sequence[str]) -> str:
-    return "\n".join([f"# Chosen over {found.chosen.plan.mesh}.", *marks, ""])
 
 
 def _plan_text(

@@ -152,7 +152,7 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
     with progress("laying the model out, searching"):
         found = _answer(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices
-    document = {**_sizes(outline), **document}
+    document = {"parameters": outline.numbers, "active_parameters": active_numbers(outline), **document}
     shown.insert(0 if choices else 1, _size_table(outline))  # where nothing fits that is said first
     found.write(look, where)
     if job is not None:
@@ -167,11 +167,6 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
     if not json:
         _wrote(look, wanted, taking, some=bool(choices))
     return 0 if found.fits else 1
-
-
-def _sizes(outline: Outline) -> dict[str, object]:
-    """Parameters in all, and those that a token meets."""
-    return {"parameters": outline.numbers, "active_parameters": active_numbers(outline)}
 
 
 def _size_table(outline: Outline) -> Titled:

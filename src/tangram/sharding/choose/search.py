@@ -139,7 +139,8 @@ class Search:
             if self.nearby is not None:
                 self._improve(choice)
         if self.best is not None and self._late():
-            return Searched(self.best, min(self._floor(), self.best.seconds), self.smallest, 0)
+            floor = float(sum(table.min() for table in self.both.seconds.tables.values()))  # no choice costs less
+            return Searched(self.best, min(floor, self.best.seconds), self.smallest, 0)
         now = time.monotonic()
         kept = reduced([self.both.seconds, self.both.nbytes], now + 0.4 * max(self.stop - now, 0.0))
         looked = self._look(kept, 0.0, rounds=8)
@@ -158,10 +159,6 @@ class Search:
         if self.best is not None:
             bound = min(bound, self.best.seconds)
         return Searched(self.best, bound, self.smallest, branches)
-
-    def _floor(self) -> float:
-        """What no choice costs less than: the least of each table."""
-        return float(sum(table.min() for table in self.both.seconds.tables.values()))
 
     def _late(self, times: float = 1.0) -> bool:
         """Whether there is no time for so many looks."""

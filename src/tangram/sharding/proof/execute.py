@@ -131,7 +131,7 @@ def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: Refere
         try:
             found.append(run(call, bound, part, local))
             if differentiable and not linked:
-                gradients.append(_local_gradients(local, found[-1], expected, bound, part))
+                gradients.append(_gradients(local, found[-1], _cotangents(found[-1], expected, bound, part)))
         except EXPECTED_ERRORS as error:
             return failure(f"rank {part.rank}", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     if linked:
@@ -214,12 +214,6 @@ def _pending(bound: BoundOp, cuts: Cuts, output: int) -> dict[str, str]:
         if after not in ("cut", ""):
             found |= {cut.axis: after for cut in some}
     return found
-
-
-def _local_gradients(
-    local: Sequence[Tensor | None], results: Sequence[Any], expected: ReferenceRun, bound: BoundOp, part: RankPart
-) -> tuple[Tensor | None, ...]:
-    return _gradients(local, results, _cotangents(results, expected, bound, part))
 
 
 def _joint_gradients(
