@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
+from tangram.text import write_file
 
 if TYPE_CHECKING:
     from tangram.hardware.catalogue.cluster import Cluster
@@ -171,10 +172,7 @@ def write(
                 raise UserError("the chosen plan cuts nothing, so there is no mark to write: choose over a mesh of one")
             text = "\n".join([f"# Chosen over {found.chosen.plan.mesh}.", *marks, ""])
             said = f"wrote {path}: {len(marks)} marks, which take {marked.price.seconds:.3g} s by the same model"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    write_file(path, text, "the file")
     return Wrote(said, marks)
 
 

@@ -59,6 +59,7 @@ from tangram.planner.search.query import Answer, ask_of, count_of, devices_of
 from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.search.training_duration import Budget, durations, fewest
 from tangram.planner.space.framework_profiles import framework
+from tangram.text import refuse_unwritable, write_file
 
 PAGES = (".html", ".htm")
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -263,10 +264,7 @@ def _draw(shown: Shown, path: Path) -> None:
     setting, chosen = shown.setting(), shown.chosen
     scales = published().scales(setting.device.name, setting)
     trace = as_trace(timeline(shown.answer.outline, chosen.grid(), setting, scales))
-    try:
-        path.write_text(dumps(trace), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the timeline cannot be written to {path}: {error.strerror}") from None
+    write_file(path, dumps(trace), "the timeline")
 
 
 def _files(look: Look, wanted: ExportRequest | None, taking: Taking) -> None:
@@ -274,8 +272,8 @@ def _files(look: Look, wanted: ExportRequest | None, taking: Taking) -> None:
     if look.report is not None or (look.timeline is not None and look.timeline.suffix in PAGES):
         need_plotly()
     for name, path in (("report", look.report), ("timeline", look.timeline)):
-        if path is not None and (not path.resolve().parent.is_dir() or path.is_dir()):
-            raise UserError(f"the {name} cannot be written to {path}: give a file in a folder that is there")
+        if path is not None:
+            refuse_unwritable(path, f"the {name}")
     out = taking.out if wanted is None else wanted.out
     paths = [path.resolve() for path in (look.report, look.timeline, out) if path is not None]
     if len(set(paths)) < len(paths):

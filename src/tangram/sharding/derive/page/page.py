@@ -17,7 +17,6 @@ from pathlib import Path
 from string import Template
 
 import tangram
-from tangram.errors import UserError
 from tangram.layout import Layout
 from tangram.layout.syntax import Dim
 from tangram.sharding.derive.derive import Derived
@@ -28,7 +27,7 @@ from tangram.sharding.derive.layouts import input_states, layout_of, used, value
 from tangram.sharding.derive.page.tree import Box, Pill, TreeParameter, TreeRun, tree
 from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.problem.states import State, part_dim
-from tangram.text import packaged
+from tangram.text import packaged, write_file
 
 _SHOWN = 9
 """Operators of a run that are named."""
@@ -299,11 +298,7 @@ _MOST = 6
 
 def write_page(path: Path, found: Derived, model: str) -> None:
     """Write the page. `model`: what it is called. Raises UserError where the file cannot be written."""
-    text = page(found, model)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f'the page "{path}" cannot be written: {error.strerror}') from None
+    write_file(path, page(found, model), "the page")
 
 
 def page(found: Derived, model: str) -> str:
