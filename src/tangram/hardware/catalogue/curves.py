@@ -24,7 +24,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.hardware.catalogue.devices import Figures
+from tangram.text import packaged
 
 Array = NDArray[Any]
 Values = Mapping[str, float]
@@ -67,7 +67,7 @@ matmuls reach its `best_matmul`."""
 
 @cache
 def _file() -> Mapping[str, Any]:
-    return tomllib.loads(resources.files("tangram.hardware").joinpath("curves.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(packaged("tangram.hardware", "curves.toml"))
 
 
 @cache
