@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
-from tangram.text import write_file
+from tangram.text import refuse_unwritable, write_file
 
 if TYPE_CHECKING:
     from tangram.hardware.catalogue.cluster import Cluster
@@ -116,6 +116,7 @@ def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "D
     if not marks:
         what = f"a {kind} model" if kind else "a model of one's own"
         raise UserError(f"no marks come with Tangram for {what}")
+    # The marks that come with a model speak of tensor parallelism alone: over what is left the batch is cut, as in use.
     others = [axis for axis in mesh.axes if axis != "tp"]
     if others:
         marks.append(Mark.parse(f"input_ids: b/{'/'.join(others)} s"))
@@ -127,8 +128,8 @@ def job_of(asked: Choosing, sequence: int) -> "Job | None":
     from tangram.schema.files import load
     from tangram.schema.plan import Plan
 
-    if asked.write is not None and (not asked.write.resolve().parent.is_dir() or asked.write.is_dir()):
-        raise UserError(f"nothing can be written to {asked.write}: give a file in a folder that is there")
+    if asked.write is not None:
+        refuse_unwritable(asked.write, "the file")
     if asked.job is None:
         return None
     job = load(asked.job)

@@ -206,6 +206,7 @@ class _TopDivergence(torch.autograd.Function):
             found_NC[some, :-1] = torch.where(own_NK[some], away_NW.gather(1, at_NK[some]), 0.0)
             found_NC[some, -1] = away_NW.exp_().scatter_(1, at_NK[some], 0.0)[:, :-1].sum(1)
         found_NC = found_NC if classes is None else classes.summed(found_NC)
+        # Where the K are nearly all, rounding may leave nothing of the rest, and the logarithm has to be finite.
         found_NC[:, -1] = found_NC[:, -1].clamp(min=torch.finfo(found_NC.dtype).tiny).log()
         total_N = found_NC.logsumexp(1)
         logq_NC = found_NC.sub_(total_N[:, None])

@@ -132,6 +132,7 @@ def refuse_unknown(common: o.Common) -> None:
     from tangram.planner.space.framework_profiles import framework
     from tangram.planner.space.losses import loss_of
 
+    # A file may have a comma in its name; else commas part the clusters.
     for part in [cluster] if Path(cluster).exists() else filter(None, (one.strip() for one in cluster.split(","))):
         clusters.load(part)
     if common.framework:

@@ -235,6 +235,7 @@ def _known(what: str) -> str:
 def collective(p: Values, device: Figures, what: str, nbytes: Any, ranks: Any, near: Any = None) -> Array:
     """Inside a domain, by given values; `near`: how many share what they meet at, by default all."""
     rate = device.link_bandwidth or device.pcie_bandwidth or PCIE
+    # Beyond two, ranks that meet at a host share what it carries; with links of their own `crowd` is 0.
     crowded = (2 / np.maximum(ranks if near is None else near, 2.0)) ** p.get("crowd", 0.0)
     part = 1.0 if what == "p2p" else (ranks - 1) / np.maximum(ranks, 1)
     return p["start"] + p["hop"] * (ranks - 1) + SHARES[what] * nbytes * part / (rate * p["reach"] * crowded)

@@ -243,6 +243,7 @@ def _grouped_matmul(call: OpCall, rows: IntSet | None, groups: IntSet | None) ->
     along = (a.ndim == 3, b.ndim == 3)  # where its groups lie: in both, the rows are contracted
     n = b.shape[1] if along[0] else a.shape[1] if not along[1] else a.shape[0]
     if rows is not None:
+        # How many of this part's rows come before each end.
         ends = torch.searchsorted(torch.tensor(elements(rows), dtype=ends.dtype, device=ends.device), ends).int()
     if groups is None:
         return (_grouped_product(call, a, b, ends),)

@@ -87,6 +87,7 @@ def _case(info: Any, sample: Any, which: int, dim: int) -> tuple[str, float, str
     except Exception:  # noqa: BLE001  torch refuses its derivative, or it cannot run here
         backward = False
     try:
+        # What gives other numbers for another seed draws them, and cannot be compared.
         want, *again = (_seeded(info, sample, seed, backward) for seed in range(4))
     except Exception:  # noqa: BLE001
         return "untested", 0.0, ""

@@ -243,6 +243,8 @@ def differs(found: Tensor, want: Tensor) -> str:
     if not want.is_floating_point() and not want.is_complex():
         n = int((found != want).sum())
         return f"differs in {n} of {want.numel()} elements" if n else ""
+    # Parts are summed in another order than the whole: an element may be off by a share of the largest one, since small
+    # ones can be differences of large ones.
     exact = want.dtype in (torch.float64, torch.complex128)
     relative = 1e-8 if exact else 5e-2 if want.itemsize == 2 else 2e-4
     size = torch.nan_to_num(want.abs().double(), posinf=0.0)

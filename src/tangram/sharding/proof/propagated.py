@@ -102,6 +102,7 @@ def _shares(tensor: Tensor, sizes: Sequence[int], ops: dict[str, str], seed: int
     """Parts that add up to a tensor (of an average: whose mean it is), one for each place on the pending axes."""
     places = list(itertools.product(*map(range, sizes)))
     generator = torch.Generator().manual_seed(seed)
+    # Random parts, not a whole and zeros: what is not linear in its parts would pass with those.
     drawn = [torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype) for _ in places[1:]]
     parts = [tensor - sum(drawn), *drawn] if drawn else [tensor]
     times = len(places) if "avg" in ops else 1

@@ -212,6 +212,7 @@ def _route(
         if other is None:
             raise
         return other
+    # What moves nothing as it is cannot be bettered, so its decomposition is not even looked for.
     if direct.nbytes:
         try:
             other = _decomposed(table, call, layouts, mesh, differentiable, within)

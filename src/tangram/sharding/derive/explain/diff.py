@@ -64,6 +64,8 @@ class DerivationDifference:
 def difference(one: Derived, other: Derived) -> DerivationDifference:
     """Compare two derivations of one graph."""
     graph = one.folded.graph
+    # Of equal layers, which have one name here, the first stands for all: of a key the last written value stays,
+    # so they are written backwards, and brought into their order again below.
     parameters = {folded_name(one, value.name): v for v, value in reversed([*graph.of_kind("parameter")])}
     modules = {folded_name(one, name) or "the model": v for name, v in reversed([*graph.results.items()])}
     return DerivationDifference(
