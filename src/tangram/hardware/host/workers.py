@@ -32,6 +32,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, cast
 
+from tangram.errors import UserError
 from tangram.hardware.host.channel import Channel, Json
 
 __all__ = [
@@ -42,8 +43,10 @@ __all__ = [
     "Outcome",
     "command",
     "forked",
+    "in_parts",
     "run",
     "serve_detached",
+    "settle_torch",
     "start_detached",
 ]
 
@@ -100,6 +103,20 @@ def run(jobs: Sequence[Job], limit: float, environment: Mapping[str, str] | None
         unfinished = [_exit_status(helper) is None for helper in helpers]
         _end(helpers)
         return [_outcome(helper, why if cut else None) for helper, cut in zip(helpers, unfinished, strict=True)]
+
+
+def in_parts(function: str, given: Mapping[str, Json], limit: float, failure: str, parts: int = 2) -> list[Any]:
+    """What helpers of one thread each return, every one given its `part` of `parts` beside the other arguments.
+
+    Raises UserError, `failure` and why, where one of them does not end in time and well.
+    """
+    jobs = [Job(function, {**given, "part": i, "parts": parts}) for i in range(parts)]
+    found: list[Any] = []
+    for outcome in run(jobs, limit, {"OMP_NUM_THREADS": "1"}):
+        if not outcome.ok:
+            raise UserError(f"{failure}: {outcome.error}")
+        found.append(outcome.value)
+    return found
 
 
 def _start(folder: Path, number: int, job: Job, environment: Mapping[str, str], ended: SimpleQueue[int]) -> _Helper:

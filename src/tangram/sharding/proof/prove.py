@@ -224,16 +224,10 @@ def prove(
         if name not in table.lines.keys() | shapes.calls().keys() | routes.COMPOSITE.keys() and _is_composite(name):
             raise UserError(_COMPOSITE.format(name))
     run = [name for name in names if name not in shapes.calls()]
-    parts = 1 if names else 2
-    jobs = [
-        workers.Job(f"{__name__}:job", {"names": list(run), "rules": str(rules or ""), "part": i, "parts": parts})
-        for i in range(parts if run or not names else 0)
-    ]
-    found: list[ProofVerdict] = []
-    for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
-        if not outcome.ok:
-            raise UserError(f"the proof did not end: {outcome.error}")
-        found += [ProofVerdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+    given: dict[str, workers.Json] = {"names": list(run), "rules": str(rules or "")}
+    parts = 2 if not names else 1 if run else 0
+    shares = workers.in_parts(f"{__name__}:job", given, LIMIT, "the proof did not end", parts)
+    found = [ProofVerdict(**one) for share in shares for one in share]
     for name in sorted(names or {*table.lines, *shapes.calls()} - {POINTWISE}):
         if any(samples.is_named([name], verdict.operator.partition(" ")[0]) for verdict in found):
             continue
