@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench._numerics.cases import Case, Mask, Results
+from bench._numerics.criterion import judged, limits
+from bench._numerics.inputs import Shape, drawn
 from tangram.errors import UserError
 from tangram.hardware.measuring.measure import Row
 from tangram.kernels.flash.modes import MODES, cannot
 from tangram.kernels.flash.operator import flash, unable
 from tangram.kernels.flash.spans import Spans, by_numbers, in_order
-from tangram.kernels.lab.cases import Case, Mask, Results
-from tangram.kernels.lab.criterion import judged, limits
-from tangram.kernels.lab.inputs import Shape, drawn
 
 GROUPS = ("check", "speed", "whole", "tiles")
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from bench._numerics import page
+from bench._numerics.cases import TENSORS
+from bench._numerics.metrics import Measured
 from bench._numerics.study import CRITERIA, OURS, Score, errors, held_out, laws_of, put_to_the_test
 from tangram.errors import UserError
 from tangram.hardware.measuring.measure import Row
-from tangram.kernels.lab.cases import TENSORS
-from tangram.kernels.lab.metrics import Measured
 from tangram.kernels.lab.recipes import RECIPES
 
 GROUPS = ("errors", "mutants")

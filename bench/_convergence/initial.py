@@ -1,9 +1,9 @@
 """First weights with channels of queries and keys far from zero, as a Hugging Face directory that a job begins from.
 
 Qwen2's projections of queries and keys have biases. As its class makes them they are zero; here one channel in sixteen
-of each head gets about the setting's number, of random sign, as the law `channels` of `kernels.lab.inputs` has it. The
-channels are among those that rotary embeddings turn slowest (of heads of 64 by less than a fiftieth of a degree a
-token): a bias that is turned far is no outlier of a channel any more.
+of each head gets about the setting's number, of random sign, as the law `channels` of `bench._numerics.inputs` has
+it. The channels are among those that rotary embeddings turn slowest (of heads of 64 by less than a fiftieth of a
+degree a token): a bias that is turned far is no outlier of a channel any more.
 """
 
 from __future__ import annotations

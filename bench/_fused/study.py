@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench._numerics.metrics import norm
 from tangram.kernels.fused.gated import gated
 from tangram.kernels.fused.norm import rms_norm
 from tangram.kernels.fused.projected_loss import projected_loss
 from tangram.kernels.fused.quantisers import dequantise_fp8, dequantise_nvfp4, quantise_fp8, quantise_nvfp4
 from tangram.kernels.fused.rotary import rotary
-from tangram.kernels.lab.metrics import norm
 from tangram.kernels.lab.quant import hadamard
 
 NAMES = ("kernels", "plain", "torch", "transformers")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from tangram.kernels.lab.cases import Case, Mask, shared
-from tangram.kernels.lab.inputs import case_of
+from bench._numerics.cases import Case, Mask, shared
+from bench._numerics.inputs import case_of
 
 TOKENS, STEPS, LAYERS = 160, 40, 2
 SIZES = {

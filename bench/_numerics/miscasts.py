@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench._numerics.attention import Steps
+from bench._numerics.cases import Case
 from bench._numerics.mutant import Applies, Mutant
-from tangram.kernels.lab.attention import Steps
-from tangram.kernels.lab.cases import Case
 from tangram.kernels.lab.formats import E2M1, E4M3, E5M2, INT8, Format, cast, values
 from tangram.kernels.lab.quant import Along, Operand, Quantised, Rounding, quantise
 from tangram.kernels.lab.recipes import Recipe

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tangram.kernels.lab.attention import RIGHT, Steps, traced
-from tangram.kernels.lab.cases import Case, Results
+from bench._numerics.attention import RIGHT, Steps, traced
+from bench._numerics.cases import Case, Results
 from tangram.kernels.lab.recipes import Freedom, Recipe
 
 Applies = Callable[[Recipe, Case], bool]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench._numerics.attention import Steps
+from bench._numerics.cases import Case, Results, summed, visible
 from bench._numerics.miscasts import CASTS
 from bench._numerics.mutant import Mutant
 from tangram.kernels.lab import recipes
-from tangram.kernels.lab.attention import Steps
-from tangram.kernels.lab.cases import Case, Results, summed, visible
 from tangram.kernels.lab.formats import BF16, cast
 from tangram.kernels.lab.recipes import Freedom, Recipe
 

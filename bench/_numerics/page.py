@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench._numerics import plots
+from bench._numerics.cases import TENSORS
+from bench._numerics.metrics import Measured
 from bench._numerics.study import CRITERIA, HELD_OUT, OURS, Score
 from bench._tables import between, table
-from tangram.kernels.lab.cases import TENSORS
-from tangram.kernels.lab.metrics import Measured
 
 NAME = "attention-numerics.md"
 Found = Sequence[tuple[str, Measured]]

@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.cases import Results
-from tangram.kernels.lab.metrics import norm
+from bench._numerics.cases import Results
+from bench._numerics.metrics import norm
 
 Criterion = Callable[[Results, Results, Results, bool], bool]
 """Results, truth, emulation, and whether the recipe turns by Hadamard."""

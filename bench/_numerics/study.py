@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from bench._numerics.attention import emulated
+from bench._numerics.cases import Case, Mask
+from bench._numerics.criterion import Limits, judged, limits
+from bench._numerics.inputs import Shape, drawn
+from bench._numerics.metrics import Measured, measured
 from bench._numerics.mutant import mutated
 from bench._numerics.mutants import MUTANTS
 from bench._numerics.rivals import RIVALS
-from tangram.kernels.lab.attention import emulated
-from tangram.kernels.lab.cases import Case, Mask
-from tangram.kernels.lab.criterion import Limits, judged, limits
-from tangram.kernels.lab.inputs import Shape, drawn
-from tangram.kernels.lab.metrics import Measured, measured
 from tangram.kernels.lab.recipes import RECIPES, Accumulator, Freedom, Recipe
 
 OURS = "ours"

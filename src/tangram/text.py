@@ -1,9 +1,12 @@
-"""Texts that every room needs: tables in plain lines, files that come with the package, what a misspelt name meant."""
+"""Texts that every room needs: tables in plain lines, files that come with it or are written, names that were meant."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
+
+from tangram.errors import UserError
 
 
 def plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -17,6 +20,20 @@ def plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 def packaged(package: str, *names: str) -> str:
     """The text of a file that comes with a package, as `packaged("tangram.hardware", "devices.toml")`."""
     return resources.files(package).joinpath(*names).read_text(encoding="utf-8")
+
+
+def refuse_unwritable(path: Path, what: str) -> None:
+    """Raise UserError for a file that has no place: asked before the work whose result it is to hold."""
+    if not path.resolve().parent.is_dir() or path.is_dir():
+        raise UserError(f"{what} cannot be written to {path}: give a file in a folder that is there")
+
+
+def write_file(path: Path, text: str, what: str) -> None:
+    """Write a file that a user has named. `what` it is, as "the plan". Raises UserError where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{what} cannot be written to {path}: {error.strerror}") from None
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:

@@ -175,7 +175,10 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ((*TWO, "--memory", "80GB"), "--memory limits what is chosen: give --choose, too"),
         ((*TWO, "--write", "my.marks"), "--write writes what is chosen: give --choose, too"),
         ((*CHOOSE, "--job", "job.toml"), "--job is what a plan is written for: give --write with its file, too"),
-        ((*CHOOSE, "--write", "/nowhere/my.marks"), "nothing can be written to /nowhere/my.marks: give a file in a fo"),
+        (
+            (*CHOOSE, "--write", "/nowhere/my.marks"),
+            "the file cannot be written to /nowhere/my.marks: give a file in a fo",
+        ),
         ((*CHOOSE, "--write", "my.toml", "--job", "no.toml"), "there is no plan file no.toml"),
         ((*CHOOSE, "--memory", "80 parsecs"), '"80 parsecs" is no memory: write a number above 0 with one of MB, GB'),
         ((*CHOOSE, "--memory", "0GB"), '"0GB" is no memory'),

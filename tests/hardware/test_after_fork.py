@@ -12,7 +12,7 @@ import tangram
 FORKS = """
 import os, sys, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tangram.hardware.host.after_fork import settle_torch
+from tangram.hardware.host.workers import settle_torch
 with FakeTensorMode():
     torch.ones(1, device="cuda")
 torch.set_num_threads(2)
@@ -48,4 +48,4 @@ def test_a_fork_that_settles_torch_first_computes_gradients() -> None:
 
 def test_the_shim_is_still_wanted() -> None:
     if not crashed("as it is"):
-        pytest.skip("no fork crashed: if no machine shows it any more, tangram.hardware.host.after_fork can go")
+        pytest.skip("no fork crashed: if no machine shows it any more, tangram.hardware.host.workers can go")

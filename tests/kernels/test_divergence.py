@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tangram.kernels import cross_entropy
 from tangram.kernels.cross_entropy import Classes, OverParts
-from tangram.kernels.divergence import FORMULAS, Comparison, divergence
-from tangram.kernels.top_divergence import TopRows, top_divergence
+from tangram.kernels.divergence import FORMULAS, Comparison, TopRows, divergence, top_divergence
 from tangram.schema.tuning import Divergence
 
 N, V = 7, 11

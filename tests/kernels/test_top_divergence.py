@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tangram.kernels import cross_entropy
-from tangram.kernels.divergence import FAR, FORMULAS, Comparison, divergence
-from tangram.kernels.top_divergence import TopRows, top_divergence
+from tangram.kernels.divergence import FAR, FORMULAS, Comparison, TopRows, divergence, top_divergence
 from tangram.schema.tuning import Divergence
 from tests.kernels.test_divergence import PLAIN, N, V, in_two_parts, logits
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from tangram.layout import Cut, Dim, Layout, LayoutError, Mesh, region
-from tangram.layout.follow import follow
+from tangram.layout.blocks import follow
 from tests.layout import oracle
 from tests.layout.strategies import drawn, examples, random_mesh, some
 

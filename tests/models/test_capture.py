@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, ViTConfig, ViTForImag
 
 from tangram.errors import UserError
 from tangram.models.building.twin import without_memory
+from tangram.models.capturing.answers import replay
 from tangram.models.capturing.capture import CaptureError, capture
 from tangram.models.capturing.fold import folded, pairs
-from tangram.models.capturing.replay import replay
 from tangram.models.outlines.costs import block_names
 
 TINY = {

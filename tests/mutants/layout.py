@@ -275,15 +275,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- companions and placements
     Mutant(
-        "companions-everywhere", "layout/follow.py", "at=base.at", "at=()",
+        "companions-everywhere", "layout/blocks.py", "at=base.at", "at=()",
         "optimiser states are on stages without weights", FOLLOW,
     ),
     Mutant(
-        "companions-lose-bracket-cuts", "layout/follow.py", "if not inner <= names:", "if not inner & names:",
+        "companions-lose-bracket-cuts", "layout/blocks.py", "if not inner <= names:", "if not inner & names:",
         "scales that a rank needs are elsewhere, in silence", FOLLOW,
     ),
     Mutant(
-        "sums-and-products-alike", "layout/follow.py", "terms = tuple(tuple(_factors(term)) for term in dim.terms)",
+        "sums-and-products-alike", "layout/blocks.py", "terms = tuple(tuple(_factors(term)) for term in dim.terms)",
         "terms = tuple(x for term in dim.terms for x in _factors(term))", "the cut of q + k + v goes to q k v", FOLLOW,
     ),
     Mutant(

@@ -15,9 +15,8 @@ from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rank_part import part_of, piece
 from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
-from tangram.sharding.proof import mapped
 from tangram.sharding.proof.execute import check as check_cut
-from tangram.sharding.proof.execute import run_reference, ways
+from tangram.sharding.proof.execute import run_reference, ways, ways_by_maps
 from tangram.sharding.proof.propagated import check
 from tangram.sharding.propagation import scan as scan_module
 from tangram.sharding.propagation.explain_conflicts import factor_table
@@ -38,7 +37,7 @@ def scan(name: str, x: Tensor, dim: int) -> OpCall:
 def tried(rules: RuleTable, call: OpCall) -> list[str]:
     """What is wrong with each way of cutting a call."""
     bound, expected = rule_table.bound(rules, call), run_reference(call)
-    every = [*ways(bound, (2, 3, 5)), *mapped.ways(bound, (2, 3, 5))]
+    every = [*ways(bound, (2, 3, 5)), *ways_by_maps(bound, (2, 3, 5))]
     found = (check_cut(call, bound, cuts, mesh, expected) for cuts, mesh in every)
     return [str(failure) for failure in found if failure]
 

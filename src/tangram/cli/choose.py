@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
+from tangram.text import refuse_unwritable, write_file
 
 if TYPE_CHECKING:
     from tangram.hardware.catalogue.cluster import Cluster
@@ -115,6 +116,7 @@ def _of_marks(graph: "Graph", mesh: "Mesh", cluster: "Cluster", kind: str) -> "D
     if not marks:
         what = f"a {kind} model" if kind else "a model of one's own"
         raise UserError(f"no marks come with Tangram for {what}")
+    # The marks that come with a model speak of tensor parallelism alone: over what is left the batch is cut, as in use.
     others = [axis for axis in mesh.axes if axis != "tp"]
     if others:
         marks.append(Mark.parse(f"input_ids: b/{'/'.join(others)} s"))
@@ -126,8 +128,8 @@ def job_of(asked: Choosing, sequence: int) -> "Job | None":
     from tangram.schema.files import load
     from tangram.schema.plan import Plan
 
-    if asked.write is not None and (not asked.write.resolve().parent.is_dir() or asked.write.is_dir()):
-        raise UserError(f"nothing can be written to {asked.write}: give a file in a folder that is there")
+    if asked.write is not None:
+        refuse_unwritable(asked.write, "the file")
     if asked.job is None:
         return None
     job = load(asked.job)
@@ -169,12 +171,9 @@ def write(
             marks = tuple(map(str, marked.marks))
             if not marks:
                 raise UserError("the chosen plan cuts nothing, so there is no mark to write: choose over a mesh of one")
-            text = _marks_text(found, marks)
+            text = "\n".join([f"# Chosen over {found.chosen.plan.mesh}.", *marks, ""])
             said = f"wrote {path}: {len(marks)} marks, which take {marked.price.seconds:.3g} s by the same model"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    write_file(path, text, "the file")
     return Wrote(said, marks)
 
 
@@ -182,10 +181,6 @@ def _as_marks(found: Answer, cluster: "Cluster", training: "Training") -> "Marke
     from tangram.sharding.choose.export_marks import as_marks
 
     return as_marks(found.chosen.plan, cluster, memory_limit=found.limit, training=training)
-
-
-def _marks_text(found: Answer, marks: Sequence[str]) -> str:
-    return "\n".join([f"# Chosen over {found.chosen.plan.mesh}.", *marks, ""])
 
 
 def _plan_text(

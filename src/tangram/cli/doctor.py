@@ -8,6 +8,7 @@ import typer
 
 from tangram.cli.output import print_json, print_table, progress
 from tangram.errors import UserError
+from tangram.text import write_file
 
 MOST_RANKS = 64
 
@@ -58,10 +59,7 @@ def _measure(ranks: int, out: Path | None, *, json: bool) -> int:
         kinds = [one.kind for one in accelerators()]
         device = kinds[0] if kinds else "cpu"
         found = measured(device, ranks or len(kinds) or 2, lambda what: status.update(f"measuring {what}"))
-    try:
-        out.write_text(found.text(), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the file cannot be written to {out}: {error.strerror}") from None
+    write_file(out, found.text(), "the file")
     if json:
         print_json(
             {"file": str(out), "name": found.name, "ranks": found.ranks, "curves": list(map(asdict, found.fits))}

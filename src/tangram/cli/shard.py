@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -164,7 +164,8 @@ def _tell(verdicts: "Sequence[ProofVerdict]", wrong: "Sequence[ProofVerdict]") -
     rows: list[tuple[str, ...]] = []
     for kind, n in counts.most_common():
         own = [v for v in verdicts if v.kind == kind]
-        taken = [sum(max(counted(v).values(), default=0) for v in own) for counted in (_gradients, _without)]
+        sides = [v.gradients for v in own], [v.without for v in own]
+        taken = [sum(max(one.values(), default=0) for one in side) for side in sides]
         rows.append((kind, str(n), str(sum(v.cases for v in own)), *map(str, taken)))
     print_table("Op rules", ("verdict", "operators", "cases", "with gradients", "torch refuses a gradient"), rows)
     refused = [f"{v.operator} ({', '.join(v.without)})" for v in verdicts if v.without]
@@ -175,14 +176,6 @@ def _tell(verdicts: "Sequence[ProofVerdict]", wrong: "Sequence[ProofVerdict]") -
             print(f"{verdict.operator}: unproved: {verdict.why}")
     for verdict in wrong:
         print(f"{verdict.operator}: {verdict.kind}: {verdict.why}")
-
-
-def _gradients(verdict: "ProofVerdict") -> "Mapping[str, int]":
-    return verdict.gradients
-
-
-def _without(verdict: "ProofVerdict") -> "Mapping[str, int]":
-    return verdict.without
 
 
 @shard.command()

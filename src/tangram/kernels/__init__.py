@@ -4,7 +4,7 @@
     flash                       attention by recipes of low precision, by kernels
     fused                       norms and the rest of a model's operators, each in one pass
     compiled                    their kernels
-    lab                         what recipes cost, and whether a kernel is one of a recipe
+    lab                         recipes of low precision, emulated value by value
 
 They know nothing of ranks: what goes over all parts of a tensor is given to them.
 """

@@ -2,11 +2,11 @@
 
 import torch
 
+from bench._numerics.cases import Case, Results
 from tangram.kernels.attention import Heads, Partial
 from tangram.kernels.flash import emulated, launch
 from tangram.kernels.flash.launch import Call, Tile
 from tangram.kernels.flash.spans import Spans, by_numbers, in_order
-from tangram.kernels.lab.cases import Case, Results
 from tangram.kernels.lab.recipes import Recipe
 
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench._numerics.cases import Mask
+from bench._numerics.criterion import judged, limits
+from bench._numerics.inputs import Shape, drawn
 from tangram.kernels.flash.emulated import cast, e2m1, e4m3
 from tangram.kernels.flash.modes import MODES
 from tangram.kernels.lab import formats
-from tangram.kernels.lab.cases import Mask
-from tangram.kernels.lab.criterion import judged, limits
-from tangram.kernels.lab.inputs import Shape, drawn
 from tangram.kernels.lab.quant import Along, quantise
 from tangram.kernels.lab.recipes import RECIPES, Recipe
 from tests.kernels.flash.cases import by_emulation, spans_of

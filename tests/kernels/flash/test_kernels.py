@@ -9,15 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from bench._numerics.cases import Case, Mask
+from bench._numerics.criterion import judged, limits
+from bench._numerics.inputs import Shape, drawn
 from tangram.kernels.attention import Heads, Partial
 from tangram.kernels.flash import launch
 from tangram.kernels.flash.launch import Call, Tile, choose
 from tangram.kernels.flash.modes import MODES, cannot, fp8
 from tangram.kernels.flash.spans import Spans, in_order, with_blocks
-from tangram.kernels.lab.cases import Case, Mask
-from tangram.kernels.lab.criterion import judged, limits
 from tangram.kernels.lab.formats import E2M1, E4M3
-from tangram.kernels.lab.inputs import Shape, drawn
 from tangram.kernels.lab.quant import Operand, Scaling
 from tangram.kernels.lab.recipes import RECIPES, TWO_LEVEL, Forward, Recipe
 from tests.kernels.flash.cases import by_emulation, by_kernels, heads_of, spans_of

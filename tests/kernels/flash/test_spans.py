@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench._numerics.cases import visible
 from tangram.kernels.attention import Seen
 from tangram.kernels.flash.spans import Spans, by_numbers, in_order, ranges, with_blocks
-from tangram.kernels.lab.cases import visible
 
 
 @given(st.integers(1, 20), st.integers(0, 8), st.booleans(), st.integers(0, 9))

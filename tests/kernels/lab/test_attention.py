@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tangram.kernels.lab.attention import emulated, traced, truth
-from tangram.kernels.lab.cases import Case, Mask
+from bench._numerics.attention import emulated, traced, truth
+from bench._numerics.cases import Case, Mask
 from tangram.kernels.lab.formats import E4M3, Format
 from tangram.kernels.lab.quant import Operand
 from tangram.kernels.lab.recipes import FP32_CHUNKED, RECIPES, TRUTH, Freedom, Recipe, operands_only

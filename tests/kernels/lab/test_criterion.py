@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench._numerics.attention import emulated
+from bench._numerics.cases import TENSORS, Case, Mask, Results
+from bench._numerics.criterion import WAYS, Limits, by_offset, distances, judged, limits
+from bench._numerics.inputs import Shape, drawn
 from bench._numerics.mutant import mutated
 from bench._numerics.mutants import MUTANTS
 from bench._numerics.rivals import RIVALS, decibels
-from tangram.kernels.lab.attention import emulated
-from tangram.kernels.lab.cases import TENSORS, Case, Mask, Results
-from tangram.kernels.lab.criterion import WAYS, Limits, by_offset, distances, judged, limits
-from tangram.kernels.lab.inputs import Shape, drawn
 from tangram.kernels.lab.recipes import RECIPES, Accumulator, Freedom
 
 INPUTS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.cases import TENSORS, Mask
-from tangram.kernels.lab.inputs import LAWS, Shape, drawn
-from tangram.kernels.lab.metrics import measured, metrics
+from bench._numerics.cases import TENSORS, Mask
+from bench._numerics.inputs import LAWS, Shape, drawn
+from bench._numerics.metrics import measured, metrics
 from tangram.kernels.lab.recipes import RECIPES
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from bench import attention_numerics
 from bench._numerics import page, plots
+from bench._numerics.inputs import Shape, drawn
 from bench._numerics.rivals import RIVALS
 from bench._numerics.study import CRITERIA, OURS, Score, errors, put_to_the_test
 from tangram.errors import UserError
-from tangram.kernels.lab.inputs import Shape, drawn
 
 MARKS = "".join(
     f"<!-- {name} -->\nold\n<!-- end of {name} -->\n" for name in ("errors", "diagnosis", "mutants", "survivors")

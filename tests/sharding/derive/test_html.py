@@ -79,7 +79,7 @@ def test_texts_are_escaped_and_axes_coloured() -> None:
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the page .* cannot be written: No such file"):
+    with pytest.raises(UserError, match=r"the page cannot be written to .*: No such file"):
         write_page(tmp_path / "none" / "page.html", plan("tp=2"), "llama")
 
 

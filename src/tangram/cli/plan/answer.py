@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -46,16 +47,19 @@ from tangram.planner.report.answer_tables import (
     tables,
 )
 from tangram.planner.report.cost_tables import duration_json, duration_tables
+from tangram.planner.report.heterogeneous_tables import OverParts
 from tangram.planner.report.html_page import need_plotly
 from tangram.planner.report.report import Shown, write_report, write_step
 from tangram.planner.search.by_device_count import best
 from tangram.planner.search.explain import Explained, StrategyRequest, explain
+from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
 from tangram.planner.search.objectives import Terms, aim_of, hour_price
 from tangram.planner.search.pareto import Fronts, fronts
 from tangram.planner.search.query import Answer, ask_of, count_of, devices_of
 from tangram.planner.search.strategy import Ask, Choice, safe
 from tangram.planner.search.training_duration import Budget, durations, fewest
 from tangram.planner.space.framework_profiles import framework
+from tangram.text import refuse_unwritable, write_file
 
 PAGES = (".html", ".htm")
 THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -149,7 +153,7 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
     with progress("laying the model out, searching"):
         found = _answer(outline, where, asked, given, look, terms)
     document, shown, choices = found.document(), found.tables(), found.choices
-    document = {**_sizes(outline), **document}
+    document = {"parameters": outline.numbers, "active_parameters": active_numbers(outline), **document}
     shown.insert(0 if choices else 1, _size_table(outline))  # where nothing fits that is said first
     found.write(look, where)
     if job is not None:
@@ -164,11 +168,6 @@ def answered(common: Common, one: Strategy | None, look: Look, wanted: ExportReq
     if not json:
         _wrote(look, wanted, taking, some=bool(choices))
     return 0 if found.fits else 1
-
-
-def _sizes(outline: Outline) -> dict[str, object]:
-    """Parameters in all, and those that a token meets."""
-    return {"parameters": outline.numbers, "active_parameters": active_numbers(outline)}
 
 
 def _size_table(outline: Outline) -> Titled:
@@ -265,10 +264,7 @@ def _draw(shown: Shown, path: Path) -> None:
     setting, chosen = shown.setting(), shown.chosen
     scales = published().scales(setting.device.name, setting)
     trace = as_trace(timeline(shown.answer.outline, chosen.grid(), setting, scales))
-    try:
-        path.write_text(dumps(trace), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the timeline cannot be written to {path}: {error.strerror}") from None
+    write_file(path, dumps(trace), "the timeline")
 
 
 def _files(look: Look, wanted: ExportRequest | None, taking: Taking) -> None:
@@ -276,8 +272,8 @@ def _files(look: Look, wanted: ExportRequest | None, taking: Taking) -> None:
     if look.report is not None or (look.timeline is not None and look.timeline.suffix in PAGES):
         need_plotly()
     for name, path in (("report", look.report), ("timeline", look.timeline)):
-        if path is not None and (not path.resolve().parent.is_dir() or path.is_dir()):
-            raise UserError(f"the {name} cannot be written to {path}: give a file in a folder that is there")
+        if path is not None:
+            refuse_unwritable(path, f"the {name}")
     out = taking.out if wanted is None else wanted.out
     paths = [path.resolve() for path in (look.report, look.timeline, out) if path is not None]
     if len(set(paths)) < len(paths):
@@ -299,3 +295,42 @@ def _print(document: dict[str, object], shown: list[Titled], *, json: bool) -> N
         return
     for title, headers, rows in shown:
         print_table(title, headers, rows)
+
+
+# ----------------------------------------------------------------
+# `tangram plan MODEL --cluster A.toml,B.toml --between 25`: a cluster whose devices are not alike.
+
+
+def names_of_parts(cluster: str) -> tuple[str, ...]:
+    """The parts' names; none where one cluster is named. Raises UserError where one of several has no name."""
+    if "," not in cluster or Path(cluster).exists():
+        return ()
+    names = tuple(name.strip() for name in cluster.split(","))
+    if not all(names):
+        raise UserError(f"--cluster {cluster}: a part between the commas has no name")
+    return names
+
+
+def answered_over_parts(common: Common, names: Sequence[str], between: float | None) -> int:
+    """The ranking, the stages of the first, and each part alone; exit code 1 where nothing fits. Raises UserError."""
+    typed, training = common.typed(), common.training()
+    where = [clusters.load(name) for name in names]
+    if between is None:
+        raise UserError("what a device gets from another part is not said: give --between in GB/s")
+    job = read_job(common, Taking(None, 1, runs=False))
+    outline = training.outline(read_outline(common.model)) if job is None else job.outline
+    asked = ask_of(*typed_or_read(typed if job is None else job.typed(typed), None, None))
+    outline = training.samples(outline, asked.sequence)
+    asked = search_request(job, asked, training, outline)
+    parts, rate = parts_of(where, asked), between * 1e9
+    with progress("laying the model out, searching"):
+        found = over_parts(outline, parts, asked, rate)
+        beside = tuple(alone(outline, part, replace(asked, most=1)) for part in parts)
+        times = 0 if found else enough(outline, parts, asked, rate)
+    said = OverParts(outline, parts, asked, rate, found, beside, times)
+    if common.json:
+        print_json(said.document())
+    else:
+        for title, headers, rows in said.tables():
+            print_table(title, headers, rows)
+    return 0 if found else 1

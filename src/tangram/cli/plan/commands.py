@@ -55,8 +55,7 @@ def cluster(
 ) -> int:
     """Rank the parallel strategies of a model on a cluster; exit code 1 where nothing fits."""
     refuse_unknown(common)
-    from tangram.cli.plan.answer import Look, answered
-    from tangram.cli.plan.heterogeneous import answered_over_parts, names_of_parts
+    from tangram.cli.plan.answer import Look, answered, answered_over_parts, names_of_parts
     from tangram.cli.plan.inputs import Taking
 
     look = Look(

@@ -21,6 +21,7 @@ from tangram.planner.platforms.jobs import RUN, job_of
 from tangram.planner.platforms.targets import platform
 from tangram.planner.report.answer_tables import ZERO
 from tangram.planner.search.strategy import Ask, Choice
+from tangram.text import refuse_unwritable, write_file
 
 Typed = tuple[str | None, int | None, str | None, str | None, str, float, int]
 """Tokens of a step, of a sample, precision, framework, devices, memory in GB, how many strategies; None: as usual."""
@@ -70,8 +71,8 @@ def checked(wanted: ExportRequest) -> None:
             raise UserError("--submit needs a file: give one with --out")
         if wanted.submit and not which(client):
             raise UserError(f"{client} is not installed here: write the file without --submit, and submit it elsewhere")
-    if out is not None and (not out.resolve().parent.is_dir() or out.is_dir()):
-        raise UserError(f"the file cannot be written to {out}: give one in a folder that is there")
+    if out is not None:
+        refuse_unwritable(out, "the file")
 
 
 def read_strategy(explain: str, outline: Outline, devices: int, cluster: Cluster) -> ReadStrategy | None:
@@ -140,10 +141,7 @@ def write(wanted: ExportRequest, choices: Sequence[Choice], outline: Outline, as
     if wanted.out is None:
         print(written.text, end="")
         return
-    try:
-        wanted.out.write_text(written.text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the file cannot be written to {wanted.out}: {error.strerror}") from None
+    write_file(wanted.out, written.text, "the file")
     if wanted.submit:
         client = platform(wanted.emit).client
         if status := command([*client, str(wanted.out)]):

@@ -25,6 +25,7 @@ from tangram.planner.space.tasks import beside
 from tangram.schema.files import dumps, load, mistakes
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
+from tangram.text import refuse_unwritable, write_file
 from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 from tangram.training.trials.local_plans import rows_of_steps
@@ -90,10 +91,7 @@ class JobAndOutline:
             rows = [str(row) for row, one in enumerate(choices, start=1) if self._can(one)]
             said = f"rows that can be are {', '.join(rows)}" if rows else "no row can be: search only those with --runs"
             raise UserError(f"row {taking.pick} cannot be written as a plan: {reason}; {said}") from None
-        try:
-            taking.out.write_text(dumps(plan), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"the plan cannot be written to {taking.out}: {error.strerror}") from None
+        write_file(taking.out, dumps(plan), "the plan")
 
     def _can(self, choice: Choice) -> bool:
         try:
@@ -118,8 +116,8 @@ def job_in(
         raise UserError(
             f"{file} says batch, sequence and precision itself: leave them out, or change its keys with --set"
         )
-    if taking.out is not None and (not taking.out.resolve().parent.is_dir() or taking.out.is_dir()):
-        raise UserError(f"the plan cannot be written to {taking.out}: give a file in a folder that is there")
+    if taking.out is not None:
+        refuse_unwritable(taking.out, "the plan")
     job = load(path, changes)
     if isinstance(job, Plan):
         raise UserError(f"{file} is a plan already: `tangram plan show {file}` explains it, `tangram train` runs it")

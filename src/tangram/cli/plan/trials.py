@@ -21,6 +21,7 @@ from tangram.planner.local.trials import Tried
 from tangram.schema.files import dumps
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
+from tangram.text import refuse_unwritable, write_file
 from tangram.training.observe.progress import ProgressLine
 
 SHOWN = 40
@@ -149,9 +150,8 @@ def check(file: Path, job: Job | Plan, wish: Wish) -> Job:
         raise UserError(f"--pick {wish.pick}: rows count from 1")
     if wish.measure < 0 or wish.limit <= 0:
         raise UserError(f"--measure {wish.measure} --limit {wish.limit:g}: give some trials, and each some seconds")
-    out = wish.out
-    if out is not None and (not out.resolve().parent.is_dir() or out.is_dir()):
-        raise UserError(f"the plan cannot be written to {out}: give a file in a folder that is there")
+    if wish.out is not None:
+        refuse_unwritable(wish.out, "the plan")
     return job
 
 
@@ -173,7 +173,7 @@ def planned_here(job: Job, name: str, wish: Wish, *, json: bool) -> int:
         if wish.pick > len(fitting):
             why = "" if fitting else next((f": {one.why_not}" for one in ranking.ranked if one.why_not), "")
             raise UserError(f"--pick {wish.pick}: there are {len(fitting)} plans that fit this machine{why}")
-        _write(dumps(fitting[wish.pick - 1].chosen_plan), wish.out)
+        write_file(wish.out, dumps(fitting[wish.pick - 1].chosen_plan), "the plan")
     if json:
         print_json({**ranking.as_json(), **document})
         return 0 if fitting else 1
@@ -184,10 +184,3 @@ def planned_here(job: Job, name: str, wish: Wish, *, json: bool) -> int:
     if wish.out is not None:
         print(f"wrote {wish.out}: tangram train {wish.out}")
     return 0 if fitting else 1
-
-
-def _write(text: str, path: Path) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the plan cannot be written to {path}: {error.strerror}") from None

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from tangram.errors import UserError
 from tangram.hardware.catalogue import uniform
 from tangram.hardware.catalogue.devices import tables as catalogue
+from tangram.text import nearest_hint, packaged
 
 if TYPE_CHECKING:
     from tangram.hardware.catalogue.owncurves import Curves
@@ -183,14 +184,14 @@ def builtin(name: str) -> Cluster:
         if (tables := uniform.tables_of(name, tomllib.loads(_text(uniform.LIKE)))) is not None:
             return _of_tables(tables, name)
         device = uniform.suggested(name)
-        near = _nearest(name, names()) or (f" (did you mean {device!r}?)" if device else "")
+        near = nearest_hint(name, names()) or (f" (did you mean {device!r}?)" if device else "")
         raise UserError(f"there is no cluster {name!r}{near}: there are {', '.join(names())}, and {uniform.FORM}")
     return _cluster(_text(name), name)
 
 
 def _text(name: str) -> str:
     """The file of a cluster that comes with Tangram."""
-    return resources.files("tangram.hardware").joinpath("clusters", f"{name}.toml").read_text(encoding="utf-8")
+    return packaged("tangram.hardware", "clusters", f"{name}.toml")
 
 
 def load(path: Path | str) -> Cluster:
@@ -331,18 +332,13 @@ def _keys(
     name: str, where: str, table: Mapping[str, Any], needed: Sequence[str], allowed: Sequence[str] | None = None
 ) -> None:
     said = [
-        f'the key "{where}{key}" is not known{_nearest(key, allowed or needed)}'
+        f'the key "{where}{key}" is not known{nearest_hint(key, allowed or needed)}'
         for key in table
         if key not in (allowed or needed)
     ]
     said += [f'the key "{where}{key}" is missing' for key in needed if key not in table]
     if said:
         raise UserError(f"{name}: {'; '.join(said)}")
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _table(name: str, where: str, found: Any) -> dict[str, Any]:

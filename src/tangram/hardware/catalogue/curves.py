@@ -24,7 +24,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from tangram.errors import UserError
 from tangram.hardware.catalogue.devices import Figures
+from tangram.text import packaged
 
 Array = NDArray[Any]
 Values = Mapping[str, float]
@@ -67,7 +67,7 @@ matmuls reach its `best_matmul`."""
 
 @cache
 def _file() -> Mapping[str, Any]:
-    return tomllib.loads(resources.files("tangram.hardware").joinpath("curves.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(packaged("tangram.hardware", "curves.toml"))
 
 
 @cache
@@ -235,6 +235,7 @@ def _known(what: str) -> str:
 def collective(p: Values, device: Figures, what: str, nbytes: Any, ranks: Any, near: Any = None) -> Array:
     """Inside a domain, by given values; `near`: how many share what they meet at, by default all."""
     rate = device.link_bandwidth or device.pcie_bandwidth or PCIE
+    # Beyond two, ranks that meet at a host share what it carries; with links of their own `crowd` is 0.
     crowded = (2 / np.maximum(ranks if near is None else near, 2.0)) ** p.get("crowd", 0.0)
     part = 1.0 if what == "p2p" else (ranks - 1) / np.maximum(ranks, 1)
     return p["start"] + p["hop"] * (ranks - 1) + SHARES[what] * nbytes * part / (rate * p["reach"] * crowded)

@@ -12,10 +12,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from importlib import resources
 from typing import Any, cast
 
 from tangram.errors import UserError
+from tangram.text import packaged
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def wider(kind: str) -> tuple[str, ...]:
 @cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
     """The file as it is."""
-    return tomllib.loads(resources.files("tangram.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(packaged("tangram.hardware", "devices.toml"))
 
 
 @cache

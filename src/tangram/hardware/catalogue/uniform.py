@@ -65,6 +65,7 @@ def _read(name: str) -> tuple[str, int, int] | None:
     """Device, devices of a node, and nodes: of "h100-8x256", "h100x8", "8xh100" or "gb200-nvl72". What is before the
     last x is a device where the catalogue has one, as "a100-40x4"."""
     counted: list[tuple[str, int]] = []
+    # Names of devices have numbers of their own, so what the catalogue knows decides where a name ends.
     for pattern, at, count in ((r"(.+?)[-_ ]?x ?(\d{1,9})", 1, 2), (r"(\d{1,9})[-_ ]?x[-_ ]?(.+)", 2, 1)):
         found = re.fullmatch(pattern, name, re.ASCII)
         if found is not None:

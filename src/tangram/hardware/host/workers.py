@@ -32,7 +32,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, cast
 
-from tangram.hardware.host.after_fork import settle_torch
+from tangram.errors import UserError
 from tangram.hardware.host.channel import Channel, Json
 
 __all__ = [
@@ -43,8 +43,10 @@ __all__ = [
     "Outcome",
     "command",
     "forked",
+    "in_parts",
     "run",
     "serve_detached",
+    "settle_torch",
     "start_detached",
 ]
 
@@ -101,6 +103,20 @@ def run(jobs: Sequence[Job], limit: float, environment: Mapping[str, str] | None
         unfinished = [_exit_status(helper) is None for helper in helpers]
         _end(helpers)
         return [_outcome(helper, why if cut else None) for helper, cut in zip(helpers, unfinished, strict=True)]
+
+
+def in_parts(function: str, given: Mapping[str, Json], limit: float, failure: str, parts: int = 2) -> list[Any]:
+    """What helpers of one thread each return, every one given its `part` of `parts` beside the other arguments.
+
+    Raises UserError, `failure` and why, where one of them does not end in time and well.
+    """
+    jobs = [Job(function, {**given, "part": i, "parts": parts}) for i in range(parts)]
+    found: list[Any] = []
+    for outcome in run(jobs, limit, {"OMP_NUM_THREADS": "1"}):
+        if not outcome.ok:
+            raise UserError(f"{failure}: {outcome.error}")
+        found.append(outcome.value)
+    return found
 
 
 def _start(folder: Path, number: int, job: Job, environment: Mapping[str, str], ended: SimpleQueue[int]) -> _Helper:
@@ -363,3 +379,18 @@ def forked(act: Callable[[], Json], limit: float) -> Json:
         return json.loads(data)
     except ValueError:
         return None
+
+
+# ----------------------------------------------------------------
+# A shim for torch in a forked process, whose autograd threads may abort it as they start. The thread pool that a fork
+# inherits is made anew by the first thread that asks for it. Where an accelerator, or the fake one of `FakeTensorMode`,
+# gives autograd a thread per device, they ask at the same time, and those that find no pool abort: "Invalid thread
+# pool!", https://github.com/pytorch/pytorch/issues/178535. In half of the forks, where it was seen. So the fork's one
+# thread asks before there are others. `tests/hardware/test_after_fork.py` tells when torch does without.
+
+
+def settle_torch(threads: int | None = None) -> None:
+    """To be called first in a fork: make torch's thread pool anew, where torch is loaded; of as many `threads`."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads or torch.get_num_threads())

@@ -117,8 +117,9 @@ def rates(device: str = "cpu", processes: int = 1, *, anew: bool = False) -> Rat
     Raises UserError for a number of processes below one and a device that is not there.
     """
     _check(device, processes)
-    path = _cache_file()
-    key = json.dumps(_fingerprint(device, processes))
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tangram" / "rates.json"
+    # What is measured anew when it changes: another machine, share of it, kernel or torch.
+    key = json.dumps([VERSION, device, processes, _name(device), usable_cores(), platform.release(), torch.__version__])
     kept = _kept(path)
     if not anew and key in kept:
         with suppress(KeyError, TypeError, ValueError):  # a cache that somebody else wrote is measured again
@@ -232,6 +233,7 @@ def best_seconds(call: Callable[[], object], device: str, turns: int = _TURNS) -
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - start
         best = min(best, seconds / times)
+        # A turn of under a millisecond says more of the clock than of the call: the next is twice as long.
         if seconds < 1e-3:
             times *= 2
         else:
@@ -292,6 +294,7 @@ def _call_seconds(device: str) -> float:
             y = y * 1.5
         y.sum().backward()
 
+    # 20 products and a sum, each with its backward.
     return best_seconds(chain, device) / 42
 
 
@@ -340,14 +343,6 @@ def _memory(device: str, processes: int) -> float:
         return float(next(one.memory_bytes or 0 for one in accelerators() if one.kind == device))
     machine = describe()
     return float(machine.memory_available_bytes or machine.memory_bytes or 0) / processes
-
-
-def _cache_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tangram" / "rates.json"
-
-
-def _fingerprint(device: str, processes: int) -> list[object]:
-    return [VERSION, device, processes, _name(device), usable_cores(), platform.release(), torch.__version__]
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def attention(device: str, kind: str, processes: int, *, backward: bool = False)
     found: list[Point] = []
     with threads_of_one_of(processes):
         for (heads, width), length in itertools.product(HEADS, LENGTHS):
+            # Twice the length takes four times as long.
             before = next((one.seconds for one in reversed(found) if one.sizes["queries"] < length), 0.0)
             if before > LONGEST / 4:
                 continue

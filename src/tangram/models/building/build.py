@@ -18,7 +18,6 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tangram.errors import UserError
 from tangram.models.building.directory import PICKLED, READ, UNREAD, other_weights, refuse_missing, refuse_pointers
+from tangram.text import packaged
 
 # Fields of a configuration that say how it was made, or what the training decides: all is float32.
 FIXED = frozenset({"_name_or_path", "architectures", "dtype", "model_type", "transformers_version"})
@@ -41,7 +41,7 @@ FIXED = frozenset({"_name_or_path", "architectures", "dtype", "model_type", "tra
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """The named model sizes of `presets.toml`."""
-    return tomllib.loads(resources.files("tangram.models").joinpath("presets.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(packaged("tangram.models", "presets.toml"))
 
 
 def make_config(preset: str, changes: Mapping[str, Any]) -> PreTrainedConfig:

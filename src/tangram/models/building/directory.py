@@ -75,16 +75,13 @@ def unread_weights(folder: Path) -> str:
     return f"are in {unread[0]}, which is not read: get the repository with safetensors that it was made from"
 
 
-def other_weights(folder: Path, *, pickled: bool = True) -> str:
-    """Which weights a directory has that are no safetensors, and what to do with them; "" for none.
-
-    `pickled`: whether those in pickles are not read either.
-    """
+def other_weights(folder: Path) -> str:
+    """Which weights a directory has that are no safetensors, and what to do with them; "" for none."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     if any(file.suffix == READ for file in files):
         return ""
     pickles = [file.name for file in files if file.suffix in PICKLED and file.stem != "training_args"]
-    if pickles and pickled:
+    if pickles:
         return (
             f"are in {pickles[0]}, a pickle: convert them to safetensors with `tangram checkpoint convert {folder} NEW "
             "--to hf`"

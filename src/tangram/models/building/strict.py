@@ -49,12 +49,8 @@ def mistakes(fields: Mapping[str, Any], config: PreTrainedConfig) -> Iterator[st
 
 def _known(config: PreTrainedConfig) -> set[str]:
     kinds = type(config).__mro__
-    named = {name for kind in kinds for name in (*inspect.signature(kind).parameters, *_annotated(kind))}
+    named = {name for kind in kinds for name in (*inspect.signature(kind).parameters, *inspect.get_annotations(kind))}
     return named | set(config.attribute_map) | set(PreTrainedConfig().to_dict()) | {"torch_dtype", "dtype"}
-
-
-def _annotated(kind: type) -> Mapping[str, Any]:
-    return inspect.get_annotations(kind)
 
 
 def _numbers(config: PreTrainedConfig) -> Iterator[str]:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.capturing.graph import Graph, Node, Read, Value, filled
-from tangram.models.capturing.replay import run
+from tangram.models.capturing.graph import Graph, Node, Read, Value, filled, flat
 
 aten = torch.ops.aten
 ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default})
@@ -106,3 +105,41 @@ def still_right(graph: Graph, inputs: Mapping[str, Tensor]) -> bool:
 
 def _comparable(answer: Any) -> Any:
     return [tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(answer)]
+
+
+# ----------------------------------------------------------------
+# A graph run on real tensors: the proof that what was captured is what the model does.
+
+
+def replay(graph: Graph, given: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Every value, by number; `given` are the parameters, buffers and inputs by name. None of them is written.
+
+    Raises KeyError for one that is missing, and what operators raise where sizes are not those of the capture.
+    """
+    given = {**graph.constants, **given}
+    found = {i: given[value.name] for i, value in graph.of_kind("parameter", "buffer", "input")}
+    for node in graph.nodes:
+        results = run(node, filled(node.arguments, found.__getitem__))
+        found.update({v: r for v, r in zip(node.results, results, strict=True) if v is not None})
+    return found
+
+
+def run(node: Node, arguments: Mapping[str, Any]) -> list[Any]:
+    """What a node gives, lists of tensors flattened; what it would write is copied first."""
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for argument in cast(Any, node.operator)._schema.arguments:
+        value = arguments[argument.name]
+        if argument.is_write:
+            value = value.clone()
+        if argument.kwarg_only:
+            named[argument.name] = value
+        else:
+            positional.append(value)
+    return defined(node, flat(node.operator(*positional, **named)))
+
+
+def defined(node: Node, results: list[Any]) -> list[Any]:
+    """What a node gives, with zeros where it gives memory as it finds it: so that two runs can be compared."""
+    name = node.operator.name().partition("::")[2]
+    return [r.zero_() for r in results] if name.startswith(("empty", "new_empty")) else results

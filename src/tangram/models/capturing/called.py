@@ -155,6 +155,7 @@ class Log(TorchFunctionMode):
 
     def enter(self, module: str, args: Any, kwargs: Any) -> None:
         """A module begins to run."""
+        # Of modules that a model calls more than once each turn is a run of its own.
         parent = self._open[-1] if self._open else None
         turn = self._turns[module]
         self._turns[module] += 1

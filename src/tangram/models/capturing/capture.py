@@ -6,7 +6,7 @@
 The model runs under torch's fake tensors, as on the CPU, so attention is one fused operator and no architecture needs
 code of its own. A recorder stands above them: what it sees is what the dispatcher runs, below autograd, whatever the
 model's Python does. What is written in place gets a new value, and what is written through a view gives its base one
-(`overwrites`); other views of it that are taken after that are refused: a graph has no memory that they could share.
+(`opened`); other views of it that are taken after that are refused: a graph has no memory that they could share.
 
 Trade-off: one run is one path of the Python. Flow that looks at values is refused, `dynamic` sizes are fixed by it.
 """
@@ -35,8 +35,7 @@ from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, na
 from tangram.models.capturing.custom import Customs
 from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, named_arguments, refs
 from tangram.models.capturing.noted import listening
-from tangram.models.capturing.opened import GROUPED, Opening, grouped, plain, plainly
-from tangram.models.capturing.overwrites import BACK, CUTTING, unsaid
+from tangram.models.capturing.opened import BACK, CUTTING, GROUPED, Opening, grouped, plain, plainly, unsaid
 from tangram.models.capturing.reasons import place_and_reason
 from tangram.models.capturing.stages import Through
 

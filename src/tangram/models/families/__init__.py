@@ -265,23 +265,11 @@ def _add(a: int, b: int) -> int:
     return a + b
 
 
-def _subtract(a: int, b: int) -> int:
-    return a - b
-
-
-def _multiply(a: int, b: int) -> int:
-    return a * b
-
-
-def _divide(a: int, b: int) -> int:
-    return a // b
-
-
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: _add,
-    ast.Sub: _subtract,
-    ast.Mult: _multiply,
-    ast.FloorDiv: _divide,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.FloorDiv: int.__floordiv__,
 }
 
 

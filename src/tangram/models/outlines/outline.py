@@ -199,6 +199,7 @@ def decoder(dims: Dims, name: str = "decoder") -> Outline:
         )
     if dims.dense_layers > dims.layers:
         raise UserError(f"{name}: {dims.dense_layers} dense layers of {dims.layers}: there are not so many")
+    # One expert is a plain MLP: a router over it would choose nothing.
     mixed = dims.layers - dims.dense_layers if dims.experts > 1 else 0
     kinds = [
         decoder_block(dims, mixture=i >= dims.layers - mixed, window=i < dims.windowed) for i in range(dims.layers)

@@ -278,7 +278,8 @@ def _equal(pairs: tuple[tuple[_Cut, _Cut], ...]) -> float:
 
 
 def _counted(pairs: tuple[tuple[_Cut, _Cut], ...]) -> float:
-    sizes = {d: math.lcm(*[outer * k for pair in pairs for e, outer, k in pair if e == d]) for d in _dims(pairs)}
+    dims = sorted({cut[0] for pair in pairs for cut in pair})
+    sizes = {d: math.lcm(*[outer * k for pair in pairs for e, outer, k in pair if e == d]) for d in dims}
     if math.prod(sizes.values()) > _GRID:
         return 0.0
     grids = dict(zip(sizes, np.ogrid[tuple(slice(0, n) for n in sizes.values())], strict=True))
@@ -287,7 +288,3 @@ def _counted(pairs: tuple[tuple[_Cut, _Cut], ...]) -> float:
         x, y = [grids[d] // (sizes[d] // (outer * k)) % k for d, outer, k in pair]
         same &= x == y
     return float(same.mean())
-
-
-def _dims(pairs: tuple[tuple[_Cut, _Cut], ...]) -> list[int]:
-    return sorted({cut[0] for pair in pairs for cut in pair})

@@ -113,6 +113,7 @@ class _Ring(torch.autograd.Function):
             of_q += more[0]
             owed = coming.arrived() if coming is not None else owed
             owed = [x + one for x, one in zip(owed, more[1:], strict=True)]
+            # Owed gradients follow their keys one step behind: they go on while the next keys are attended to.
             coming = Passing(owed, group, len(here))
             here = passing.arrived() if passing is not None else here
         assert coming is not None  # a group has a rank

@@ -180,7 +180,8 @@ def shard(
     lists of index maps) that the shapes leave open.
     """
     grid = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    wild = [(_wild_regex(key), text) for key, text in layouts.items() if "*" in key]
+    patterns = {key: ".+".join(map(re.escape, re.split(r"\{\w+\*\}", key))) for key in layouts if "*" in key}
+    wild = [(re.compile(pattern), layouts[key]) for key, pattern in patterns.items()]
     unknown = [key for key in layouts if "*" not in key and key not in tensors.families]
     if unknown:
         raise RelayoutError(f"there is a layout for {unknown[0]}, but no such tensor")
@@ -202,10 +203,6 @@ def shard(
         except ValueError as error:
             raise RelayoutError(f"{name}: {error}") from None
     return Sharding(grid, out, tensors)
-
-
-def _wild_regex(key: str) -> re.Pattern[str]:
-    return re.compile(".+".join(re.escape(text) for text in re.split(r"\{\w+\*\}", key)))
 
 
 # ---------------------------------------------------------------- explicit pieces

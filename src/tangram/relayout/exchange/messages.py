@@ -172,6 +172,7 @@ def cut(box: Box, first: int, stop: int) -> list[Box]:
     if (first, stop) == (0, math.prod(sizes)):
         return [box]
     row = math.prod(sizes[1:])
+    # A range of row-major elements is the end of a row, whole rows, and the begin of a row, each of which is a box.
     a, b = -(-first // row), stop // row  # the whole rows
     if a > b:  # inside one row
         return _rows(box, b, b + 1, first - b * row, stop - b * row)

@@ -139,16 +139,12 @@ class Tensors:
         out: dict[str, list[TensorFamily]] = {}
         for family in self.families.values():
             if family.family_dims:
-                out.setdefault(_skeleton(family), []).append(family)
+                out.setdefault(_head("0".join(family.template)), []).append(family)
         return out
 
 
 def _head(name: str) -> str:
     return "".join("#" if numeric else "".join(chars) for numeric, chars in itertools.groupby(name, str.isdigit))
-
-
-def _skeleton(family: TensorFamily) -> str:
-    return _head("0".join(family.template))
 
 
 def template_of(pattern: TensorPattern) -> tuple[tuple[str, ...], tuple[int, ...]]:

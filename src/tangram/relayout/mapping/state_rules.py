@@ -279,7 +279,7 @@ def flattened(dims: Sequence[Dim]) -> tuple[Dim, ...]:
 def _shared(job: StateStatements, state: str, spec: StateSpec) -> Iterator[Statement]:
     """All parts tied. Indices that every tensor has stay; the members along others are written out as tied copies."""
     tensors = list(job.statement.tensors)
-    common = [i for i in tensors[0].index if all(_has_index(t, i.dim) for t in tensors)]
+    common = [i for i in tensors[0].index if all(i.dim in [own.dim for own in t.index] for t in tensors)]
     if any(
         _factors(i.dim) & {f for c in common for f in _factors(c.dim)}
         for t in tensors
@@ -300,10 +300,6 @@ def _shared(job: StateStatements, state: str, spec: StateSpec) -> Iterator[State
 
 _Member = tuple[bool, str]
 """Whether a tensor is of the target, and its name: both sides may use the same names."""
-
-
-def _has_index(t: TensorPattern, dim: Dim) -> bool:
-    return any(i.dim == dim for i in t.index)
 
 
 def _factors(dim: Dim) -> set[str]:

@@ -88,26 +88,26 @@ def _state_name(template: str, param: str, state: str) -> str:
 # ---------------------------------------------------------------- layouts of states
 
 
-def state_layout(base: Layout, mesh: Mesh, spec: StateSpec, family_dims: int = 0) -> Layout:
+def state_layout(base: Layout, mesh: Mesh, spec: StateSpec) -> Layout:
     """The layout of a state whose parameter lies as `base` (bound): each rank gets the values of what it holds.
 
     Raises RelayoutError where a cut goes through a block, or through a bracket whose factors a block takes apart.
     """
-    lead, dims = base.dims[:family_dims], base.dims[family_dims:]
+    dims = base.dims
     if spec.kind == "same":
         return base
     if base.flat:
         raise RelayoutError(f"{base}: a flat cut leaves nothing that a {spec.kind} state could follow")
     if spec.kind == "shared":
-        return Layout((*lead, Dim(REST)), at=base.at)
+        return Layout((Dim(REST),), at=base.at)
     if spec.kind == "reduced":
         at = {d + len(dims) if d < 0 else d for d in spec.dims}
         outside = [d for d in spec.dims if not -len(dims) <= d < len(dims)]
         if outside:
             raise RelayoutError(f"{base}: it has no dim {outside[0]} to reduce")
         kept = [Dim("", 1) if i in at else d for i, d in enumerate(dims) if spec.keepdim or i not in at]
-        return Layout((*lead, *kept), at=base.at)
-    return Layout((*lead, *flattened(_outside_blocks(base, dims, mesh, spec.block))), at=base.at)
+        return Layout(tuple(kept), at=base.at)
+    return Layout(flattened(_outside_blocks(base, dims, mesh, spec.block)), at=base.at)
 
 
 def _outside_blocks(base: Layout, dims: Sequence[Dim], mesh: Mesh, block: int) -> tuple[Dim, ...]:

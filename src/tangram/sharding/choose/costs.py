@@ -109,6 +109,7 @@ def _each_work(options: Options, cluster: Cluster) -> Iterator[tuple[FoldedStep,
             elif what.flops:
                 alone = moved_seconds(cluster, what.touched)
         shares = np.array([math.prod(move.share for move in moves) for moves in own])
+        # The backward of a product is two of its size, and other operators are taken to be alike.
         yield step, 3 * alone * step.times * shares
 
 

@@ -139,8 +139,11 @@ class Search:
             if self.nearby is not None:
                 self._improve(choice)
         if self.best is not None and self._late():
-            return Searched(self.best, min(self._floor(), self.best.seconds), self.smallest, 0)
+            floor = float(sum(table.min() for table in self.both.seconds.tables.values()))  # no choice costs less
+            return Searched(self.best, min(floor, self.best.seconds), self.smallest, 0)
         now = time.monotonic()
+        # What is worse in both costs is left out first: each look is quicker for it. Not for more than a part of the
+        # time, for the search itself is what finds something.
         kept = reduced([self.both.seconds, self.both.nbytes], now + 0.4 * max(self.stop - now, 0.0))
         looked = self._look(kept, 0.0, rounds=8)
         if looked.parted and self.nearby is not None and self.best is not None:
@@ -158,10 +161,6 @@ class Search:
         if self.best is not None:
             bound = min(bound, self.best.seconds)
         return Searched(self.best, bound, self.smallest, branches)
-
-    def _floor(self) -> float:
-        """What no choice costs less than: the least of each table."""
-        return float(sum(table.min() for table in self.both.seconds.tables.values()))
 
     def _late(self, times: float = 1.0) -> bool:
         """Whether there is no time for so many looks."""
@@ -197,6 +196,7 @@ class Search:
             return _Looked(float("inf"), None, None, None, 0.0, ())
         if free is not None and free.nbytes <= self.limit:
             return _Looked(bound, free, None, None, 0.0, parted)
+        # Prices are tried between two sides: the quickest choice is on one, the smallest on the other.
         fits, few = self._fewest(seconds, nbytes, kept)
         if few > self.limit * (1 + CLOSE):
             return _Looked(float("inf"), None, free, fits, 0.0, ())

@@ -80,15 +80,9 @@ def compare(names: Sequence[str] = ()) -> tuple[list[PaddleReport], list[PaddleD
         )
     if importlib.util.find_spec("paddle") is None:
         raise UserError("Paddle is not installed: pip install 'tangram-train[paddle]' brings it")
-    jobs = [workers.Job(f"{__name__}:job", {"names": [*names], "part": i, "parts": 2}) for i in range(2)]
-    reports: list[PaddleReport] = []
-    differences: list[PaddleDifference] = []
-    for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
-        if not outcome.ok:
-            raise UserError(f"Paddle could not be asked: {outcome.error}")
-        found = cast("dict[str, list[dict[str, Any]]]", outcome.value)
-        reports += [PaddleReport(**one) for one in found["reports"]]
-        differences += [PaddleDifference(**one) for one in found["differences"]]
+    shares = workers.in_parts(f"{__name__}:job", {"names": [*names]}, LIMIT, "Paddle could not be asked")
+    reports = [PaddleReport(**one) for share in shares for one in share["reports"]]
+    differences = [PaddleDifference(**one) for share in shares for one in share["differences"]]
     place = {(pair.paddle, pair.aten): i for i, pair in enumerate(PAIRS)}
     reports.sort(key=lambda one: place[one.paddle, one.aten])
     differences.sort(key=lambda one: place[one.paddle, one.aten])

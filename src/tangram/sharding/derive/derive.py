@@ -52,7 +52,6 @@ from tangram.sharding.derive.problem.states import cut as cut_state
 from tangram.sharding.derive.regions import BOTH, Regions, WithinOperators, even, kinds_of, regions_of, together
 from tangram.sharding.derive.solve.bounded import bounded, gap
 from tangram.sharding.derive.solve.solve import Name, SolverCosts
-from tangram.sharding.ops.rule_table import RuleTable
 
 __all__ = ["AxisProblem", "ConflictError", "Derived", "Over", "WorkRates", "derive", "fixed_by"]
 
@@ -97,7 +96,6 @@ def derive(
     marks: Sequence[Mark],
     mesh: Mesh,
     *,
-    table: RuleTable | None = None,
     rates: WorkRates | None = None,
     whole: frozenset[int] = frozenset(),
 ) -> Derived:
@@ -106,7 +104,7 @@ def derive(
     `whole`: classes that no axis cuts but by a mark. Raises UserError for a mark that names nothing, marks that
     contradict each other, and operators without a rule.
     """
-    folded = fold(graph, table)
+    folded = fold(graph)
     read = {v for one in graph.reads for v in one.values}
     whole |= {folded.classes[v] for v in (*graph.changed.values(), *read)}  # what every rank has all of
     wanted = fixed_by(folded, marks, mesh)

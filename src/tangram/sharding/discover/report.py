@@ -54,13 +54,8 @@ class Gap:
 
 def gaps() -> list[Gap]:
     """Every cut that is valid and not in the table. Raises UserError where torch has no samples, or the time is up."""
-    jobs = [workers.Job(f"{__name__}:job", {"part": i, "parts": 2}) for i in range(2)]
-    found: list[Gap] = []
-    for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
-        if not outcome.ok:
-            raise UserError(f"discovery did not end: {outcome.error}")
-        found += [Gap(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
-    return sorted(found, key=lambda gap: (gap.operator, -gap.calls))
+    shares = workers.in_parts(f"{__name__}:job", {}, LIMIT, "discovery did not end")
+    return sorted((Gap(**one) for share in shares for one in share), key=lambda gap: (gap.operator, -gap.calls))
 
 
 def job(part: int, parts: int) -> Any:

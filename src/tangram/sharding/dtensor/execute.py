@@ -128,7 +128,9 @@ class Executor:
         found: Any = propagator._propagate_tensor_meta_non_cached(schema)
         listed: list[TensorMeta | None] = [found] if isinstance(found, TensorMeta) else [*(found or ())]
         given = OpCall.of(schema.op, schema.args_schema, schema.kwargs_schema)
-        call = OpCall(schema.op, tree_map(_on_meta, dict(given.arguments), is_leaf=_is_spec))
+        call = OpCall(
+            schema.op, tree_map(_on_meta, dict(given.arguments), is_leaf=lambda value: isinstance(value, DTensorSpec))
+        )
         specs = _specs(call, given)
         mesh = next(s.mesh for s in specs if s is not None)
         if any(s is not None and s.mesh != mesh for s in specs):
@@ -215,10 +217,6 @@ def _part(bound: BoundOp, choice: DTensorChoice, mesh: DeviceMesh) -> local_call
         return None
     own = Mesh((tuple((axis_name(i), mesh.size(i)) for i in range(mesh.ndim)),))
     return local_call.part_of(bound, choice.cuts, own, own.rank({axis_name(i): at[i] for i in range(mesh.ndim)}))
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, DTensorSpec)
 
 
 def _meta(spec: DTensorSpec) -> TensorMeta:

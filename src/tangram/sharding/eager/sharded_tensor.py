@@ -293,23 +293,10 @@ def blocked(called: str, inputs: Sequence[ShardedTensor | None]) -> str:
 NEVER = float("inf")
 
 
-class TensorPlacement(Protocol):
-    """A tensor as a choice sees it."""
-
-    @property
-    def states(self) -> Mapping[str, State]:
-        """How it lies over each axis."""
-        ...
-
-    def price(self, axis: str, target: State) -> float:
-        """Bytes that a rank receives to have it so, forward and backward."""
-        ...
-
-
 def decide(
     operator: TracedOperator,
     bound: BoundOp,
-    inputs: Sequence[TensorPlacement | None],
+    inputs: Sequence[ShardedTensor | None],
     sizes: Mapping[str, int],
     nbytes: Sequence[float],
     differentiable: bool,
@@ -328,6 +315,7 @@ def decide(
             continue
         some = labels(bound, [*there, *[()] * len(bound.outputs)], k)
         fitting = [one for one in some if _is_even(bound, one, k, found, sizes)]
+        # Axes are decided one after the other, as in a derivation: a cut has to be even beside those before it.
         options = comms(operator.call, bound, fitting, k, [differentiable] * len(bound.outputs))
         best = min(options, key=lambda one: _cost(operator, one, inputs, axis, k, nbytes, differentiable, fixed))
         if _cost(operator, best, inputs, axis, k, nbytes, differentiable, fixed)[0] == NEVER:
@@ -339,7 +327,7 @@ def decide(
 def _cost(
     operator: TracedOperator,
     move: Comm,
-    inputs: Sequence[TensorPlacement | None],
+    inputs: Sequence[ShardedTensor | None],
     axis: str,
     k: int,
     nbytes: Sequence[float],

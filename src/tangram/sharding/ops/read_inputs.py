@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, locate, validate
-from tangram.layout.syntax import VOID, Cut, Dim
+from tangram.layout.syntax import VOID, Dim
 from tangram.sharding.ops import factor_products
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.cut_trees import Tree, axes_of, only, tree_of
@@ -103,7 +103,7 @@ def _read_dim(
 ) -> bool:
     """Whether the layout needs a closer look: an axis stands twice, or in a bracket."""
     twice = bool(dim.terms)
-    if twice or any(map(_has_map, dim.cuts)):
+    if twice or any(cut.map for cut in dim.cuts):
         for axis in dim.axes:
             mesh.axis(axis)
         locate.indices_of_rank(dim, mesh, dict.fromkeys(dim.axes, 0))  # raises where a map does not fit what it cuts
@@ -114,10 +114,6 @@ def _read_dim(
             twice = twice or axis in held.where
             held.where[axis] = State("cut", f, depth) if f else State("lost")
     return twice
-
-
-def _has_map(cut: Cut) -> bool:
-    return bool(cut.map)
 
 
 def _parts(tree: Tree, dim: Dim, factors: Sequence[str], bound: BoundOp, mesh: Mesh) -> Sequence[tuple[str, Tree]]:

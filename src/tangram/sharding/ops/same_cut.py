@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from tangram.layout.syntax import Cut, Dim
@@ -61,9 +60,7 @@ def _of_blocks(dim: Dim) -> Tree | None:
     *outer, last = dim.terms[0]
     if any(x.axes for x in outer) or last.terms:
         return None
+    if any(cut.map for cut in last.cuts):
+        return None
     blocks = math.prod(x.n for x in outer)
-    return _strided(last.cuts, blocks)
-
-
-def _strided(cuts: Sequence[Cut], blocks: int) -> Tree | None:
-    return None if any(cut.map for cut in cuts) else tuple([Cut(cut.axis, "strided", (blocks,)) for cut in cuts])
+    return tuple([Cut(cut.axis, "strided", (blocks,)) for cut in last.cuts])

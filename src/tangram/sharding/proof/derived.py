@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tangram.layout import Layout, Mesh
+from tangram.models.capturing.answers import defined, replay
 from tangram.models.capturing.graph import Graph, filled
-from tangram.models.capturing.replay import defined, replay
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.layouts import called, input_states, layout_of, made, needed, part, steps_of_nodes, used
 from tangram.sharding.derive.problem.folding import FoldedStep, meta

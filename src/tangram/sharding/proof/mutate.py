@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 
-from tangram.errors import UserError
 from tangram.hardware.host import workers
 from tangram.layout.rule import Rule
 from tangram.layout.syntax import VOID, Dim, Operand, Piece
@@ -122,21 +121,14 @@ def planted(table: RuleTable, line: RuleLine, rule: Rule) -> RuleTable:
     return RuleTable({name: tuple(other if one is line else one for one in some) for name, some in table.lines.items()})
 
 
-def score(names: Sequence[str] = (), every: int = 1, offset: int = 0) -> list[RuleMutant]:
-    """Plant every `every`-th mistake, from `offset` on, in the lines that speak of some operators (all by default)."""
-    jobs = [
-        workers.Job(f"{__name__}:job", {"names": list(names), "every": every, "offset": offset, "part": i, "parts": 2})
-        for i in range(2)
-    ]
-    found: list[RuleMutant] = []
-    for outcome in workers.run(jobs, 3 * LIMIT, {"OMP_NUM_THREADS": "1"}):
-        if not outcome.ok:
-            raise UserError(f"the mistakes could not be tried: {outcome.error}")
-        found += [RuleMutant(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
-    return sorted(found, key=lambda m: (m.operator, m.what))
+def score(names: Sequence[str] = (), every: int = 1) -> list[RuleMutant]:
+    """Plant every `every`-th mistake in the lines that speak of some operators (all by default)."""
+    given: dict[str, workers.Json] = {"names": list(names), "every": every}
+    shares = workers.in_parts(f"{__name__}:job", given, 3 * LIMIT, "the mistakes could not be tried")
+    return sorted((RuleMutant(**one) for share in shares for one in share), key=lambda m: (m.operator, m.what))
 
 
-def job(names: list[str], every: int, offset: int, part: int, parts: int) -> Any:
+def job(names: list[str], every: int, part: int, parts: int) -> Any:
     """One process's share of the mistakes."""
     torch.set_num_threads(1)
     table, calls = builtin(), samples.recorded()
@@ -147,7 +139,7 @@ def job(names: list[str], every: int, offset: int, part: int, parts: int) -> Any
         if own and (not names or set(names) & set(line.rule.operators)):
             mutants += [(line, own, what, rule) for what, rule in mutations(line.rule)]
     found: list[Any] = []
-    for line, own, what, rule in mutants[offset::every][part::parts]:
+    for line, own, what, rule in mutants[::every][part::parts]:
         made = RuleMutant(own[0], str(rule), what)
         for name in own:  # what is wrong for one operator of a line may be right for another
             value = workers.forked(lambda a=(line, name, rule): asdict(_try(table, *a, calls)), EACH)

@@ -39,11 +39,13 @@ def check(found: Propagation, expected: Sequence[Any]) -> Failure | None:
     for layout in (*found.inputs, *found.outputs):
         if layout is not None:
             validate(layout, mesh)
-    sources = [_Source(t, layout, mesh, i) for i, (t, layout) in enumerate(_inputs(found))]
+    sources = [
+        _Source(t, layout, mesh, i) for i, (t, layout) in enumerate(zip(found.call.tensors, found.inputs, strict=True))
+    ]
     ranks = list(_running(found))
     parts = [part_of(found, rank) for rank in ranks]
     try:
-        local = [[None if t is None else source.take(rank) for source, t in _zip(sources)] for rank in ranks]
+        local = [[None if source.tensor is None else source.take(rank) for source in sources] for rank in ranks]
         results = dict(zip(ranks, run_all(found.call, found.bound, parts, local), strict=True))
     except EXPECTED_ERRORS as error:
         return failure("some rank", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
@@ -53,14 +55,6 @@ def check(found: Propagation, expected: Sequence[Any]) -> Failure | None:
             if wrong:
                 return failure(f"output {i}", wrong)
     return None
-
-
-def _inputs(found: Propagation) -> Iterator[tuple[Tensor | None, Layout | None]]:
-    return zip(found.call.tensors, found.inputs, strict=True)
-
-
-def _zip(sources: Sequence[_Source]) -> Iterator[tuple[_Source, Tensor | None]]:
-    return ((source, source.tensor) for source in sources)
 
 
 def _running(found: Propagation) -> Iterator[int]:
@@ -108,6 +102,7 @@ def _shares(tensor: Tensor, sizes: Sequence[int], ops: dict[str, str], seed: int
     """Parts that add up to a tensor (of an average: whose mean it is), one for each place on the pending axes."""
     places = list(itertools.product(*map(range, sizes)))
     generator = torch.Generator().manual_seed(seed)
+    # Random parts, not a whole and zeros: what is not linear in its parts would pass with those.
     drawn = [torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype) for _ in places[1:]]
     parts = [tensor - sum(drawn), *drawn] if drawn else [tensor]
     times = len(places) if "avg" in ops else 1

@@ -2,7 +2,7 @@
 
     sizes       parts over 2, 3 and 5 ranks, so that some are uneven and some of nothing; two factors over two axes,
                 and one over two, in both orders
-    maps        every factor by an index map, and those whose parts need each other by every map (`mapped`)
+    maps        every factor by an index map, and those whose parts need each other by every map (`ways_by_maps`)
     values      those of the samples and drawn anew, with both signs
     spelling    dims counted from either end
     types       integers, booleans, complex numbers and bfloat16 where the operator takes them
@@ -37,8 +37,17 @@ from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.decompose import is_decomposed
 from tangram.sharding.ops.rule_table import POINTWISE, RuleTable, builtin, read_lines
-from tangram.sharding.proof import lists, mapped, routes, shapes
-from tangram.sharding.proof.execute import Failure, ProofVerdict, ReferenceRun, check, differs, run_reference, ways
+from tangram.sharding.proof import lists, routes, shapes
+from tangram.sharding.proof.execute import (
+    Failure,
+    ProofVerdict,
+    ReferenceRun,
+    check,
+    differs,
+    run_reference,
+    ways,
+    ways_by_maps,
+)
 from tangram.sharding.proof.samples import samples
 
 WORLDS = (2, 3, 5)
@@ -99,7 +108,7 @@ def trials(table: RuleTable, calls: Sequence[OpCall]) -> Iterator[ProofTrial]:
             expected = _expected(local_variants.for_comparison(variant, bound)) if bound.cuttable else None
             if expected is not None:
                 refused = _refused(variant, expected)
-                by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else mapped.ways(bound, worlds)
+                by_maps = () if i or any(rule is bound.rule for rule in mapped_once) else ways_by_maps(bound, worlds)
                 mapped_once += [] if i else [bound.rule]
                 for cuts, mesh in (*ways(bound, worlds), *by_maps):
                     failure, taken = (
@@ -215,16 +224,10 @@ def prove(
         if name not in table.lines.keys() | shapes.calls().keys() | routes.COMPOSITE.keys() and _is_composite(name):
             raise UserError(_COMPOSITE.format(name))
     run = [name for name in names if name not in shapes.calls()]
-    parts = 1 if names else 2
-    jobs = [
-        workers.Job(f"{__name__}:job", {"names": list(run), "rules": str(rules or ""), "part": i, "parts": parts})
-        for i in range(parts if run or not names else 0)
-    ]
-    found: list[ProofVerdict] = []
-    for outcome in workers.run(jobs, LIMIT, {"OMP_NUM_THREADS": "1"}):
-        if not outcome.ok:
-            raise UserError(f"the proof did not end: {outcome.error}")
-        found += [ProofVerdict(**cast("dict[str, Any]", one)) for one in cast("list[Any]", outcome.value)]
+    given: dict[str, workers.Json] = {"names": list(run), "rules": str(rules or "")}
+    parts = 2 if not names else 1 if run else 0
+    shares = workers.in_parts(f"{__name__}:job", given, LIMIT, "the proof did not end", parts)
+    found = [ProofVerdict(**one) for share in shares for one in share]
     for name in sorted(names or {*table.lines, *shapes.calls()} - {POINTWISE}):
         if any(samples.is_named([name], verdict.operator.partition(" ")[0]) for verdict in found):
             continue

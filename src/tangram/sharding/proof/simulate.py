@@ -119,6 +119,7 @@ def cut(tensor: Tensor, layout: Layout, world: SimWorld) -> SimTensor:
             there = indices_of_rank(factor, world.mesh, own)
             if there != ((0, tensor.shape[dim]),):
                 part = part.index_select(dim, torch.tensor(elements(there), dtype=torch.int64))
+        # Of a pending sum one rank has all and the others nothing: so the parts add up to the tensor exactly.
         lead = all(own[axis] == 0 for op, axis in layout.pending if op == "sum")
         parts.append(part.clone() if lead else torch.zeros_like(part))
     return of_parts(tensor.shape, parts, layout, world)

@@ -130,19 +130,17 @@ def propagate(
     mesh: Mesh,
     *,
     differentiable: bool = True,
-    bound: BoundOp | None = None,
     settled: Set[int] = frozenset(),
 ) -> Propagation:
     """How one operator runs on a mesh when its inputs lie like this.
 
     `layouts`: one for each of `call.tensors`; None for an absent one, or for one that every rank has whole.
-    `differentiable`: whether a gradient is wanted; a maximum or minimum then never stays pending. `bound`: the factors
-    of the call, where they are known already. `settled`: the inputs on which no sum is to wait, since others read them
-    too, and would each reduce it. Raises NoRuleError for an operator without a rule, LayoutError for a
-    layout that does not fit its tensor or the mesh, UserError where an operator that writes an input in place would
-    need that input otherwise.
+    `differentiable`: whether a gradient is wanted; a maximum or minimum then never stays pending. `settled`: the inputs
+    on which no sum is to wait, since others read them too, and would each reduce it. Raises NoRuleError for an operator
+    without a rule, LayoutError for a layout that does not fit its tensor or the mesh, UserError where an operator that
+    writes an input in place would need that input otherwise.
     """
-    bound = bound or find_bound(table, call)
+    bound = find_bound(table, call)
     tensors = call.tensors
     if len(layouts) != len(tensors):
         raise UserError(f"{call.name} has {len(tensors)} tensors here, but {len(layouts)} layouts are given")

@@ -29,7 +29,7 @@ from tangram.sharding.ops.decompose import DecomposedStep, ResultRef, decomposit
 from tangram.sharding.ops.rule_table import NoRuleError, RuleTable
 from tangram.sharding.propagation import op_cost
 from tangram.sharding.propagation.axis_choices import ALL_REDUCE, received
-from tangram.sharding.propagation.propagate import Propagation, Relayout, propagate
+from tangram.sharding.propagation.propagate import Propagation, propagate
 
 _EQUAL = 1 - 1e-9
 """Below this share of the other's bytes a way moves fewer: sums of fractions are not exact."""
@@ -51,11 +51,11 @@ class Leg:
         if self.propagation is None:
             return {}
         pairs = ((self.sources[one.place], one) for one in self.propagation.relayouts)
-        return {ref: one.target for ref, one in pairs if ref is not None and _is_reduced(one)}
-
-
-def _is_reduced(one: Relayout) -> bool:
-    return len(one.target.pending) < len(one.source.pending)
+        return {
+            ref: one.target
+            for ref, one in pairs
+            if ref is not None and len(one.target.pending) < len(one.source.pending)
+        }
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,7 @@ def _route(
         if other is None:
             raise
         return other
+    # What moves nothing as it is cannot be bettered, so its decomposition is not even looked for.
     if direct.nbytes:
         try:
             other = _decomposed(table, call, layouts, mesh, differentiable, within)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tangram.errors import UserError
 from tangram.models.capturing.graph import Called, Graph, Node, Run, refs
-from tangram.models.capturing.overwrites import unsaid
+from tangram.models.capturing.opened import unsaid
 from tangram.sharding.ops.calls import schema_of
 from tangram.sharding.runtime.program import Border, OpAction, Program
 

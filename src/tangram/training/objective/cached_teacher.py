@@ -29,8 +29,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from tangram.errors import UserError
-from tangram.kernels.divergence import FAR
-from tangram.kernels.top_divergence import TopRows
+from tangram.kernels.divergence import FAR, TopRows
 from tangram.schema.job import Job
 from tangram.training.data import IGNORE, Batch
 

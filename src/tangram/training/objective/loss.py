@@ -23,8 +23,7 @@ from torch.nn.functional import pad
 
 from tangram.errors import UserError
 from tangram.kernels.cross_entropy import Classes, OverParts, cross_entropy
-from tangram.kernels.divergence import Comparison, Formula, divergence
-from tangram.kernels.top_divergence import TopRows, top_divergence
+from tangram.kernels.divergence import Comparison, Formula, TopRows, divergence, top_divergence
 from tangram.relayout.collectives.one_collective import largest, move, summed
 from tangram.sharding.derive.problem.states import SAME, SUM, State
 from tangram.training.data import IGNORE

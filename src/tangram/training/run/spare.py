@@ -11,9 +11,8 @@ import subprocess
 import sys
 import time
 
-from tangram.hardware.host.after_fork import settle_torch
 from tangram.hardware.host.channel import Channel
-from tangram.hardware.host.workers import Detached, serve_detached
+from tangram.hardware.host.workers import Detached, serve_detached, settle_torch
 from tangram.training.run.signals import POLITE
 
 

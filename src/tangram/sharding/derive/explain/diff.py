@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.explain.show import Row, amount, folded_name, place, short, signed, total, ways
+from tangram.sharding.derive.explain.show import Row, amount, folded_name, parts_of, place, short, signed, total, ways
 from tangram.sharding.derive.layouts import Moved, moved, value_layout
-from tangram.sharding.derive.problem.states import part_dim
 
 Key = tuple[str, str]
 
@@ -65,6 +64,8 @@ class DerivationDifference:
 def difference(one: Derived, other: Derived) -> DerivationDifference:
     """Compare two derivations of one graph."""
     graph = one.folded.graph
+    # Of equal layers, which have one name here, the first stands for all: of a key the last written value stays,
+    # so they are written backwards, and brought into their order again below.
     parameters = {folded_name(one, value.name): v for v, value in reversed([*graph.of_kind("parameter")])}
     modules = {folded_name(one, name) or "the model": v for name, v in reversed([*graph.results.items()])}
     return DerivationDifference(
@@ -84,17 +85,8 @@ def _layout_differences(one: Derived, other: Derived, named: dict[str, int]) -> 
             n = times[one.folded.classes[v]] * graph.values[v].nbytes
             texts = [short(layout) or "()" for layout in layouts]
             yield LayoutDifference(
-                name, graph.values[v].shape, texts[0], texts[1], n / _parts(one, v), n / _parts(other, v)
+                name, graph.values[v].shape, texts[0], texts[1], n / parts_of(one, v), n / parts_of(other, v)
             )
-
-
-def _parts(found: Derived, v: int) -> int:
-    """In how many parts ranks hold a tensor."""
-    parts, own = 1, found.folded.classes[v]
-    for over in found.axes:
-        if own in over.used and part_dim(over.used[own]) is not None:
-            parts *= over.k
-    return parts
 
 
 def _communication_differences(one: Derived, other: Derived) -> Iterator[CommunicationDifference]:

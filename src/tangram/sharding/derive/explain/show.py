@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -44,17 +45,24 @@ def folded_name(found: Derived, name: str) -> str:
     return name
 
 
+def parts_of(found: Derived, v: int) -> int:
+    """In how many parts ranks hold a tensor as it is used."""
+    own = found.folded.classes[v]
+    return math.prod(over.k for over in found.axes if own in over.used and part_dim(over.used[own]) is not None)
+
+
 def parameters(found: Derived) -> Iterator[Row]:
     """Of each parameter: its name, shape, layout, and its bytes on a rank."""
     graph = found.folded.graph
     for v, value in graph.of_kind("parameter"):
         if found.folded.classes[v] == v:
-            parts = 1
-            for over in found.axes:
-                if v in over.used and part_dim(over.used[v]) is not None:
-                    parts *= over.k
             shape = " x ".join(map(str, value.shape))
-            yield folded_name(found, value.name), shape, short(value_layout(found, v)), amount(value.nbytes / parts)
+            yield (
+                folded_name(found, value.name),
+                shape,
+                short(value_layout(found, v)),
+                amount(value.nbytes / parts_of(found, v)),
+            )
 
 
 def modules(found: Derived) -> Iterator[Row]:

@@ -195,6 +195,7 @@ def chain_of(found: Derived, v: int, over: Over) -> Chain | None:
         for w in dict.fromkeys((*step.inputs, *step.outputs)):
             if w is not None:
                 near.setdefault(w, []).append(step)
+    # Dijkstra from the tensor on: the first marked one that is reached is the nearest.
     queue: list[tuple[int, int]] = [(0, v)]
     far = {v: 0}
     came: dict[int, tuple[int, FoldedStep]] = {}
@@ -248,6 +249,7 @@ def _length(step: FoldedStep, one: int, other: int, over: Over) -> int:
         return 50
     tied = {"cut", "sum"}
     both = a.kind in tied and b.kind in tied
+    # A longer way by operators that keep the cut explains more than a short one past whole tensors.
     length = 1 if both else 10 if a.kind in tied or b.kind in tied else 20
     return length + 15 * (over.used[one] != a) + 15 * (over.used[other] != b)
 

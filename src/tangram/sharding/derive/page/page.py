@@ -17,18 +17,17 @@ from pathlib import Path
 from string import Template
 
 import tangram
-from tangram.errors import UserError
 from tangram.layout import Layout
 from tangram.layout.syntax import Dim
 from tangram.sharding.derive.derive import Derived
 from tangram.sharding.derive.explain.operators import VIEWS, line_of, module_of, states_in, title, written
-from tangram.sharding.derive.explain.show import amount, folded_name, place
+from tangram.sharding.derive.explain.show import amount, folded_name, parts_of, place
 from tangram.sharding.derive.explain.why import named
 from tangram.sharding.derive.layouts import input_states, layout_of, used, value_layout
 from tangram.sharding.derive.page.tree import Box, Pill, TreeParameter, TreeRun, tree
 from tangram.sharding.derive.problem.folding import FoldedStep
-from tangram.sharding.derive.problem.states import State, part_dim
-from tangram.text import packaged
+from tangram.sharding.derive.problem.states import State
+from tangram.text import packaged, write_file
 
 _SHOWN = 9
 """Operators of a run that are named."""
@@ -207,12 +206,9 @@ def of_tensor(found: Derived, colours: Colours, v: int, name: str) -> str:
     """A parameter, a buffer or an input: how it lies, and who needs it how."""
     value = found.folded.value(v)
     states = input_states(found, v) or used(found, v)
-    nbytes = float(value.nbytes)
-    for over in found.axes:
-        nbytes /= over.k if v in over.used and part_dim(over.used[v]) is not None else 1
     told = _fact("lies", colours.layout(layout_of(value.shape, states)))
     told += _fact("is", f"{escape(str(value.dtype).removeprefix('torch.'))}, {amount(value.nbytes)}")
-    told += _fact("on a rank", amount(nbytes))
+    told += _fact("on a rank", amount(value.nbytes / parts_of(found, v)))
     if found.folded.times[v] > 1:
         told += _fact("stands for", f"{found.folded.times[v]} equal ones")
     takers = [step for step in found.folded.steps if v in step.inputs]
@@ -299,11 +295,7 @@ _MOST = 6
 
 def write_page(path: Path, found: Derived, model: str) -> None:
     """Write the page. `model`: what it is called. Raises UserError where the file cannot be written."""
-    text = page(found, model)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f'the page "{path}" cannot be written: {error.strerror}') from None
+    write_file(path, page(found, model), "the page")
 
 
 def page(found: Derived, model: str) -> str:
@@ -325,7 +317,7 @@ def _head(found: Derived, model: str, drawing: BoxDrawing) -> str:
     """The name, the marks, and what moves by axis and collective."""
     graph = found.folded.graph
     whole = sum(value.nbytes for _, value in graph.of_kind("parameter"))
-    held = sum(_bytes_of(found, v) for v, _ in graph.of_kind("parameter"))
+    held = sum(value.nbytes / parts_of(found, v) for v, value in graph.of_kind("parameter"))
     marks = "".join(f"<li><code>{drawing.colours.text(str(mark))}</code></li>" for mark in found.marks)
     inputs = ", ".join(f"{value.name} {' x '.join(map(str, value.shape))}" for _, value in graph.of_kind("input"))
     plural = "s" if len(found.marks) != 1 else ""
@@ -336,14 +328,6 @@ def _head(found: Derived, model: str, drawing: BoxDrawing) -> str:
         f"<div><h3>What moves most</h3>{_most(found, drawing)}</div>"
         f'<div><h3>From {len(found.marks)} mark{plural}</h3><ol class="marks">{marks}</ol></div></div>'
     )
-
-
-def _bytes_of(found: Derived, v: int) -> float:
-    nbytes, own = float(found.folded.graph.values[v].nbytes), found.folded.classes[v]
-    for over in found.axes:
-        if own in over.used and part_dim(over.used[own]) is not None:
-            nbytes /= over.k
-    return nbytes
 
 
 def _axes(found: Derived, drawing: BoxDrawing) -> Iterator[str]:

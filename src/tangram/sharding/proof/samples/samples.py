@@ -85,6 +85,7 @@ def recorded(names: Sequence[str] = ()) -> dict[str, list[OpCall]]:
     recorder, state = SampleRecorder(), torch.get_rng_state()
     extra_samples.run(recorder)
     for info in [*first, *(info for info in infos if info not in first)]:
+        # The database takes long: it is left as soon as each name has a call.
         if names and info not in first and all(_has(recorder, name) for name in names):
             break
         with warnings.catch_warnings():

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.attention import emulated, traced, truth
-from tangram.kernels.lab.cases import TENSORS, Case
+from bench._numerics.attention import emulated, traced, truth
+from bench._numerics.cases import TENSORS, Case
 from tangram.kernels.lab.formats import BF16
 from tangram.kernels.lab.recipes import Freedom, Recipe, operands_only
 

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tangram.kernels.lab.attention import emulated, truth
-from tangram.kernels.lab.cases import TENSORS, Case, Results, shared, summed
-from tangram.kernels.lab.metrics import norm, row_sizes
+from bench._numerics.attention import emulated, truth
+from bench._numerics.cases import TENSORS, Case, Results, shared, summed
+from bench._numerics.metrics import norm, row_sizes
 from tangram.kernels.lab.recipes import FP32_CHUNKED, Accumulator, Freedom, Recipe
 
 WAYS = ("whole", "head", "stretch", "row", "slope", "offset")

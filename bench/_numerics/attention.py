@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.cases import Case, Results, shared, summed
+from bench._numerics.cases import Case, Results, shared, summed
 from tangram.kernels.lab.formats import FP32, Format, cast, single
 from tangram.kernels.lab.quant import Along, Operand, Quantised, block_mean, hadamard, quantise
 from tangram.kernels.lab.recipes import BLOCK, TRUTH, Accumulator, Freedom, Recipe, product

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tangram.kernels.lab.cases import Case, Mask, shared
+from bench._numerics.cases import Case, Mask, shared
 
 
 @dataclass(frozen=True)
