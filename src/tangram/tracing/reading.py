@@ -251,6 +251,10 @@ def read_rank(path: Path) -> RankTrace:
     whole = data if world <= KEPT_RANKS else None
     ring = as_now(np.frombuffer(data, ROW_DTYPES[version], rows, 0 if whole is None else ring_bytes(events, 0)))
     names = _names(path.with_suffix(".names.jsonl"))
+
+    def first(key: str, none: Any = ()) -> Any:
+        return next((one[key] for one in names if key in one), none)
+
     return RankTrace(
         rank=rank,
         world=world,
@@ -265,16 +269,14 @@ def read_rank(path: Path) -> RankTrace:
         groups={int(one["group"]): {**one, "ranks": in_steps(one["ranks"])} for one in names if "ranks" in one},
         sites={int(one["site"]): one for one in names if "site" in one},
         deviations=tuple(one for one in names if "deviation" in one),
-        about=next((cast("dict[str, Any]", one["run"]) for one in names if "run" in one), dict[str, Any]()),
+        about=first("run", {}),
         sequences={int(one["step"]): tuple(one["sequence"]) for one in names if "sequence" in one},
-        layers=next(
-            (tuple((name, tuple(axes)) for name, axes in one["layers"]) for one in names if "layers" in one), ()
-        ),
+        layers=tuple((name, tuple(axes)) for name, axes in first("layers")),
         sums={int(one["step"]): tuple(one["sums"]) for one in names if "sums" in one},
-        planned=next((tuple(one["planned"]) for one in names if "planned" in one), ()),
+        planned=tuple(first("planned")),
         spikes=tuple(one for one in names if "spike" in one),
         not_finite={int(one["not_finite"]): one for one in names if "not_finite" in one},
-        failed=next((str(one["failed"]) for one in names if "failed" in one), ""),
+        failed=str(first("failed", "")),
     )
 
 

@@ -23,9 +23,8 @@ from tangram.checkpoint.saving.rank_parts import (
     sentence,
     tensors_of,
 )
-from tangram.checkpoint.saving.rank_shares import mine
 from tangram.checkpoint.state.describe import describe
-from tangram.checkpoint.state.entries import Described, State, StateEntry
+from tangram.checkpoint.state.entries import Described, State, StateEntry, mine
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.relayout.exchange.peers import PeerLostError, Peers

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.saving.file_layout import Image, Outgoing, images
-from tangram.checkpoint.saving.rank_shares import mine
-from tangram.checkpoint.state.entries import StateEntry
+from tangram.checkpoint.state.entries import StateEntry, mine
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.hardware.host.hostmemory import Shared
@@ -125,7 +124,8 @@ def copies_of(own: RankShare, memory: Shared) -> Copies:
         for file, start in zip(own.places.files, own.places.starts, strict=True)
         for placed in file.placed
     ]
-    plain = _chunks([(into, _plain(local)) for into, local in copies if _is_plain(local)])
+    flat = [(into, local.detach().reshape(-1)) for into, local in copies if _is_plain(local)]
+    plain = _chunks([(into, values.view(torch.uint8).numpy()) for into, values in flat])
     return Copies(tuple(plain), [(into, local) for into, local in copies if not _is_plain(local)])
 
 
@@ -243,10 +243,6 @@ class _Moments:
 def _is_plain(values: Tensor) -> bool:
     """Whether its elements lie in the host's memory in the order of the file."""
     return values.device.type == "cpu" and values.is_contiguous() and not values.is_conj() and not values.is_neg()
-
-
-def _plain(values: Tensor) -> Bytes:
-    return values.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _chunks(copies: list[tuple[Bytes, Bytes]]) -> list[list[tuple[Bytes, Bytes]]]:

@@ -107,8 +107,8 @@ class LocalParts:
             if (name := names[p]) in at_once
         ]
         for path, module in named_modules(model):
-            inside = any(keys and _inside(other, path) for other, keys in own.items())
-            if own[path] or inside:
+            inner = (at for at in own if at != path and (not path or at.startswith(f"{path}.")))
+            if own[path] or any(own[at] for at in inner):
                 self._wrap(path, module, own[path])
 
     def begin(self, graph: Graph) -> None:
@@ -159,10 +159,6 @@ def local(x: Tensor) -> Tensor:
 def _cut_ones(module: nn.Module, names: Mapping[nn.Parameter, str], cut: Set[str]) -> dict[str, str]:
     own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
     return {key: names[p] for key, p in own.items() if p is not None and names[p] in cut}
-
-
-def _inside(path: str, other: str) -> bool:
-    return path != other and (not other or path.startswith(f"{other}."))
 
 
 def _with_parts(

@@ -40,7 +40,7 @@ def shard(
 
     What has to hear of each micro-batch before it (`before`); None where all are alike.
     """
-    if not _needed(plan, world):
+    if world.data_size == 1 and of_one_type(plan):  # nothing to gather, reduce or round: FSDP2 would only copy
         return None
     if is_plain_ddp(plan):
         once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
@@ -67,11 +67,6 @@ def shard(
     if plan.pipeline is None and (plan.run.reshard == "after step" or plan.run.reduce_every == "step"):
         return StepShards(model, plan)
     return None
-
-
-def _needed(plan: Plan, world: World) -> bool:
-    """Whether FSDP2 has anything to gather, reduce or round: for one rank and one type it would only copy."""
-    return world.data_size > 1 or not of_one_type(plan)
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

@@ -38,10 +38,9 @@ from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDo
 from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
-from tangram.training.step.backward import backward
+from tangram.training.step.backward import backward, early_updates
 from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
-from tangram.training.step.in_backward import early_updates
 from tangram.training.step.objectives import LossSum, count_of, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, round_for, set_lr, square_sum
 
