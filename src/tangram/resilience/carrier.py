@@ -141,8 +141,7 @@ class Carrier:
         """The folder under way on the disk."""
         target = commits.free_path(self._tiers.disk, snapshot.step)
         try:
-            shutil.rmtree(commits.partial_path(target, save_id), ignore_errors=True)
-            return commits.begin(target, save_id)
+            return commits.begin(target, save_id, anew=True)
         except OSError as error:
             self._events.put(SaveFailed(snapshot.step, sentence(error)))
             return None

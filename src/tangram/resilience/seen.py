@@ -117,16 +117,13 @@ class FailureLog:
         self._add({"what": "start", "devices": devices})
 
     def failed(self, failure: Failure) -> None:
-        """The ranks have ended."""
         self._add({"what": "failure", "cause": _CAUSES[failure.cause], "step": failure.step})
 
     def recovered(self, event: Recovered) -> None:
-        """Training runs again."""
         where = "memory" if event.memory else "disk"
         self._add({"what": "recovered", "seconds": round(event.seconds, 2), "from": where, "again": event.lost_steps})
 
     def ended(self) -> None:
-        """The run is over, or given up."""
         self._add({"what": "end"})
 
     def _add(self, row: dict[str, Any]) -> None:

@@ -324,7 +324,6 @@ class _Run:
             raise UserError(f"the last checkpoint, of step {newest.step}, could not be written to the disk")
 
     def pass_on(self) -> None:
-        """What the promoter has to tell."""
         for event in self.promoter.heard():
             self.on_event(event)
 

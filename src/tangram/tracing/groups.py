@@ -74,7 +74,6 @@ class RecordedWork(dist.Work):
         self._work, self._recorder, self._call = work, recorder, call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As of the call itself."""
         number, group, op = self._call
         since = self._recorder.waits(number)
         done = self._work.wait() if timeout is None else self._work.wait(timeout)
@@ -125,7 +124,6 @@ class RecordedGroup(dist.ProcessGroup):
         self.number = recorder.group(name, axes, ranks)
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """Of who does the calls."""
         return "gloo"
 
 

@@ -63,7 +63,6 @@ class Ring:
     data: bytes | None
 
     def read(self, start: int = 0, size: int = -1) -> bytes:
-        """Some of its bytes."""
         if self.data is not None:
             return self.data if size < 0 else self.data[start : start + size]
         with self.path.open("rb") as file:
@@ -155,7 +154,6 @@ class RankTrace:
 
     @cached_property
     def waiting(self) -> Call | None:
-        """The call that it waits for."""
         return self.call(self.live.waiting) if self.live.waiting else None
 
     def call(self, number: int) -> Call | None:
@@ -171,7 +169,6 @@ class RankTrace:
         return found[0] if found is not None and int(found["number"][0]) == number else None
 
     def in_words(self, event: np.void) -> Call:
-        """An event that began a call."""
         site, group = self.sites.get(int(event["site"]), {}), self.groups.get(int(event["group"]), {})
         return Call(
             op=op_word(int(event["op"])),
@@ -195,7 +192,6 @@ class RankTrace:
 
 
 def op_word(op: int) -> str:
-    """The name of a kind of call."""
     return OPS[op] if op < len(OPS) else f"call {op}"
 
 

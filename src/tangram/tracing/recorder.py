@@ -322,7 +322,6 @@ class Recorder(Trace):
         return "" if said else self.files.failure
 
     def close(self, end: End) -> None:
-        """The rank ends; how."""
         self._end_step(ended=end is End.FINISHED)
         self._stop.set()
         _INT(self._memory, ENDED_AT, end)

@@ -209,7 +209,6 @@ class Chunk:
 
 
 def size_of(chunk: Chunk) -> int:
-    """The bytes of a block's elements."""
     return chunk.values.nbytes
 
 
@@ -279,7 +278,6 @@ class _Sink:
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
-        """Take the next bytes."""
         n = memoryview(data).nbytes
         if self.error is None:
             try:

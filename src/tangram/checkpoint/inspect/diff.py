@@ -60,7 +60,6 @@ class TensorChange:
     """NaNs in each."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {**vars(self), "nans": list(self.nans), "largest": _json(self.largest), "relative": _json(self.relative)}
 
 
@@ -85,11 +84,9 @@ class CheckpointDiff:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
         return not self.changes and not self.objects
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "same": self.same,
             "equal": self.equal,
@@ -142,7 +139,6 @@ def _names(a: Manifest, b: Manifest, pattern: str) -> list[str]:
 
 
 def described(spec: TensorSpec) -> str:
-    """Type and shape."""
     return f"{spec.dtype} {list(spec.shape)}"
 
 

@@ -60,7 +60,6 @@ class Finding:
     """That have bytes there."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "kind": self.kind,
             "text": self.text,
@@ -238,11 +237,9 @@ class VerifyReport:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "path": str(self.path),
             "sound": self.sound,

@@ -53,7 +53,6 @@ class WindowShape:
 
     @property
     def size(self) -> int:
-        """Of a window."""
         return self.head + self.slots * BLOCK
 
 

@@ -74,7 +74,6 @@ class _Task:
     notes: list[str] = field(default_factory=list[str])
 
     def saved(self) -> SaveResult:
-        """What came of it."""
         path = Path(self.result) if self.result else None
         took = (self.ended or time.monotonic()) - self.begun
         size = self.nbytes if path else 0
@@ -187,7 +186,6 @@ class AsyncSaver:
 
     @property
     def pid(self) -> int | None:
-        """The process that writes."""
         return self._process.pid if self._process else None
 
     def wait(self) -> None:
@@ -315,12 +313,7 @@ class AsyncSaver:
             id=task.id,
             path=str(task.path),
             step=task.about.step,
-            retries=self.settings.retries,
-            pause=self.settings.pause,
-            limit=self.settings.limit,
-            keep=self.settings.keep,
-            node=self.settings.node,
-            digests=self.settings.digests,
+            **{name: getattr(self.settings, name) for name in ("retries", "pause", "limit", "keep", "node", "digests")},
             objects=task.objects,
             mesh=task.about.mesh if first else "",
             beside=dict(task.about.beside) if first else None,
@@ -365,7 +358,6 @@ class AsyncSaver:
         self._knows = _NOTHING
 
     def _up(self) -> Detached:
-        """The process, when it listens."""
         if self._process is None:
             self._launch()
         assert self._process is not None

@@ -115,7 +115,6 @@ class PartTensors:
 
     @cached_property
     def text(self) -> bytes:
-        """As a line of JSON."""
         numbers = {piece.file: 0 for row in self.rows.values() for piece in row.pieces}
         numbers = {name: number for number, name in enumerate(numbers)}
         rows = {
@@ -157,7 +156,6 @@ def tensors_of(images: Iterable[Image], empty: Mapping[str, TensorSpec] | None =
 def part_of(
     tensors: PartTensors, written: Sequence[WrittenFile], objects: Mapping[str, Any] | None = None, summed: bool = True
 ) -> RankPart:
-    """What a rank wrote, from its files."""
     sums: dict[str, Sums] = {}
     for file in written:
         for name, some in file.sums.items():
@@ -325,7 +323,6 @@ def _parsed(text: bytes) -> PartTensors:
 
 
 def new_id() -> str:
-    """The id of a new save."""
     return secrets.token_hex(16)
 
 

@@ -97,7 +97,6 @@ def _try(act: Any) -> str:
 
 
 def outgoing(entries: list[StateEntry]) -> list[Outgoing]:
-    """Entries as pieces of files."""
     return [Outgoing(entry.name, entry.spec, entry.region, entry.layout, entry.frozen) for entry in entries]
 
 

@@ -42,7 +42,6 @@ class FilePlaces:
 
     @property
     def nbytes(self) -> int:
-        """Of the files."""
         return sum(file.size for file in self.files)
 
     def of_save(self, save_id: str) -> "FilePlaces":
@@ -102,7 +101,6 @@ class Pool:
         return self.memory
 
     def close(self) -> None:
-        """Give the memory back."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None
@@ -117,7 +115,6 @@ class Copies:
 
 
 def copies_of(own: RankShare, memory: Shared) -> Copies:
-    """The copies that a share takes."""
     values = {id(piece): entry.local for piece, entry in zip(own.pieces, own.own, strict=True)}
     copies = [
         (memory.bytes[start + placed.offset : start + placed.stop], values[id(placed.piece)])

@@ -111,7 +111,6 @@ class SaveWriter:
         self._files = RankFiles({"index": 0, "writers": 1, "pieces": [], "empty": {}})
 
     def hear(self, message: dict[str, Any], files: list[int]) -> None:
-        """Do what the caller says."""
         if "share" in message:
             self._files = RankFiles(message["share"], self._files)
         if "forget" in message:
@@ -185,7 +184,7 @@ class SaveWriter:
                 return rank_parts.complete_parts(partial, together)
 
             parts = self._until(partial, order.limit, look)
-            path = _free(Path(order.path))
+            path = commits.unused(Path(order.path))
             about = About(order.step, order.mesh, order.beside or {})
             finish(partial, path, len(together), save_id, about, parts, order.node and order.node[:2])
             return path
@@ -368,15 +367,6 @@ def _committed(folder: Path, order: Order) -> Path | None:
     """The checkpoint that an attempt at this save became."""
     ids = {attempt_id(order.id, attempt) for attempt in range(order.retries + 1)}
     return next((path for path, marker in reversed(commits.committed(folder)) if marker.id in ids), None)
-
-
-def _free(path: Path) -> Path:
-    """The path, or with a number where there is one already: of a run that went back, say."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
 
 
 def _remove(folders: list[Path]) -> None:

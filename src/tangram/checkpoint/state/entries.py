@@ -60,7 +60,6 @@ class StateEntry:
 
     @property
     def nbytes(self) -> int:
-        """Of the part here."""
         return self.local.nbytes
 
 

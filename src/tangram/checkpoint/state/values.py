@@ -40,7 +40,6 @@ class Stateful(Protocol):
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is stored as a tensor."""
     return isinstance(value, Tensor | np.ndarray | LocalPart)
 
 

@@ -130,7 +130,6 @@ class Pruning:
     leftovers: tuple[Leftover, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "kept": {str(path): list(why) for path, why in self.kept.items()},
             "removed": {str(path): nbytes for path, nbytes in self.removed.items()},

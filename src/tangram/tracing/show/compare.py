@@ -32,7 +32,6 @@ class Comparison:
     """What the second calls in a step more often, or less, than the first; rank by rank."""
 
     def as_json(self) -> dict[str, object]:
-        """One document."""
         rows = [dict(zip(self.headers, row, strict=True)) for row in self.rows]
         return {"figures": rows, "calls": [*self.calls]}
 

@@ -65,7 +65,6 @@ def body(found: TraceReport) -> str:
 
 
 def findings_as_html(found: TraceReport) -> str:
-    """A card for each finding."""
     cards = [
         f'<div class="card finding"><h3>{escape(one.kind)}</h3><p>{escape(one.text)}</p>{_more(one.details)}</div>'
         for one in found.findings
@@ -79,12 +78,10 @@ def _more(details: Sequence[str]) -> str:
 
 
 def ranks_as_html(found: TraceReport) -> str:
-    """The table of ranks."""
     return table("", found.headers, found.rows)
 
 
 def data(found: TraceReport, traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """What the page draws."""
     blamed = sorted({rank for one in found.findings for rank in one.ranks})
     steps = np.unique(np.concatenate([trace.rows["step"] for trace in traces]))
     return {

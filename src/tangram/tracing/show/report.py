@@ -46,7 +46,6 @@ class TraceReport:
     """What the calls of a step were held against, in words."""
 
     def as_json(self) -> dict[str, object]:
-        """One document."""
         return {
             "folder": str(self.folder),
             "state": self.state,
@@ -200,12 +199,10 @@ def _median_ms(microseconds: Any) -> str:
 
 
 def place_of(trace: RankTrace) -> str:
-    """Its coordinates, in words."""
     return " ".join(f"{axis}={at}" for axis, at in coords_of(trace).items())
 
 
 def doing(trace: RankTrace) -> str:
-    """What a rank does now, in words."""
     if trace.live.end is not End.RUNNING:
         return trace.live.end.name.lower()
     call = trace.waiting
@@ -232,7 +229,6 @@ class Top:
     """How it ended, where that was badly; what has jumped, the newest last."""
 
     def as_json(self) -> dict[str, object]:
-        """One document."""
         rows = [dict(zip(HEADERS, row, strict=True)) for row in self.rows]
         return {"title": self.title, "over": self.over, "ranks": rows, "lines": [*self.lines]}
 

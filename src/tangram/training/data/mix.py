@@ -86,7 +86,6 @@ class Mix:
 
 @lru_cache(maxsize=16)  # every step of a job asks for the same one
 def make_mix(weights: tuple[float, ...]) -> Mix:
-    """The cycle for these weights."""
     slots = _slots(weights)
     order = _order(slots)
     turns = np.zeros(len(order), np.int64)

@@ -57,7 +57,6 @@ class RankBatches:
 
     @property
     def length(self) -> int:
-        """Of all rows."""
         return self.micro[0].inputs_BS.shape[1]
 
     def cut(self, length: int) -> "RankBatches":
@@ -349,7 +348,6 @@ class Stream:
 
 
 def _windows(splits: Sequence[Split], data: DataPlan) -> tuple[int, ...]:
-    """How many windows each source has."""
     return tuple(split.windows(data.sequence, single=is_single(data)) for split in splits)
 
 

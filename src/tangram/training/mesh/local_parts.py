@@ -136,7 +136,6 @@ class LocalParts:
                 there[key] = self._brought(name, local(p))
 
     def leave(self) -> None:
-        """It has ended."""
         while self._before:
             there, key, p = self._before.pop()
             there[key] = p

@@ -97,7 +97,6 @@ class CacheWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what has come together."""
         if not self._rows:
             return
         keys, rows = zip(*self._rows, strict=True)

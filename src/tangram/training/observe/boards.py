@@ -57,7 +57,6 @@ class Boards:
         self._evaluated: Evaluated | None = None
 
     def __call__(self, event: object) -> None:
-        """Take in one event."""
         match event:
             case StepDone():
                 self._write(event.step, self._of_step(event), event.first)

@@ -176,7 +176,6 @@ class Startup:
     done: bool = False
 
     def __call__(self, event: object) -> None:
-        """Take an event in, and pass it on."""
         self.tell(event)
         if self.done:
             return

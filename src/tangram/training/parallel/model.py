@@ -50,7 +50,6 @@ class Reference:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is kept here."""
         return [*self._kept.values()]
 
     @contextmanager

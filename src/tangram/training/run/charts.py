@@ -70,7 +70,6 @@ class Chart:
     """Whether the upright axis is logarithmic."""
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
         return asdict(self)
 
 

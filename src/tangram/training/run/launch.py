@@ -307,7 +307,6 @@ def _rank_main(
     line: Connection,
     orders: Connection,
 ) -> None:
-    """The life of one rank."""
     start.inherited.take()
     index, world, ranks = start.index, start.among.world, start.among.ranks
     stop = Stop(orders, heard=lambda name: _send(line, _Request(name)))

@@ -82,7 +82,6 @@ class Pace:
         return self._since >= self.every
 
     def begun(self) -> None:
-        """A save has begun."""
         self._since = 0
 
     def cost(self, seconds: float) -> None:

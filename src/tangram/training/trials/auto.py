@@ -146,7 +146,6 @@ def try_plans(planned: Planned, most: int, name: str, on_event: OnEvent, *, limi
 
 
 def words_of(ranked: Ranked) -> str:
-    """A plan in a few words."""
     return f"{ranked.name}, {ranked.mesh}, micro-batch {ranked.micro_batch}"
 
 

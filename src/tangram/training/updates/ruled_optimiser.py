@@ -52,7 +52,6 @@ class RuledOptimiser(Optimizer):
         self._rules = {p: RULES[group["rule"]] for group in self.param_groups for p in group["params"]}
 
     def rule_of(self, parameter: Tensor) -> UpdateRule:
-        """How a parameter is updated."""
         return self._rules[parameter]
 
     def states_of(self, parameter: Tensor) -> States:

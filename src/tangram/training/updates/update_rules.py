@@ -96,7 +96,6 @@ class _Moment:
         return _blocks(found).mul_(self._largest[_of(some)][:, None]).view(-1)[: found.numel()]
 
     def write(self, some: slice, values: Tensor) -> None:
-        """Keep such numbers."""
         blocks = _blocks(values)
         largest = self._largest[_of(some)] = blocks.abs().amax(dim=1)
         found = places(shares(blocks, largest), self._table).masked_fill_((largest == 0)[:, None], 0)
