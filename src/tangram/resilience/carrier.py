@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
-from tangram.checkpoint.saving.rank_parts import About, new_id, sentence
+from tangram.checkpoint.saving.rank_parts import About, new_id
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.manifest import BLOCK, checksum
 from tangram.checkpoint.tiers.promote import copy_share, link_files, pin, promote
-from tangram.errors import UserError
+from tangram.errors import UserError, sentence
 from tangram.resilience.nodes import LOOK, Nodes, address_of_this_node
 from tangram.resilience.shares import Share, committed, shares_here
 from tangram.resilience.tiers import HELD, Tiers
@@ -339,7 +339,5 @@ def _arrived(snapshot: CheckpointSaved, path: Path, begun: float, keep: tuple[st
     """Tell of a checkpoint that is on the disk, as which this snapshot was brought there, and prune its folder."""
     seconds = snapshot.seconds + time.monotonic() - begun
     events.put(CheckpointSaved(snapshot.step, str(path), snapshot.blocked_seconds, seconds, asynchronous=True))
-    try:
-        retention.prune(retention.plan(path.parent, retention.parse(keep)))
-    except (OSError, UserError) as error:
-        events.put(Note(f"an old checkpoint could not be removed: {sentence(error)}"))
+    for note in retention.keep_to(keep, path.parent):
+        events.put(Note(note))

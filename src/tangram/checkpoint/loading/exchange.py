@@ -201,7 +201,7 @@ def _raise_first(errors: Sequence[list[str]]) -> None:
 class _Exchange:
     """One rank's part."""
 
-    _wanted: BlockCopies
+    _copies: BlockCopies
     _made: Deal
     _me: int
     _windows: Sequence[SharedWindow]
@@ -213,7 +213,7 @@ class _Exchange:
     def run(self, path: Path, manifest: Manifest, memory: int) -> None:
         """Read and copy everything; returns when all ranks of the node have what they want."""
         threads = min(READERS, len(self._made.tasks), max(1, memory // BLOCK - 1))
-        with Sources(path, manifest, self._wanted) as sources:
+        with Sources(path, manifest, self._copies) as sources:
             between = Between(self._peers, lambda item: sources.length(*item), LIMIT)
             line = WorkQueue(self._made.tasks)
             try:
@@ -271,7 +271,7 @@ class _Exchange:
             self._windows[self._me].ready[task.slot % len(self._windows[self._me].slots)] = task.slot + 1
         sending = between.send(task, data) if task.to else None
         try:
-            self._wanted.put(*task.item, data)
+            self._copies.put(*task.item, data)
         finally:
             if sending is not None:
                 sending.finish()
@@ -296,7 +296,7 @@ class _Exchange:
         if not self._windows:
             return
         queues = {
-            i: [(number, item) for number, item in enumerate(stretch) if self._wanted.has(item)]
+            i: [(number, item) for number, item in enumerate(stretch) if self._copies.has(item)]
             for i, stretch in enumerate(self._made.stretches)
             if i != self._me
         }
@@ -308,7 +308,7 @@ class _Exchange:
             for i, queue in queues.items():
                 while queue and self._there(i, queue[-1][0]):
                     number, item = queue.pop()
-                    self._wanted.put(*item, self._windows[i].slots[number % len(self._windows[i].slots)])
+                    self._copies.put(*item, self._windows[i].slots[number % len(self._windows[i].slots)])
                     self._pass(i, queue)
                     self._windows[self._me].move()
         self._windows[self._me].finish()

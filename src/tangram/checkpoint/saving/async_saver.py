@@ -29,10 +29,11 @@ import torch
 
 from tangram.checkpoint.saving.file_layout import Outgoing
 from tangram.checkpoint.saving.rank_files import share_fields
-from tangram.checkpoint.saving.rank_parts import About, SaveResult, Settings, new_id, sentence
+from tangram.checkpoint.saving.rank_parts import About, SaveResult, Settings, new_id
 from tangram.checkpoint.saving.snapshot import Laid, Pool, RankShare, Snapshot, copies_of, share
 from tangram.checkpoint.saving.writer_process import Order
 from tangram.checkpoint.state.entries import Described, StateEntry
+from tangram.errors import sentence
 from tangram.hardware.host.hostmemory import Shared
 from tangram.hardware.host.workers import Detached, Job, start_detached
 from tangram.relayout import TensorSpec

@@ -326,16 +326,6 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
-def sentence(error: BaseException) -> str:
-    """An error in one sentence, without a trace."""
-    if isinstance(error, OSError) and error.strerror:
-        return f'"{error.filename}": {error.strerror}' if error.filename else error.strerror
-    if isinstance(error, UserError):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def finish(
     partial: Path,
     path: Path,

@@ -20,13 +20,13 @@ from tangram.checkpoint.saving.rank_parts import (
     leave_part,
     new_id,
     part_of,
-    sentence,
     tensors_of,
 )
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.state.entries import Described, State, StateEntry, mine
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
+from tangram.errors import sentence
 from tangram.relayout.exchange.peers import PeerLostError, Peers
 
 

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.rank_files import RankFiles, discard
-from tangram.checkpoint.saving.rank_parts import About, finish, sentence
+from tangram.checkpoint.saving.rank_parts import About, finish
 from tangram.checkpoint.saving.snapshot import FilePlaces
 from tangram.checkpoint.store import commits, retention
-from tangram.errors import UserError
+from tangram.errors import sentence
 from tangram.hardware.host.channel import Channel
 from tangram.hardware.host.hostmemory import mapped
 
@@ -167,7 +167,8 @@ class SaveWriter:
                     commits.begin(target, attempt_id(order.id, attempt))
                 _remove(folders[:attempt])
                 path = self._attempt(order, partial, attempt_id(order.id, attempt), problem)
-                return str(path), "", self._retained(target.parent, order.keep)
+                notes = retention.keep_to(order.keep, target.parent, lambda: self._say({"waiting": True}))
+                return str(path), "", notes
             except (_FailedError, OSError) as error:
                 reason = _reason(error)
         _remove(folders)
@@ -329,16 +330,6 @@ class SaveWriter:
         verdict: Any = None if received is None else received[0].get("verdict")
         if verdict is not None and verdict["id"] == self._now:  # one of another save came late
             raise _VerdictError(verdict["path"], verdict["reason"], [])
-
-    def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:
-        """Remove what no rule keeps; what the caller should know of it."""
-        try:
-            for path in retention.plan(folder, retention.parse(keep)).removed if keep else ():
-                self._say({"waiting": True})
-                commits.remove(path)
-        except (OSError, UserError) as error:
-            return [f"an old checkpoint could not be removed: {sentence(error)}"]
-        return []
 
 
 def _reason(error: Exception) -> str:
