@@ -109,6 +109,7 @@ class Carrier:
                 self._nodes.say(f"carried/{number}/{self._nodes.index}", reason)
                 words = [self._nodes.word(f"carried/{number}/{node}", node) for node in range(self._nodes.count)]
                 reason = next((word for word in words if word), "")
+                # Until all nodes have a newer one, the last that all have is kept: any node may be lost meanwhile.
                 before = before if reason else order.id
                 if snapshot is not None:
                     self._conclude(order, snapshot, reason)
@@ -151,6 +152,7 @@ class Carrier:
         try:
             self._forget({order.id, order.before})
             share, path = self._kept(order.id)
+            # What all nodes have already is ordered once more only to bring it to the disk.
             for i in range(1, self._copies + 1 if order.id != order.before else 1):
                 self._send(path, share.name, (self._nodes.index + i) % self._nodes.count)
             if order.partial is not None:

@@ -240,6 +240,7 @@ def read_rank(path: Path) -> RankTrace:
             _, version, rank, world, pid, events, rows, run, host, begun, wall = _header(path, head)
             if size < (full := ring_bytes(events, rows, version)):
                 raise UserError(f'"{path}" is cut off: {size} of {full} bytes are there')
+            # Of many ranks only the rows of steps, which lie behind the events.
             file.seek(0 if world <= KEPT_RANKS else ring_bytes(events, 0))
             data = file.read()
     except OSError as error:

@@ -151,7 +151,7 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
     shape = WindowShape(slots if any(made.stretches) else 0, len(here))
     memory_of_node = node_memory(lambda word: _all_words(peers, word), here, peers.index, shape.size)
     found = [SharedWindow(window, shape, process) for window, process in memory_of_node]
-    if not found:
+    if not found:  # no memory that ranks of a node share: each reads as if it were alone on its node
         made, me = deal(wants, range(peers.size), peers.index, sizes, holds), 0
     _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
     _raise_first(_all_words(peers, error))

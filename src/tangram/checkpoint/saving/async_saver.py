@@ -136,6 +136,8 @@ class AsyncSaver:
         begun = time.monotonic()
         self._start()
         word: dict[str, Any] = {}
+        # One rank says for all whether the last save is over: each sees its end at another moment, and a save that some
+        # begin and others leave out would wait for parts that never come.
         if self._peers.index == 0:
             late = self.busy
             if self._task is not None and late and self.settings.policy == "wait":

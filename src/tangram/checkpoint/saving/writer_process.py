@@ -156,6 +156,7 @@ class SaveWriter:
         target, reason = Path(order.path), ""
         _remove([commits.closing_path(folder) for folder in folders])  # of the process that this one replaces
         commits.sweep(target.parent, 3 * order.limit, but=folders)
+        # The process that this one replaces may have begun a later attempt, and the others write at that.
         first = max((i for i, folder in enumerate(folders) if folder.exists()), default=0)
         for attempt, partial in list(enumerate(folders))[first:]:
             problem = order.problem if order.hopeless or attempt == first else ""
@@ -193,6 +194,7 @@ class SaveWriter:
             with contextlib.suppress(OSError):
                 (partial / f"part-{self._files.index:05d}.json").unlink()  # it has no part in what failed
             self._leave_failure(partial, _reason(error))
+            # The next attempt removes this folder, so first the others have to be done in it, well or not.
             with contextlib.suppress(_FailedError):
                 self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in together[1:]) or None)
             raise _FailedError(_reason(error)) from None
@@ -204,10 +206,8 @@ class SaveWriter:
             attempt = self._appeared(order, folders, attempt)
             partial, save_id = folders[attempt], attempt_id(order.id, attempt)
             try:
-                written = (
-                    partial / f"part-{self._files.index:05d}.json"
-                ).exists() or not partial.exists()  # or it is closing
-                if not written:
+                part = partial / f"part-{self._files.index:05d}.json"
+                if not part.exists() and partial.exists():  # a folder that is gone is closing
                     self._write(order, partial, save_id, problem)
                 path = self._until(partial, 2 * order.limit, lambda at=partial: _verdict(order, at))
                 return str(path), "", []

@@ -209,7 +209,7 @@ def as_dtensors(
             ]
             if not axes:
                 continue
-            if whole not in made:
+            if whole not in made:  # a tied one stands in several modules, and stays one parameter
                 cutting = {axis: states[axis] for axis, _ in axes}
                 part = own_part(whole.data, cutting, mesh, coords)
                 placements = _placements(whole, cutting, axes) if names[whole] not in as_torch.plain else None
@@ -221,7 +221,7 @@ def as_dtensors(
                         part,
                         devices.over([*cutting]),
                         placements,
-                        run_check=False,
+                        run_check=False,  # it would send tensors to compare them
                         shape=whole.shape,
                         stride=whole.stride(),
                     )

@@ -61,10 +61,9 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
     tokens = token_order(model, plan)
     freeze(model, plan)
     keep_parameters(model, plan)
-    of_routers, of_experts = (
-        router_loss.routers_with_loss(model, plan),
-        expert_capacity.routers_with_capacity(model, plan),
-    )  # of all stages
+    # Of all stages, so before other stages' layers are taken out.
+    of_routers = router_loss.routers_with_loss(model, plan)
+    of_experts = expert_capacity.routers_with_capacity(model, plan)
     numbers, drawn = plan.stages_at(world.stage), counts_of_stages(model, plan)
     stages = plan.pipeline
     parts = [model] if stages is None else keep_stages(model, stages.stages, numbers, stages.tied)

@@ -135,6 +135,7 @@ def early_updates(model: ParallelModel, optimiser: Optimizer, first_row: int) ->
         own = local_gradient(name, parameter, model.plain)
         used[name] = LocalGradient(own.part.new_empty(0), own.cut, norms_of([own])[0])
         round_for(optimiser, model.plan.seed, first_row)
+        # Its states are kept by parameter, so an optimiser of this one alone steps as it would among all.
         every = optimiser.param_groups
         optimiser.param_groups = [{**group, "params": [parameter]}]
         try:
