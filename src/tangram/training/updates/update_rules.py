@@ -38,7 +38,8 @@ from torch.optim.adamw import adamw  # pyright: ignore[reportUnknownVariableType
 from tangram.models.lora.dynamic_codes import places, shares, table
 from tangram.relayout.mapping.states import ADAFACTOR, ADAM_8BIT, ADAMW, MUON, SHARED, States
 from tangram.schema.optimiser import RuleName
-from tangram.training.updates.parameter_shards import ParameterShards, summed
+from tangram.training.mesh.groups import summed
+from tangram.training.updates.parameter_shards import ParameterShards
 
 BLOCK = ADAM_8BIT["absmax1"].block
 CODED: States = {name: ADAM_8BIT[name] for name in ("state1", "absmax1", "state2", "absmax2", "step")}
