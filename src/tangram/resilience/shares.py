@@ -23,12 +23,11 @@ from tangram.checkpoint.saving.rank_parts import (
     complete_parts,
     finish,
     merged,
-    sentence,
 )
 from tangram.checkpoint.store import commits, manifest
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.checkpoint.tiers.promote import copy_share
-from tangram.errors import UserError
+from tangram.errors import UserError, sentence
 from tangram.resilience.nodes import Nodes
 from tangram.resilience.tiers import HELD, RESUME, Tiers
 
