@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.loading import between_nodes, block_source, block_threads, exchange, scatter, shared_windows
+from tangram.checkpoint.loading import between_nodes, block_source, exchange, scatter
 from tangram.checkpoint.saving import file_writer, rank_parts
 from tangram.checkpoint.saving.file_layout import Outgoing, images
 from tangram.checkpoint.saving.file_writer import Ring, write_image
@@ -94,7 +94,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Te
     return torch.from_numpy(made).view(dtype).reshape(tuple(shape))
 
 
-MODULES = (between_nodes, block_threads, exchange, manifest, scatter, block_source, shared_windows, file_writer)
+MODULES = (between_nodes, exchange, manifest, scatter, block_source, file_writer)
 
 
 def with_small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tangram.checkpoint.loading import block_source, exchange
 from tangram.checkpoint.loading.assign_blocks import Deal, deal
 from tangram.checkpoint.loading.between_nodes import PeerError
+from tangram.checkpoint.loading.exchange import SharedWindow, WindowShape
 from tangram.checkpoint.loading.read import Want, read_wants
-from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
 from tangram.checkpoint.store import commits
 from tangram.errors import UserError
 from tangram.hardware.host import shared

@@ -13,12 +13,12 @@ _STALE = f"{_STREAM}::test_a_copy_that_is_out_of_date_is_not_used"
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
-        "updated-twice", "training/step/in_backward.py",
+        "updated-twice", "training/step/backward.py",
         "        parameter.grad = None\n", "",
         "a gradient is used in the backward and again after it", (_ONE,),
     ),
     Mutant(
-        "norms-lost", "training/step/in_backward.py",
+        "norms-lost", "training/step/backward.py",
         "norms_of([own])[0])", "norms_of([own])[0] * 0)",
         "the norm that is told is of what is left", (_ONE,),
     ),

@@ -16,7 +16,7 @@ import pytest
 from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.planner.cost.failures import seen_failures
-from tangram.resilience import promoter, supervise, tiers
+from tangram.resilience import carrier, supervise, tiers
 from tangram.resilience.policy import Limits
 from tangram.resilience.rescue import rescue
 from tangram.resilience.supervise import Settings, supervised
@@ -219,7 +219,7 @@ def test_what_the_disk_does_not_take_stays_in_memory(
 
     folder, seen = text.parent / "no_room", Run()
     with monkeypatch.context() as patched:
-        patched.setattr(promoter, "promote", full)
+        patched.setattr(carrier, "promote", full)
         patched.setattr("tangram.resilience.rescue.promote", full)
         with pytest.raises(UserError, match="the last checkpoint, of step 60, could not be written"):
             run(job_of(folder, text, **TABLES), seen)

@@ -35,8 +35,7 @@ from tangram.tracing.files.ring import TraceFiles, packed_rows, unpacked_rows
 from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
-from tangram.tracing.show.report import report
-from tangram.tracing.show.top import top
+from tangram.tracing.show.report import report, top
 from tangram.tracing.watch import Watch
 
 RUN = b"r" * 16

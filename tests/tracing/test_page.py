@@ -13,7 +13,7 @@ from tangram.tracing.files.format import Phase
 from tangram.tracing.show.compare import compare
 from tangram.tracing.show.page import write_page
 from tangram.tracing.show.perfetto import export
-from tangram.tracing.show.top import top
+from tangram.tracing.show.report import top
 from tests.tracing import test_files
 from tests.training.browser import browser
 

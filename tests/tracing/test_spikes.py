@@ -20,7 +20,7 @@ from tangram.tracing.finding import Finding
 from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings
-from tangram.tracing.show.top import top
+from tangram.tracing.show.report import top
 from tangram.tracing.spikes import StepNumbers
 from tangram.training import data
 from tangram.training.mesh.world import make_world

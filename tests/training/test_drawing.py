@@ -141,7 +141,9 @@ def test_a_whole_batch_draws_what_one_process_draws() -> None:
     seed_for(torch.device("cpu"), 7, STEP)
     with DrawMode():
         want = plain(X)
-    assert torch.equal(trained(made(KINDS["dropout"]), 1)[0], want)
+    found = trained(made(KINDS["dropout"]), 1)[0]
+    assert torch.equal(found == 0, want == 0)
+    torch.testing.assert_close(found, want.detach())  # products of one row and of all may round apart
 
 
 def test_samples_differ_and_calls_do() -> None:

@@ -29,8 +29,8 @@ from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
-from tangram.training.updates.eight_bit_adamw import AT_ONCE, BLOCK
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.update_rules import BLOCK, DECODED_AT_ONCE
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, tokenizer_of
 from tests.training.tuning_tasks import Traced, run_each, run_in_turn, write_folder
@@ -87,8 +87,8 @@ def test_parts_of_a_large_parameter_are_updated_in_turn(monkeypatch: pytest.Monk
     torch.manual_seed(0)
     values, gradients = torch.randn(3, 1000), [torch.randn(3, 1000) for _ in range(3)]
     found: list[torch.Tensor] = []
-    for at_once in (AT_ONCE, 512):
-        monkeypatch.setattr("tangram.training.updates.eight_bit_adamw.AT_ONCE", at_once)
+    for at_once in (DECODED_AT_ONCE, 512):
+        monkeypatch.setattr("tangram.training.updates.update_rules.DECODED_AT_ONCE", at_once)
         p = torch.nn.Parameter(values.clone())
         own = adamw(p, lr=1e-2)
         for p.grad in gradients:

@@ -21,8 +21,7 @@ from tangram.planner.local.estimate import estimate
 from tangram.schema.job import RunPlan
 from tangram.schema.plan import Plan, matches
 from tangram.training.mesh.layout_to_torch import named_modules
-from tangram.training.parallel.apply import blocks_of, materialise
-from tangram.training.parallel.recompute import recompute
+from tangram.training.parallel.apply import blocks_of, materialise, recompute
 from tests.planner.machine import rates
 from tests.training.small import SMALL_MODEL, small_plan
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tangram.training.observe.events import Doing, Note, StepDone, StepSkipped, TableEvent
-from tangram.training.observe.startup_times import BEFORE, Startup, age
+from tangram.training.observe.progress import BEFORE, Startup, age
 
 STEP = StepDone(step=1, steps=2, loss=1.0, gradient_norm=1.0, lr=1.0, tokens=1, seconds=1.0)
 
@@ -27,7 +27,7 @@ def test_every_second_has_a_name(end: object) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system does not tell")
 def test_the_age_of_a_process_begins_with_its_start() -> None:
-    program = "import time; time.sleep(0.5); from tangram.training.observe.startup_times import age; print(age())"
+    program = "import time; time.sleep(0.5); from tangram.training.observe.progress import age; print(age())"
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 0.5 <= float(done.stdout) <= time.monotonic() - begun + 0.02  # the clock of ticks has a grain

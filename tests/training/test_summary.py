@@ -10,7 +10,7 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.planner.report import figures
-from tangram.training.observe import throughput
+from tangram.training.observe import summary as throughput
 from tangram.training.observe.events import CheckpointSaved, Evaluated, Record, SaveFailed, StepDone
 from tangram.training.observe.summary import Summary, summarise, train_loss
 from tests.training.made_up import plan_of, record_of, summary_of

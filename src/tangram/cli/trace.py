@@ -80,8 +80,8 @@ def top(
     json: Annotated[bool, typer.Option("--json", help="Look once, and print one JSON document on stdout.")] = False,
 ) -> None:
     """Show what each rank does now, the slowest first, until the run is over."""
-    from tangram.tracing.show.top import HEADERS  # loads torch
-    from tangram.tracing.show.top import top as look
+    from tangram.tracing.show.report import HEADERS  # loads torch
+    from tangram.tracing.show.report import top as look
     from tangram.training.observe.text_tables import drawn
 
     found = look(folder)

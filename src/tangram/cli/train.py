@@ -18,8 +18,7 @@ from tangram.models.building.directory import refuse_missing
 from tangram.schema.files import changes_of, load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.observe.progress import ProgressLine
-from tangram.training.observe.startup_times import Startup
+from tangram.training.observe.progress import ProgressLine, Startup
 from tangram.training.run.environment import speaks, started_by_torchrun
 from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
 

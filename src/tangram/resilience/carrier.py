@@ -1,4 +1,6 @@
-"""Copies the shares of a snapshot to other nodes, and those that the plan wants to the disk, while training goes on.
+"""Brings snapshots to the disk while training goes on: of one machine, or of several that copy shares to each other.
+
+Of one machine a thread copies what the plan wants on the disk, in order (`Promoter`). Of several (`Carrier`):
 
     node 0: order n, of the snapshot ID  ->  every node keeps its share, sends it to the next ones, and copies it to the
     disk where it is due  ->  all say so  ->  node 0 commits what is on the disk, and orders the newest there is by then
@@ -14,7 +16,6 @@ come in. What a lost node had written since the last order is lost: the steps of
 import contextlib
 import itertools
 import json
-import os
 import queue
 import shutil
 import threading
@@ -24,16 +25,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
-from tangram.checkpoint.saving.rank_parts import About, new_id, sentence
+from tangram.checkpoint.saving.rank_parts import About, new_id
 from tangram.checkpoint.store import commits, retention
 from tangram.checkpoint.store.manifest import BLOCK, checksum
-from tangram.checkpoint.tiers.promote import copy_share
-from tangram.errors import UserError
+from tangram.checkpoint.tiers.promote import copy_share, link_files, pin, promote
+from tangram.errors import UserError, sentence
 from tangram.resilience.nodes import LOOK, Nodes, address_of_this_node
 from tangram.resilience.shares import Share, committed, shares_here
 from tangram.resilience.tiers import HELD, Tiers
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 
+Event = CheckpointSaved | SaveFailed | Note
+Events = queue.Queue[Event]
 PATIENCE = 10.0
 """Seconds that a node waits for its own share of a snapshot of which others have theirs."""
 
@@ -61,7 +64,7 @@ class Carrier:
     def __init__(self, nodes: Nodes, tiers: Tiers, copies: int, keep: tuple[str, ...]) -> None:
         self._nodes, self._tiers, self._keep = nodes, tiers, keep
         self._copies = min(copies, nodes.count - 1)
-        self._events: queue.Queue[CheckpointSaved | SaveFailed | Note] = queue.Queue()
+        self._events: Events = queue.Queue()
         self._newest: CheckpointSaved | None = None
         self._wanted = False
         """Whether one is due on the disk."""
@@ -81,7 +84,7 @@ class Carrier:
         with self._lock:
             self._newest, self._wanted = snapshot, self._wanted or disk
 
-    def heard(self) -> Iterator[CheckpointSaved | SaveFailed | Note]:
+    def heard(self) -> Iterator[Event]:
         """What came of it since the last call, on node 0."""
         while not self._events.empty():
             yield self._events.get()
@@ -106,6 +109,7 @@ class Carrier:
                 self._nodes.say(f"carried/{number}/{self._nodes.index}", reason)
                 words = [self._nodes.word(f"carried/{number}/{node}", node) for node in range(self._nodes.count)]
                 reason = next((word for word in words if word), "")
+                # Until all nodes have a newer one, the last that all have is kept: any node may be lost meanwhile.
                 before = before if reason else order.id
                 if snapshot is not None:
                     self._conclude(order, snapshot, reason)
@@ -138,8 +142,7 @@ class Carrier:
         """The folder under way on the disk."""
         target = commits.free_path(self._tiers.disk, snapshot.step)
         try:
-            shutil.rmtree(commits.partial_path(target, save_id), ignore_errors=True)
-            return commits.begin(target, save_id)
+            return commits.begin(target, save_id, anew=True)
         except OSError as error:
             self._events.put(SaveFailed(snapshot.step, sentence(error)))
             return None
@@ -149,6 +152,7 @@ class Carrier:
         try:
             self._forget({order.id, order.before})
             share, path = self._kept(order.id)
+            # What all nodes have already is ordered once more only to bring it to the disk.
             for i in range(1, self._copies + 1 if order.id != order.before else 1):
                 self._send(path, share.name, (self._nodes.index + i) % self._nodes.count)
             if order.partial is not None:
@@ -172,12 +176,7 @@ class Carrier:
             shutil.rmtree(order.partial, ignore_errors=True)
             self._events.put(SaveFailed(snapshot.step, reason))
             return
-        seconds, blocked = snapshot.seconds + time.monotonic() - begun, snapshot.blocked_seconds
-        self._events.put(CheckpointSaved(snapshot.step, str(target), blocked, seconds, asynchronous=True))
-        try:
-            retention.prune(retention.plan(self._tiers.disk, retention.parse(self._keep)))
-        except (OSError, UserError) as error:
-            self._events.put(Note(f"an old checkpoint could not be removed: {sentence(error)}"))
+        _arrived(snapshot, target, begun, self._keep, self._events)
 
     # ------------------------------------------------------------ what is kept here
 
@@ -290,8 +289,57 @@ def _linked(path: Path, kept: Path) -> None:
     """The same files under another name. Raises OSError where they are gone."""
     partial = kept.with_name(f".{kept.name}{commits.PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for file in path.iterdir():
-        os.link(file, partial / file.name)
+    link_files(path, partial)
     shutil.rmtree(kept, ignore_errors=True)
     partial.rename(kept)
+
+
+class Promoter:
+    """Copies checkpoints into a folder one after the other, and prunes that folder by its rules of retention."""
+
+    def __init__(self, folder: Path, keep: tuple[str, ...]) -> None:
+        self._folder, self._keep = folder, keep
+        self._orders: queue.Queue[tuple[CheckpointSaved, Path] | None] = queue.Queue()
+        self._events: Events = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="tangram-promoter", daemon=True)
+        self._thread.start()
+
+    def offer(self, snapshot: CheckpointSaved, *, disk: bool) -> None:
+        """Have a snapshot copied, if it is due; its files stay until then. Returns at once."""
+        if not disk:
+            return
+        try:
+            self._orders.put((snapshot, pin(Path(snapshot.path))))
+        except OSError as error:  # it was replaced by newer ones before anybody came to it
+            self._events.put(SaveFailed(snapshot.step, sentence(error)))
+
+    def heard(self) -> Iterator[Event]:
+        """What came of it since the last call."""
+        while not self._events.empty():
+            yield self._events.get()
+
+    def close(self) -> None:
+        """Wait until all that was taken is on the disk."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            snapshot, pinned = order
+            begun = time.monotonic()
+            try:
+                path = promote(pinned, self._folder)
+            except Exception as error:  # noqa: BLE001  whatever it is, it is told, and the next one is tried
+                self._events.put(SaveFailed(snapshot.step, sentence(error)))
+                continue
+            finally:
+                shutil.rmtree(pinned, ignore_errors=True)
+            _arrived(snapshot, path, begun, self._keep, self._events)
+
+
+def _arrived(snapshot: CheckpointSaved, path: Path, begun: float, keep: tuple[str, ...], events: Events) -> None:
+    """Tell of a checkpoint that is on the disk, as which this snapshot was brought there, and prune its folder."""
+    seconds = snapshot.seconds + time.monotonic() - begun
+    events.put(CheckpointSaved(snapshot.step, str(path), snapshot.blocked_seconds, seconds, asynchronous=True))
+    for note in retention.keep_to(keep, path.parent):
+        events.put(Note(note))

@@ -66,7 +66,6 @@ class Nodes:
         return self.index, self.count, self.index * self.ranks, self.ranks
 
     def close(self) -> None:
-        """Let the heart stand still."""
         self._over.set()
 
     # ------------------------------------------------------------ words

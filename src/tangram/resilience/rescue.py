@@ -5,10 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tangram.checkpoint.saving.rank_parts import sentence
 from tangram.checkpoint.store.commits import read_marker
 from tangram.checkpoint.tiers.promote import promote
-from tangram.errors import UserError
+from tangram.errors import UserError, sentence
 from tangram.resilience import shares
 from tangram.resilience.nodes import Nodes
 from tangram.resilience.tiers import Tiers, memory_of

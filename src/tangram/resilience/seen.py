@@ -1,10 +1,16 @@
 """What is told of a run whose ranks are started again: each step once, with the clock of the whole run."""
 
+import contextlib
+import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from tangram.planner.cost.failures import FILE
+from tangram.resilience.policy import Cause, Failure
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone, StepSkipped
 
@@ -94,3 +100,35 @@ class Seen:
                     "its ranks compute otherwise than before (run.deterministic refuses what is not repeatable)"
                 )
             )
+
+
+_CAUSES = {Cause.RAISED: "raised", Cause.KILLED: "killed", Cause.STORE: "storage"}
+
+
+class FailureLog:
+    """What a run sees of failures, line by line in its folder, for `tangram plan --failures`.
+
+    Of one launcher; None for a folder: of one that does not lead, which writes nothing.
+    """
+
+    def __init__(self, folder: Path | None, devices: int) -> None:
+        self._file = None if folder is None else folder / FILE
+        self._devices, self._begun = devices, time.monotonic()
+        self._add({"what": "start", "devices": devices})
+
+    def failed(self, failure: Failure) -> None:
+        self._add({"what": "failure", "cause": _CAUSES[failure.cause], "step": failure.step})
+
+    def recovered(self, event: Recovered) -> None:
+        where = "memory" if event.memory else "disk"
+        self._add({"what": "recovered", "seconds": round(event.seconds, 2), "from": where, "again": event.lost_steps})
+
+    def ended(self) -> None:
+        self._add({"what": "end"})
+
+    def _add(self, row: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        row["device_hours"] = round((time.monotonic() - self._begun) * self._devices / 3600, 6)
+        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as stream:  # a disk that is full, say
+            stream.write(json.dumps(row) + "\n")

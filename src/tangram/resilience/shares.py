@@ -23,12 +23,11 @@ from tangram.checkpoint.saving.rank_parts import (
     complete_parts,
     finish,
     merged,
-    sentence,
 )
 from tangram.checkpoint.store import commits, manifest
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.checkpoint.tiers.promote import copy_share
-from tangram.errors import UserError
+from tangram.errors import UserError, sentence
 from tangram.resilience.nodes import Nodes
 from tangram.resilience.tiers import HELD, RESUME, Tiers
 
@@ -45,7 +44,6 @@ class Share:
 
     @property
     def name(self) -> str:
-        """Of a copy's folder."""
         return f"{self.id}-{self.number}"
 
 
@@ -62,7 +60,6 @@ class _Snapshot:
 
 
 def shares_here(tiers: Tiers) -> dict[Share, Path]:
-    """The shares in this node's memory."""
     found: dict[Share, Path] = {}
     for folder in (*tiers.attempts(), *tiers.folders(HELD)):
         for path, marker in commits.committed(folder):
@@ -124,8 +121,7 @@ def to_disk(nodes: Nodes, tiers: Tiers, tell: Callable[[int, Path], None]) -> No
 def _begun(target: Path, save_id: str) -> str:
     """Make the folder of a checkpoint; why that was not possible, as a sentence."""
     try:
-        shutil.rmtree(commits.partial_path(target, save_id), ignore_errors=True)  # of one who died at it
-        commits.begin(target, save_id)
+        commits.begin(target, save_id, anew=True)
     except OSError as error:
         return sentence(error)
     return ""

@@ -21,14 +21,11 @@ from tangram.checkpoint.store.commits import read_marker
 from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device
 from tangram.resilience import shares
-from tangram.resilience.carrier import Carrier
-from tangram.resilience.failure_log import FailureLog
+from tangram.resilience.carrier import Carrier, Promoter
 from tangram.resilience.nodes import ElsewhereError, Nodes
-from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
-from tangram.resilience.promoter import Promoter
+from tangram.resilience.policy import Cause, Failure, Limits, fewer_ranks, lost_capacity, verdict
 from tangram.resilience.rescue import rescue_alone, saved
-from tangram.resilience.seen import MEMORY, Recovered, Seen
-from tangram.resilience.shrink import fewer_ranks
+from tangram.resilience.seen import MEMORY, FailureLog, Recovered, Seen
 from tangram.resilience.tiers import Tiers, memory_of
 from tangram.tracing.settings import fresh_folder
 from tangram.training.mesh.world import axes_of
@@ -327,7 +324,6 @@ class _Run:
             raise UserError(f"the last checkpoint, of step {newest.step}, could not be written to the disk")
 
     def pass_on(self) -> None:
-        """What the promoter has to tell."""
         for event in self.promoter.heard():
             self.on_event(event)
 

@@ -65,7 +65,6 @@ class Tiers:
         return self.folders("attempt-*")
 
     def folders(self, pattern: str) -> list[Path]:
-        """Folders in memory."""
         return sorted(self.memory.glob(pattern)) if self.memory is not None else []
 
     def newest_first(self) -> list[Path]:

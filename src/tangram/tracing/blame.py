@@ -72,7 +72,6 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
 
 
 def _where(trace: RankTrace) -> str:
-    """What a rank does, in words."""
     step = f" of step {trace.live.step}" if trace.live.step else ""
     if trace.live.end is End.FINISHED:
         return f"has come to its end after step {trace.live.step}"
@@ -306,7 +305,6 @@ def stack_lines(stacks: Mapping[int, Stack]) -> tuple[str, ...]:
 
 
 def _why(one: Slow) -> str:
-    """Why a rank is slow, in words."""
     if one.cause == "computes":
         return f"; it computes for {one.cpu_ms:.1f} ms of them"
     waits = "its data" if one.phase is Phase.DATA else "something outside, as a disk or a lock"

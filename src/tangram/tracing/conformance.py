@@ -158,7 +158,6 @@ class Cursor:
         return self.learned if self.expected and self.loose and not self.strayed and self.ends() else None
 
     def ends(self) -> bool:
-        """Whether a step may end here."""
         expected = self.expected
         return expected is None or self.at >= len(expected) or any(_alike(o, self._done()) for o in self.others)
 
@@ -276,7 +275,6 @@ def left_out(cursor: Cursor, step: int, groups: list[str]) -> Deviation | None:
 
 
 def _left(expected: list[Expected], start: int, stop: int, groups: list[str]) -> str:
-    """The calls that were due, in words."""
     more = stop - start - 1
     return _one_of(expected, start, groups) + (f" and {more} more" if more else "")
 
@@ -295,5 +293,4 @@ def _one_of(expected: list[Expected], at: int, groups: list[str]) -> str:
 
 
 def expected_words(one: Expected, groups: list[str]) -> str:
-    """A call in words."""
     return call_words(OPS[one.key.op], groups[one.key.group], one.site)

@@ -28,7 +28,6 @@ class Finding:
     """Of a slow rank, where it is known: computes, starved (others have its CPU) or waits (for what is outside)."""
 
     def as_json(self) -> dict[str, object]:
-        """For a file."""
         lists = {"ranks": [*self.ranks], "details": [*self.details]}
         return {**vars(self), **lists}
 

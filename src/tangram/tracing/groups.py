@@ -74,39 +74,11 @@ class RecordedWork(dist.Work):
         self._work, self._recorder, self._call = work, recorder, call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As of the call itself."""
         number, group, op = self._call
         since = self._recorder.waits(number)
         done = self._work.wait() if timeout is None else self._work.wait(timeout)
         self._recorder.waited(number, group, op, since)
         return done
-
-    def is_completed(self) -> bool:
-        """As of the call itself."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """As of the call itself."""
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        """As of the call itself."""
-        return self._work.exception()
-
-    def result(self) -> list[Tensor]:
-        """As of the call itself."""
-        return self._work.result()
-
-    def source_rank(self) -> int:
-        """As of the call itself."""
-        return self._work.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    def synchronize(self) -> None:
-        """As of the call itself."""
-        self._work.synchronize()
 
     def get_future(self) -> Any:
         """As of the call itself. Who asks for it, as torch's DDP, waits without a word: its end is told."""
@@ -121,6 +93,20 @@ class RecordedWork(dist.Work):
         recorder.follows(number, group)
         future.add_done_callback(done)
         return future
+
+
+def _passed_on(name: str) -> Callable[[RecordedWork], Any]:
+    """The method of recorded work that asks the call itself."""
+
+    def method(self: RecordedWork) -> Any:
+        return getattr(self._work, name)()
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("is_completed", "is_success", "exception", "result", "source_rank", "_source_rank", "synchronize"):
+    setattr(RecordedWork, _name, _passed_on(_name))
 
 
 class RecordedGroup(dist.ProcessGroup):
@@ -138,7 +124,6 @@ class RecordedGroup(dist.ProcessGroup):
         self.number = recorder.group(name, axes, ranks)
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """Of who does the calls."""
         return "gloo"
 
 

@@ -163,11 +163,11 @@ class PlanCheck:
             return self._tell(kind, "extra", step, text, came.site, came.key.group)
         due = left[0]
         site = Site(due.what, due.layer, came.site.line)
-        said = call_words(OPS[kind.op], axes, Site(due.what, due.layer))
+        said, called = (call_words(OPS[kind.op], axes, one) for one in (Site(due.what, due.layer), came.site))
         if at is not None:
             del left[: at + 1]
             more = f" and {at - 1} more" if at > 1 else ""
-            text = f"skipped {said}{more} in step {step}, which the plan has before {_words(kind, came)}"
+            text = f"skipped {said}{more} in step {step}, which the plan has before {called}"
             return self._tell(kind, "skipped", step, text, site, came.key.group)
         del left[0]
         sizes = (
@@ -219,10 +219,6 @@ def _kind(one: DerivedCall) -> CallKind:
 
 def _in_words(one: DerivedCall) -> str:
     return call_words(OPS[one.op], one.axes, Site("", one.layer))
-
-
-def _words(kind: CallKind, came: Expected) -> str:
-    return call_words(OPS[kind.op], kind.axes, came.site)
 
 
 def planned_words(planned: PlannedCalls, derived: Sequence[str] = ()) -> list[str]:

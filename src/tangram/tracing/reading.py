@@ -63,7 +63,6 @@ class Ring:
     data: bytes | None
 
     def read(self, start: int = 0, size: int = -1) -> bytes:
-        """Some of its bytes."""
         if self.data is not None:
             return self.data if size < 0 else self.data[start : start + size]
         with self.path.open("rb") as file:
@@ -155,7 +154,6 @@ class RankTrace:
 
     @cached_property
     def waiting(self) -> Call | None:
-        """The call that it waits for."""
         return self.call(self.live.waiting) if self.live.waiting else None
 
     def call(self, number: int) -> Call | None:
@@ -171,7 +169,6 @@ class RankTrace:
         return found[0] if found is not None and int(found["number"][0]) == number else None
 
     def in_words(self, event: np.void) -> Call:
-        """An event that began a call."""
         site, group = self.sites.get(int(event["site"]), {}), self.groups.get(int(event["group"]), {})
         return Call(
             op=op_word(int(event["op"])),
@@ -195,7 +192,6 @@ class RankTrace:
 
 
 def op_word(op: int) -> str:
-    """The name of a kind of call."""
     return OPS[op] if op < len(OPS) else f"call {op}"
 
 
@@ -244,6 +240,7 @@ def read_rank(path: Path) -> RankTrace:
             _, version, rank, world, pid, events, rows, run, host, begun, wall = _header(path, head)
             if size < (full := ring_bytes(events, rows, version)):
                 raise UserError(f'"{path}" is cut off: {size} of {full} bytes are there')
+            # Of many ranks only the rows of steps, which lie behind the events.
             file.seek(0 if world <= KEPT_RANKS else ring_bytes(events, 0))
             data = file.read()
     except OSError as error:
@@ -251,6 +248,10 @@ def read_rank(path: Path) -> RankTrace:
     whole = data if world <= KEPT_RANKS else None
     ring = as_now(np.frombuffer(data, ROW_DTYPES[version], rows, 0 if whole is None else ring_bytes(events, 0)))
     names = _names(path.with_suffix(".names.jsonl"))
+
+    def first(key: str, none: Any = ()) -> Any:
+        return next((one[key] for one in names if key in one), none)
+
     return RankTrace(
         rank=rank,
         world=world,
@@ -265,16 +266,14 @@ def read_rank(path: Path) -> RankTrace:
         groups={int(one["group"]): {**one, "ranks": in_steps(one["ranks"])} for one in names if "ranks" in one},
         sites={int(one["site"]): one for one in names if "site" in one},
         deviations=tuple(one for one in names if "deviation" in one),
-        about=next((cast("dict[str, Any]", one["run"]) for one in names if "run" in one), dict[str, Any]()),
+        about=first("run", {}),
         sequences={int(one["step"]): tuple(one["sequence"]) for one in names if "sequence" in one},
-        layers=next(
-            (tuple((name, tuple(axes)) for name, axes in one["layers"]) for one in names if "layers" in one), ()
-        ),
+        layers=tuple((name, tuple(axes)) for name, axes in first("layers")),
         sums={int(one["step"]): tuple(one["sums"]) for one in names if "sums" in one},
-        planned=next((tuple(one["planned"]) for one in names if "planned" in one), ()),
+        planned=tuple(first("planned")),
         spikes=tuple(one for one in names if "spike" in one),
         not_finite={int(one["not_finite"]): one for one in names if "not_finite" in one},
-        failed=next((str(one["failed"]) for one in names if "failed" in one), ""),
+        failed=str(first("failed", "")),
     )
 
 

@@ -254,16 +254,11 @@ class Recorder(Trace):
         return self._lengths.get(length, self._varied) if length else self._lengths.setdefault(0, Cursor(strict=True))
 
     def phase(self, phase: Phase) -> None:
-        """From now on it does this."""
         if self._weights is not None:
             self._weigh(self._weights, phase)
         if self._plans and phase is Phase.OPTIMISER:
             self._miss(late=False)
-        self._settle()
-        now = _now()
-        self._own[self._phase] += now - self._mark
-        self._mark = now
-        self._ran()
+        self._spend()
         self._phase, self.looks = phase, phase in LOOKED_AT and not self._bad
         if phase in CHECKED:
             self._cursor = self._checked
@@ -274,21 +269,17 @@ class Recorder(Trace):
         self._event(Kind.PHASE, op=phase)
 
     def not_finite(self, flags: int) -> None:
-        """This rank's own part of the step's loss or gradient is not finite."""
         self._flags |= flags
         if self._bad:
             event, site, group, turn = self._bad
-            self.files.name(
-                {"not_finite": self._step, "event": event, "site_of": site, "group_of": group, "turn": turn}
-            )
+            words = {"not_finite": self._step, "event": event, "site_of": site, "group_of": group, "turn": turn}
+            self.files.name(words)
 
     def numbers(self, numbers: StepNumbers) -> None:
-        """What the step has come to, before its update."""
         for one in self._spikes.judge(self._step, numbers):
             self.files.name(one)
 
     def experts(self, loads: Mapping[str, Sequence[int]]) -> None:
-        """By layer how often each expert was chosen of late, over all ranks."""
         for one in self._spikes.experts(self._step, loads):
             self.files.name(one)
 
@@ -298,7 +289,6 @@ class Recorder(Trace):
             self.files.name(one)
 
     def label(self, modules: Iterable[nn.Module]) -> None:
-        """Call the modules and parameters by their paths."""
         for part in modules:
             modules_ = cast("Iterable[tuple[str, nn.Module]]", part.named_modules())
             self._labels |= {id(module): path for path, module in modules_ if path}
@@ -313,7 +303,6 @@ class Recorder(Trace):
         self.files.name({"planned": planned_words(planned, derived.axes)})
 
     def weights(self, groups: Sequence[WeightGroup], trained: Sequence[str] = (), *, in_backward: bool = False) -> None:
-        """The weights whose bits are summed now and then, and of each trained parameter the layer."""
         updates = frozenset({Phase.OPTIMISER} | ({Phase.BACKWARD} if in_backward else set()))
         self._spikes = Spikes(trained)
         if self._digest_steps:
@@ -334,22 +323,16 @@ class Recorder(Trace):
             self._deviated(one)
 
     def failure(self) -> str:
-        """Why nothing is written any more, the first time that it is asked."""
         said, self._reported = self._reported, self._reported or bool(self.files.failure)
         return "" if said else self.files.failure
 
     def close(self, end: End) -> None:
-        """The rank ends; how."""
         self._end_step(ended=end is End.FINISHED)
         self._stop.set()
         _INT(self._memory, ENDED_AT, end)
 
     def _end_step(self, ended: bool = True) -> None:
-        self._settle()
-        now = _now()
-        self._own[self._phase] += now - self._mark
-        self._mark = now
-        self._ran()
+        now = self._spend()
         if self._step:
             if self._plans and ended:
                 self._miss(late=True)
@@ -368,11 +351,16 @@ class Recorder(Trace):
         self._bad = ()
         self._begun, self._flags, self._calls = now, 0, 0
 
-    def _ran(self) -> None:
-        """At the end of a phase: how long the thread ran in it, and how long it could have."""
+    def _spend(self) -> int:
+        """At the end of a phase, now: its own time, how long the thread ran in it, and how long it could have."""
+        self._settle()
+        now = _now()
+        self._own[self._phase] += now - self._mark
+        self._mark = now
         ran, ready = self._processor.since()
         if self._phase in COUNTED:
             self._cpu = self._cpu[0] + ran, self._cpu[1] + ready
+        return now
 
     def _write_sequence(self, step: int) -> None:
         """What was called in a step, for who compares ranks: the number of each call's site, in order."""

@@ -138,18 +138,6 @@ def _of_bucket(values: Mapping[str, Any], labels: Labels) -> str:
     return f"gradients of {_names(values['self'].parameters, labels)}"
 
 
-def _of_move(values: Mapping[str, Any], labels: Labels) -> str:
-    return f"{values['source']} -> {values['target']}"
-
-
-def _of_sequence(values: Mapping[str, Any], labels: Labels) -> str:
-    return f"{values['step']}"
-
-
-def _of_stage(values: Mapping[str, Any], labels: Labels) -> str:
-    return "activations or gradients between stages"
-
-
 def _words(text: str) -> Callable[[Mapping[str, Any], Labels], str]:
     return lambda values, labels: text
 
@@ -163,10 +151,10 @@ DESCRIBED: Mapping[tuple[str, str], Callable[[Mapping[str, Any], Labels], str]] 
     ("tangram.training.parallel.data_parallel", "Bucket.finish"): _of_bucket,
     ("tangram.training.mesh.groups", "add_up"): _words("gradients of parameters that TP ranks have in common"),
     ("tangram.training.step.evaluate", "sum_over"): _words("loss, gradient norm and wishes to stop"),
-    ("tangram.relayout.collectives.one_collective", "_moved"): _of_move,
-    ("tangram.relayout.collectives.run_sequence", "perform"): _of_sequence,
-    ("tangram.training.parallel.schedule_runtime", "run"): _of_stage,
-    ("torch.distributed.pipelining.schedules", "_batch_p2p"): _of_stage,
+    ("tangram.relayout.collectives.one_collective", "_moved"): lambda v, labels: f"{v['source']} -> {v['target']}",
+    ("tangram.relayout.collectives.run_sequence", "perform"): lambda v, labels: str(v["step"]),
+    ("tangram.training.parallel.schedule_runtime", "run"): _words("activations or gradients between stages"),
+    ("torch.distributed.pipelining.schedules", "_batch_p2p"): _words("activations or gradients between stages"),
 }
 """By module and qualified name of a function: what the tensors are that it sends, from its local variables."""
 

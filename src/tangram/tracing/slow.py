@@ -102,11 +102,23 @@ def own_times(trace: RankTrace) -> npt.NDArray[np.float64]:
     return trace.rows["own_us"][:, [*COUNTED]].astype(float)
 
 
+def waits_over(trace: RankTrace, axes: str) -> npt.NDArray[np.float64]:
+    """Microseconds in each step that it waited for calls of groups over these axes."""
+    slots = {int(group["slot"]) for group in trace.groups.values() if group["axes"] == axes}
+    return trace.rows["wait_us"][:, [*slots]].sum(1).astype(float)
+
+
+def shared_steps(traces: Sequence[RankTrace]) -> npt.NDArray[np.uint32]:
+    """The steps that all ranks have, ascending; at least one rank."""
+    shared = traces[0].rows["step"]
+    for trace in traces[1:]:
+        if not np.array_equal(trace.rows["step"], shared):
+            shared = np.intersect1d(shared, trace.rows["step"])
+    return shared
+
+
 def _slow_of(peers: list[RankTrace]) -> list[Slow]:
-    shared = peers[0].rows["step"]
-    for trace in peers[1:]:
-        shared = np.intersect1d(shared, trace.rows["step"])
-    steps = shared[1:-1]
+    steps = shared_steps(peers)[1:-1]
     if len(steps) < FEWEST:
         return []
     every = np.stack([own_times(t)[np.searchsorted(t.rows["step"], steps)] for t in peers])  # rank, step, phase
@@ -209,11 +221,7 @@ def slow_links(traces: Sequence[RankTrace]) -> list[SlowLink]:
             if 1 < len(group["ranks"]) < trace.world:
                 place = tuple(coords_of(trace).get(axis) for axis in stages if axis not in axes.split())
                 alike.setdefault((axes, place), {})[group["ranks"]] = int(group["slot"])
-    shared = by_rank[traces[0].rank].rows["step"] if traces else np.zeros(0, np.uint32)
-    for trace in traces:
-        if not np.array_equal(trace.rows["step"], shared):
-            shared = np.intersect1d(shared, trace.rows["step"])
-    steps = shared[1:-1]
+    steps = shared_steps(traces)[1:-1] if traces else np.zeros(0, np.uint32)
     if len(steps) < FEWEST_OF_LINKS:
         return []
     at = {rank: np.searchsorted(trace.rows["step"], steps) for rank, trace in by_rank.items()}

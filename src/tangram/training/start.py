@@ -146,7 +146,6 @@ def _nowhere(event: object) -> None:
 
 
 def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent) -> None:
-    """Tell how to go on."""
     on_event(Note(f"stopped after step {outcome.step}, its checkpoint is {outcome.checkpoint}; to go on:"))
     on_event(Note(f"  tangram train --resume --out {shlex.quote(str(folder))}"))
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.training.data.shuffle import permuted
+from tangram.training.data.mix import permuted
 
 
 @given(st.integers(1, 3000), st.text(max_size=8))

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tangram.training.data import windows
-from tangram.training.data.windows import long_row
+from tangram.training.data import tokens as token_module
+from tangram.training.data.tokens import long_row
 
 KINDS = ("words", "bytes", "regex", "metaspace", "no words", "pieces", "unigram")
 OPTIONS = {"add_special_tokens": False, "verbose": False}
@@ -91,7 +91,7 @@ TEXTS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows_give_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in {"WINDOW": 512, "OVERLAP": 160, "AGREE": 24}.items():
-        monkeypatch.setattr(windows, name, size)
+        monkeypatch.setattr(token_module, name, size)
     for name, one in TEXTS.items():
         whole = tokenizer(kind)([one], **OPTIONS)["input_ids"][0]
         assert long_row(tokenizer(kind), one, **OPTIONS).tolist() == whole, name
@@ -99,7 +99,7 @@ def test_windows_give_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Mon
 
 def test_windows_are_left_for_the_next_and_where_that_is_wrong_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in {"WINDOW": 512, "OVERLAP": 160, "AGREE": 24}.items():
-        monkeypatch.setattr(windows, name, size)
+        monkeypatch.setattr(token_module, name, size)
     one, made = TEXTS["lines"], tokenizer("no words")
     whole = made([one], **OPTIONS)["input_ids"][0]
     lengths: list[int] = []

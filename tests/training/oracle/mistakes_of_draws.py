@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tangram.sharding.local_ops.random_numbers import Samples
 from tangram.training.mesh import drawing
-from tangram.training.parallel import pipeline, recompute
+from tangram.training.parallel import apply, pipeline
 from tests.training.oracle.ranks import Setting, swapped
 
 Planted = Generator[None]
@@ -64,7 +64,7 @@ def masks_by_the_micro_batch(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def other_masks_when_computed_again(setting: Setting) -> Planted:
     """What runs again in the backward finds the generator as the forward has left it."""
-    with swapped(recompute, "checkpoint", partial(cast(Any, recompute).checkpoint, preserve_rng_state=False)):
+    with swapped(apply, "checkpoint", partial(cast(Any, apply).checkpoint, preserve_rng_state=False)):
         yield
 
 

@@ -116,11 +116,9 @@ class NewTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
         return math.prod(self.spec.shape) * DTYPES[self.spec.dtype]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         spec = {"shape": list(self.spec.shape), "dtype": self.spec.dtype}
         return {"name": self.name, **spec, "of": list(self.sources)}
 
@@ -144,7 +142,6 @@ class Restructured:
     """What is beside the weights and was not carried along."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         lists = {key: list(getattr(self, key)) for key in ("files", "changed", "left_beside")}
         return {**vars(self), **lists, "seconds": round(self.seconds, 3)}
 

@@ -93,7 +93,6 @@ class Rounding:
     """The largest |written - exact| / |exact|."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {**vars(self)}
 
     def __str__(self) -> str:

@@ -100,7 +100,9 @@ def _index(path: Path, metadata: Metadata) -> DcpIndex:
         if dtype not in DTYPES:
             raise UserError(f'"{name}" in "{path}" has the type {dtype}, which this version does not read')
         specs[name] = TensorSpec(shape=tuple(entry.size), dtype=dtype)
-        pieces += [Piece(_span(path, metadata, name, chunk), name, _region(chunk)) for chunk in entry.chunks]
+        for chunk in entry.chunks:
+            region = Region.box(tuple(chunk.offsets), tuple(chunk.sizes))
+            pieces.append(Piece(_span(path, metadata, name, chunk), name, region))
     return DcpIndex(specs, tuple(pieces), tuple(opaque))
 
 
@@ -149,10 +151,6 @@ def _span(path: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata
             f'"{name}" in "{path}" was written through the transform {how}, which this reader does not know'
         )
     return ByteSpan(stored.relative_path, stored.offset, stored.length)
-
-
-def _region(chunk: ChunkStorageMetadata) -> Region:
-    return Region.box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
@@ -211,7 +209,6 @@ class Chunk:
 
 
 def size_of(chunk: Chunk) -> int:
-    """The bytes of a block's elements."""
     return chunk.values.nbytes
 
 
@@ -281,7 +278,6 @@ class _Sink:
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
-        """Take the next bytes."""
         n = memoryview(data).nbytes
         if self.error is None:
             try:

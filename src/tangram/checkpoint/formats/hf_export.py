@@ -65,7 +65,6 @@ class Converted:
     """What is beside the weights of `config` and was not copied."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "path": str(self.path),
             "tensors": self.tensors,

@@ -108,7 +108,6 @@ def weight_map(file: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, TensorSpec]:
-    """The tensors of one file."""
     with _opened(file) as stream:
         specs: dict[str, TensorSpec] = {}
         for name in stream.keys():  # noqa: SIM118  it is no dict

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tangram.checkpoint.loading.block_source import Sources
-from tangram.checkpoint.loading.block_threads import WorkQueue, in_threads
+from tangram.checkpoint.loading.block_source import Sources, WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import pages
 from tangram.checkpoint.loading.scatter import BlockCopies, Item, Want, block_copies
 from tangram.checkpoint.saving.file_layout import Image, parts

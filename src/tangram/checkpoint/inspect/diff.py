@@ -60,7 +60,6 @@ class TensorChange:
     """NaNs in each."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {**vars(self), "nans": list(self.nans), "largest": _json(self.largest), "relative": _json(self.relative)}
 
 
@@ -85,11 +84,9 @@ class CheckpointDiff:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
         return not self.changes and not self.objects
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "same": self.same,
             "equal": self.equal,
@@ -103,12 +100,10 @@ Side = tuple[Path, Manifest]
 
 def to_read(a: Manifest, b: Manifest, pattern: str = "*") -> int:
     """The bytes of both that a comparison will read."""
-    pairs = (
-        (a.tensors[name], b.tensors[name]) for name in _names(a, b, pattern) if name in a.tensors and name in b.tensors
-    )
-    return sum(
-        one.nbytes + other.nbytes for one, other in pairs if not _equal(one, other) and _alike(one.spec, other.spec)
-    )
+    names = [name for name in _names(a, b, pattern) if name in a.tensors and name in b.tensors]
+    pairs = [(a.tensors[name], b.tensors[name]) for name in names]
+    read = [(one, two) for one, two in pairs if not _equal(one, two) and one.spec.shape == two.spec.shape]
+    return sum(one.nbytes + two.nbytes for one, two in read)
 
 
 def compare(a: Side, b: Side, pattern: str = "*", on_bytes: Callable[[int], None] | None = None) -> CheckpointDiff:
@@ -122,16 +117,11 @@ def compare(a: Side, b: Side, pattern: str = "*", on_bytes: Callable[[int], None
     equal = 0
     for name in _names(a[1], b[1], pattern):
         one, other = a[1].tensors.get(name), b[1].tensors.get(name)
-        if other is None:
-            assert one is not None
-            changes.append(TensorChange(name, "a", a=_described(one.spec)))
-        elif one is None:
-            changes.append(TensorChange(name, "b", b=_described(other.spec)))
-        elif _equal(one, other):
+        if one is not None and other is not None and _equal(one, other):
             equal += 1
-        elif not _alike(one.spec, other.spec):
-            changes.append(TensorChange(name, "shape", _described(one.spec), _described(other.spec)))
-        else:
+        elif (change := _unlike(name, one and one.spec, other and other.spec)) is not None:
+            changes.append(change)
+        elif one is not None:
             differing.append(one)
     read = _compared(a, b, differing, on_bytes or (lambda count: None))
     same = [change for change in read if change.kind == "values" and not change.differing]  # of snapshots, say
@@ -148,7 +138,7 @@ def _names(a: Manifest, b: Manifest, pattern: str) -> list[str]:
     return found
 
 
-def _described(spec: TensorSpec) -> str:
+def described(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
@@ -156,8 +146,13 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return one.spec == other.spec and one.digest == other.digest != ""
 
 
-def _alike(one: TensorSpec, other: TensorSpec) -> bool:
-    return one.shape == other.shape
+def _unlike(name: str, one: TensorSpec | None, other: TensorSpec | None) -> TensorChange | None:
+    """What differs before any value is looked at: a tensor that one side lacks, or of another shape there."""
+    if one is not None and other is not None and one.shape == other.shape:
+        return None
+    kind = "a" if other is None else "b" if one is None else "shape"
+    a, b = ("" if spec is None else described(spec) for spec in (one, other))
+    return TensorChange(name, kind, a, b)
 
 
 def _compared(
@@ -168,7 +163,7 @@ def _compared(
     for one in differing:
         other = b[1].tensors[one.name]
         kind = "values" if one.spec.dtype == other.spec.dtype else "dtype"
-        found[one.name] = TensorChange(one.name, kind, _described(one.spec), _described(other.spec))
+        found[one.name] = TensorChange(one.name, kind, described(one.spec), described(other.spec))
     for batch in batches(in_file_order(differing), CHUNK):
         for part, left, right in zip(batch, read_spans(*a, batch), read_spans(*b, batch), strict=True):
             found[part.name] = compared(found[part.name], left, right)
@@ -261,11 +256,9 @@ def seen_as(
 
 def to_read_across(way: ChosenMapping, other: OpenCheckpoint, pattern: str = "*") -> int:
     """The bytes that a comparison will read of both."""
-    mine = way.bound.target.specs
-    both = [
-        name for name in mine if name in other.specs and fits(name, pattern) and _alike(mine[name], other.specs[name])
-    ]
-    return sum(_nbytes(mine[name]) + _nbytes(other.specs[name]) for name in both)
+    mine = {name: spec for name, spec in way.bound.target.specs.items() if name in other.specs and fits(name, pattern)}
+    both = ((spec, other.specs[name]) for name, spec in mine.items())
+    return sum(_nbytes(one) + _nbytes(two) for one, two in both if one.shape == two.shape)
 
 
 def compare_across(
@@ -288,12 +281,8 @@ def compare_across(
     right = Filler(other, bind(IDENTITY, theirs), theirs, KEEP)
     changes: list[TensorChange] = []
     for name in names:
-        if name not in theirs:
-            changes.append(TensorChange(name, "a", a=_described(mine[name])))
-        elif name not in mine:
-            changes.append(TensorChange(name, "b", b=_described(theirs[name])))
-        elif not _alike(mine[name], theirs[name]):
-            changes.append(TensorChange(name, "shape", _described(mine[name]), _described(theirs[name])))
+        if (change := _unlike(name, mine.get(name), theirs.get(name))) is not None:
+            changes.append(change)
         else:
             changes += _values(name, mine[name], theirs[name], left, right, on_bytes)
     both = [name for name in names if name in mine and name in theirs]
@@ -304,7 +293,7 @@ def _values(
     name: str, mine: TensorSpec, theirs: TensorSpec, left: Filler, right: Filler, on_bytes: Callable[[int], None] | None
 ) -> list[TensorChange]:
     kind = "values" if mine.dtype == theirs.dtype else "dtype"
-    found = TensorChange(name, kind, _described(mine), _described(theirs))
+    found = TensorChange(name, kind, described(mine), described(theirs))
     size = _nbytes(mine)
     if kind == "values" and 0 < size <= CHUNK:  # of which there may be a million, nearly all of them equal
         one, two = (filler.values_of(name).reshape(-1) for filler in (left, right))

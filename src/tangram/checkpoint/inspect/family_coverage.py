@@ -46,7 +46,6 @@ class Cover:
         return not (self.uncovered or self.missing or self.wrong)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "family": self.family, "names": self.names, "whole": self.complete, "covered": self.covered,
             "uncovered": list(self.uncovered), "missing": list(self.missing), "wrong": self.wrong or None,

@@ -63,7 +63,6 @@ class Reading:
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {**vars(self), "path": str(self.path), "sound": self.sound, "findings": list(self.findings)}
 
 

@@ -12,7 +12,7 @@ from tangram.checkpoint.conversion.quantised import Quantisation, dequantised, q
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.inspect import diff
-from tangram.checkpoint.inspect.diff import CheckpointDiff, Side, TensorChange
+from tangram.checkpoint.inspect.diff import CheckpointDiff, Side, TensorChange, described
 from tangram.checkpoint.inspect.tree import QuantisedTensor, fits
 from tangram.checkpoint.saving.rank_parts import MODEL
 from tangram.checkpoint.store.manifest import Manifest, StoredTensor
@@ -176,11 +176,8 @@ def _of_values(
     )
     made: list[TensorChange] = []
     for name in names:
-        change = changes.get(name, TensorChange(name, "codes", _described(left, name), _described(right, name)))
+        change = changes.get(
+            name, TensorChange(name, "codes", described(left.specs[name]), described(right.specs[name]))
+        )
         made.append(replace(change, a=first.get(name, change.a), b=second.get(name, change.b)))
     return made
-
-
-def _described(opened: OpenCheckpoint, name: str) -> str:
-    spec = opened.specs[name]
-    return f"{spec.dtype} {list(spec.shape)}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tangram.checkpoint.loading.block_threads import WorkQueue, in_threads
+from tangram.checkpoint.loading.block_source import WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import DirectFile, pages
 from tangram.checkpoint.saving.file_layout import Outgoing, add_sums, parts, stored_images
 from tangram.checkpoint.store import commits, digest, safetensors_header
@@ -60,7 +60,6 @@ class Finding:
     """That have bytes there."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "kind": self.kind,
             "text": self.text,
@@ -238,11 +237,9 @@ class VerifyReport:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "path": str(self.path),
             "sound": self.sound,

@@ -44,7 +44,6 @@ class BlockTask:
 
     @property
     def passes(self) -> bool:
-        """Whether it passes between nodes."""
         return self.source is not None or bool(self.to)
 
 

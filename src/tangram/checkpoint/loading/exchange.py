@@ -11,24 +11,105 @@ one that dies is missed. All others stop within seconds, and all raise the same 
 common are nodes of their own.
 """
 
+import mmap
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tangram.checkpoint.loading.assign_blocks import BlockTask, Deal, Wants, deal
 from tangram.checkpoint.loading.between_nodes import Between, PeerError, ReportedError
-from tangram.checkpoint.loading.block_source import DamagedError, Sources
-from tangram.checkpoint.loading.block_threads import READERS, WorkQueue, in_threads
+from tangram.checkpoint.loading.block_source import READERS, DamagedError, Sources, WorkQueue, in_threads
 from tangram.checkpoint.loading.page_memory import pages
 from tangram.checkpoint.loading.scatter import BlockCopies, Item
-from tangram.checkpoint.loading.shared_windows import SharedWindow, WindowShape
 from tangram.checkpoint.store.commits import files_here
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, blocks_of
+from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.errors import UserError
 from tangram.hardware.host import shared
 from tangram.relayout.exchange.peers import Peers, node_memory
+
+_WORDS = 8
+_FAILED, _DONE, _LENGTH, _MOVES = range(4)
+_GONE = 2
+_TEXT = 4 * PAGE
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """Of all windows of an exchange."""
+
+    slots: int
+    ranks: int
+
+    @property
+    def head(self) -> int:
+        """Bytes before the first slot: whole pages."""
+        return -(-(8 * (_WORDS + self.slots + self.ranks) + _TEXT) // PAGE) * PAGE
+
+    @property
+    def size(self) -> int:
+        return self.head + self.slots * BLOCK
+
+
+class SharedWindow:
+    """One window, seen by its owner or by another rank."""
+
+    def __init__(self, memory: mmap.mmap, shape: WindowShape, process: int) -> None:
+        """`process`: its owner's."""
+        self._process = process
+        whole = np.frombuffer(memory, np.uint8)
+        words = whole[: shape.head].view(np.int64)
+        self._words = words
+        self.ready = words[_WORDS : _WORDS + shape.slots]
+        """For each slot, one more than the number of the block that lies there."""
+        self.passed = words[_WORDS + shape.slots : _WORDS + shape.slots + shape.ranks]
+        """For each rank, how many blocks of this window it needs no more."""
+        self._text = whole[shape.head - _TEXT : shape.head]
+        self.slots = [whole[shape.head + i * BLOCK : shape.head + (i + 1) * BLOCK] for i in range(shape.slots)]
+
+    def fail(self, text: str, *, gone: bool) -> None:
+        """Say that the owner has failed, and how; `gone`: because another rank ended."""
+        data = np.frombuffer(text.encode()[:_TEXT], np.uint8)
+        self._text[: len(data)] = data
+        self._words[_LENGTH] = len(data)
+        self._words[_FAILED] = _GONE if gone else 1
+
+    def move(self) -> None:
+        """Say that the owner gets on. (Its threads may count one step twice: only that it changes matters.)"""
+        self._words[_MOVES] += 1
+
+    def finish(self) -> None:
+        """Say that the owner has all that it wants."""
+        self._words[_DONE] = 1
+
+    @property
+    def progress(self) -> int:
+        """Changes whenever the owner gets on."""
+        return int(self._words[_MOVES])
+
+    @property
+    def failure(self) -> tuple[str | None, bool]:
+        """How the owner failed, and whether that was because another rank ended."""
+        if not self._words[_FAILED]:
+            return None, False
+        text = self._text[: int(self._words[_LENGTH])].tobytes().decode(errors="replace")
+        return text, bool(self._words[_FAILED] == _GONE)
+
+    @property
+    def done(self) -> bool:
+        """Whether the owner has all that it wants."""
+        return bool(self._words[_DONE])
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner's process still runs."""
+        return shared.runs(self._process)
+
 
 LIMIT = 900.0
 """Seconds without any progress after which a rank gives up: longer than storage stalls and recovers."""
@@ -70,7 +151,7 @@ def read_together(path: Path, manifest: Manifest, plan: Callable[[], BlockCopies
     shape = WindowShape(slots if any(made.stretches) else 0, len(here))
     memory_of_node = node_memory(lambda word: _all_words(peers, word), here, peers.index, shape.size)
     found = [SharedWindow(window, shape, process) for window, process in memory_of_node]
-    if not found:
+    if not found:  # no memory that ranks of a node share: each reads as if it were alone on its node
         made, me = deal(wants, range(peers.size), peers.index, sizes, holds), 0
     _, error = _tried(lambda: _Exchange(wanted, made, me, found, here, peers).run(path, manifest, memory))
     _raise_first(_all_words(peers, error))
@@ -116,31 +197,23 @@ def _raise_first(errors: Sequence[list[str]]) -> None:
 # ---------------------------------------------------------------- reading and copying
 
 
+@dataclass
 class _Exchange:
     """One rank's part."""
 
-    def __init__(
-        self,
-        wanted: BlockCopies,
-        made: Deal,
-        me: int,
-        found: Sequence[SharedWindow],
-        ranks: Sequence[int],
-        peers: Peers,
-    ) -> None:
-        self._wanted = wanted
-        self._made = made
-        self._me = me
-        self._windows = found
-        self._ranks = ranks
-        self._peers = peers
-        self._filled: dict[int, int] = {}
-        self._error: BaseException | None = None
+    _copies: BlockCopies
+    _made: Deal
+    _me: int
+    _windows: Sequence[SharedWindow]
+    _ranks: Sequence[int]
+    _peers: Peers
+    _filled: dict[int, int] = field(default_factory=dict[int, int])
+    _error: BaseException | None = None
 
     def run(self, path: Path, manifest: Manifest, memory: int) -> None:
         """Read and copy everything; returns when all ranks of the node have what they want."""
         threads = min(READERS, len(self._made.tasks), max(1, memory // BLOCK - 1))
-        with Sources(path, manifest, self._wanted) as sources:
+        with Sources(path, manifest, self._copies) as sources:
             between = Between(self._peers, lambda item: sources.length(*item), LIMIT)
             line = WorkQueue(self._made.tasks)
             try:
@@ -198,7 +271,7 @@ class _Exchange:
             self._windows[self._me].ready[task.slot % len(self._windows[self._me].slots)] = task.slot + 1
         sending = between.send(task, data) if task.to else None
         try:
-            self._wanted.put(*task.item, data)
+            self._copies.put(*task.item, data)
         finally:
             if sending is not None:
                 sending.finish()
@@ -223,7 +296,7 @@ class _Exchange:
         if not self._windows:
             return
         queues = {
-            i: [(number, item) for number, item in enumerate(stretch) if self._wanted.has(item)]
+            i: [(number, item) for number, item in enumerate(stretch) if self._copies.has(item)]
             for i, stretch in enumerate(self._made.stretches)
             if i != self._me
         }
@@ -235,7 +308,7 @@ class _Exchange:
             for i, queue in queues.items():
                 while queue and self._there(i, queue[-1][0]):
                     number, item = queue.pop()
-                    self._wanted.put(*item, self._windows[i].slots[number % len(self._windows[i].slots)])
+                    self._copies.put(*item, self._windows[i].slots[number % len(self._windows[i].slots)])
                     self._pass(i, queue)
                     self._windows[self._me].move()
         self._windows[self._me].finish()

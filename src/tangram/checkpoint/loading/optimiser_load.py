@@ -29,7 +29,6 @@ class MadeStates:
     states: list[tuple[Optimizer, nn.Parameter]] = field(default_factory=list[tuple[Optimizer, nn.Parameter]])
 
     def undo(self) -> None:
-        """Take them away again."""
         for optimiser, parameter in self.states:
             optimiser.state.pop(parameter, None)
 

@@ -72,7 +72,6 @@ class DirectFile:
         return done
 
     def close(self) -> None:
-        """No more is read."""
         os.close(self.descriptor)
 
 

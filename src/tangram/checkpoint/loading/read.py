@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.loading.block_source import DamagedError
-from tangram.checkpoint.loading.block_threads import MEMORY, read_blocks
+from tangram.checkpoint.loading.block_source import MEMORY, DamagedError, read_blocks
 from tangram.checkpoint.loading.exchange import read_together
 from tangram.checkpoint.loading.scatter import Want, block_copies
 from tangram.checkpoint.store.manifest import DTYPES, Manifest, StoredTensor

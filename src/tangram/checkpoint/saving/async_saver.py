@@ -29,11 +29,11 @@ import torch
 
 from tangram.checkpoint.saving.file_layout import Outgoing
 from tangram.checkpoint.saving.rank_files import share_fields
-from tangram.checkpoint.saving.rank_parts import About, new_id, sentence
-from tangram.checkpoint.saving.save_results import SaveResult, Settings
+from tangram.checkpoint.saving.rank_parts import About, SaveResult, Settings, new_id
 from tangram.checkpoint.saving.snapshot import Laid, Pool, RankShare, Snapshot, copies_of, share
 from tangram.checkpoint.saving.writer_process import Order
 from tangram.checkpoint.state.entries import Described, StateEntry
+from tangram.errors import sentence
 from tangram.hardware.host.hostmemory import Shared
 from tangram.hardware.host.workers import Detached, Job, start_detached
 from tangram.relayout import TensorSpec
@@ -75,7 +75,6 @@ class _Task:
     notes: list[str] = field(default_factory=list[str])
 
     def saved(self) -> SaveResult:
-        """What came of it."""
         path = Path(self.result) if self.result else None
         took = (self.ended or time.monotonic()) - self.begun
         size = self.nbytes if path else 0
@@ -137,6 +136,8 @@ class AsyncSaver:
         begun = time.monotonic()
         self._start()
         word: dict[str, Any] = {}
+        # One rank says for all whether the last save is over: each sees its end at another moment, and a save that some
+        # begin and others leave out would wait for parts that never come.
         if self._peers.index == 0:
             late = self.busy
             if self._task is not None and late and self.settings.policy == "wait":
@@ -188,7 +189,6 @@ class AsyncSaver:
 
     @property
     def pid(self) -> int | None:
-        """The process that writes."""
         return self._process.pid if self._process else None
 
     def wait(self) -> None:
@@ -316,12 +316,7 @@ class AsyncSaver:
             id=task.id,
             path=str(task.path),
             step=task.about.step,
-            retries=self.settings.retries,
-            pause=self.settings.pause,
-            limit=self.settings.limit,
-            keep=self.settings.keep,
-            node=self.settings.node,
-            digests=self.settings.digests,
+            **{name: getattr(self.settings, name) for name in ("retries", "pause", "limit", "keep", "node", "digests")},
             objects=task.objects,
             mesh=task.about.mesh if first else "",
             beside=dict(task.about.beside) if first else None,
@@ -366,7 +361,6 @@ class AsyncSaver:
         self._knows = _NOTHING
 
     def _up(self) -> Detached:
-        """The process, when it listens."""
         if self._process is None:
             self._launch()
         assert self._process is not None

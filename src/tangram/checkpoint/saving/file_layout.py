@@ -42,12 +42,10 @@ class Outgoing:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return DTYPES[self.spec.dtype]
 
     @cached_property
     def nbytes(self) -> int:
-        """Of the piece."""
         return self.region.size * self.itemsize
 
     @property

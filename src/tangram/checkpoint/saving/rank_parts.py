@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tangram.checkpoint.saving.file_layout import Image
 from tangram.checkpoint.saving.file_writer import WrittenFile
@@ -36,6 +36,49 @@ from tangram.checkpoint.store.manifest import (
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import TensorSpec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How saves are made."""
+
+    policy: Literal["wait", "skip"] = "wait"
+    """What a save does that comes while the last one is still being written: wait, or be left out and reported."""
+    retries: int = 1
+    """How often a save that failed is tried again, from the same copy."""
+    pause: float = 5.0
+    """Seconds before that."""
+    limit: float = 600.0
+    """Seconds without any progress after which storage, or another rank's writer, counts as stalled."""
+    keep: tuple[str, ...] = ()
+    """Rules of `tangram.checkpoint.store.retention`: which are kept after each commit. None: all."""
+    node: tuple[int, int, int, int] | None = None
+    """Of snapshots that stay on several machines: which of how many this is, its first rank, and how many it has.
+    What the ranks of each have written is committed there, as a share."""
+    digests: bool = True
+    """Whether each tensor gets its digest; without, whoever copies a checkpoint of memory to a disk takes them."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What came of a save."""
+
+    step: int
+    path: Path | None
+    """The checkpoint; None when there is none."""
+    reason: str
+    """Why not, in one sentence."""
+    blocked: float
+    """Seconds that training stood still: in `save` and in `fence`."""
+    seconds: float
+    """From `save` until the checkpoint was durable on this rank's word, or given up."""
+    nbytes: int
+    """That this rank's writer wrote."""
+    cpu: float = 0.0
+    """Seconds of a core that copying and writing took, on this rank."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: a process that had to be replaced, an old checkpoint that could not be removed."""
+
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model"
@@ -72,7 +115,6 @@ class PartTensors:
 
     @cached_property
     def text(self) -> bytes:
-        """As a line of JSON."""
         numbers = {piece.file: 0 for row in self.rows.values() for piece in row.pieces}
         numbers = {name: number for number, name in enumerate(numbers)}
         rows = {
@@ -114,7 +156,6 @@ def tensors_of(images: Iterable[Image], empty: Mapping[str, TensorSpec] | None =
 def part_of(
     tensors: PartTensors, written: Sequence[WrittenFile], objects: Mapping[str, Any] | None = None, summed: bool = True
 ) -> RankPart:
-    """What a rank wrote, from its files."""
     sums: dict[str, Sums] = {}
     for file in written:
         for name, some in file.sums.items():
@@ -282,18 +323,7 @@ def _parsed(text: bytes) -> PartTensors:
 
 
 def new_id() -> str:
-    """The id of a new save."""
     return secrets.token_hex(16)
-
-
-def sentence(error: BaseException) -> str:
-    """An error in one sentence, without a trace."""
-    if isinstance(error, OSError) and error.strerror:
-        return f'"{error.filename}": {error.strerror}' if error.filename else error.strerror
-    if isinstance(error, UserError):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def finish(

@@ -20,14 +20,13 @@ from tangram.checkpoint.saving.rank_parts import (
     leave_part,
     new_id,
     part_of,
-    sentence,
     tensors_of,
 )
-from tangram.checkpoint.saving.rank_shares import mine
 from tangram.checkpoint.state.describe import describe
-from tangram.checkpoint.state.entries import Described, State, StateEntry
+from tangram.checkpoint.state.entries import Described, State, StateEntry, mine
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.manifest import Manifest
+from tangram.errors import sentence
 from tangram.relayout.exchange.peers import PeerLostError, Peers
 
 
@@ -98,7 +97,6 @@ def _try(act: Any) -> str:
 
 
 def outgoing(entries: list[StateEntry]) -> list[Outgoing]:
-    """Entries as pieces of files."""
     return [Outgoing(entry.name, entry.spec, entry.region, entry.layout, entry.frozen) for entry in entries]
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from tangram.checkpoint.saving.file_layout import Image, Outgoing, images
-from tangram.checkpoint.saving.rank_shares import mine
-from tangram.checkpoint.state.entries import StateEntry
+from tangram.checkpoint.state.entries import StateEntry, mine
 from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.hardware.host.hostmemory import Shared
@@ -43,7 +42,6 @@ class FilePlaces:
 
     @property
     def nbytes(self) -> int:
-        """Of the files."""
         return sum(file.size for file in self.files)
 
     def of_save(self, save_id: str) -> "FilePlaces":
@@ -103,7 +101,6 @@ class Pool:
         return self.memory
 
     def close(self) -> None:
-        """Give the memory back."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None
@@ -118,14 +115,14 @@ class Copies:
 
 
 def copies_of(own: RankShare, memory: Shared) -> Copies:
-    """The copies that a share takes."""
     values = {id(piece): entry.local for piece, entry in zip(own.pieces, own.own, strict=True)}
     copies = [
         (memory.bytes[start + placed.offset : start + placed.stop], values[id(placed.piece)])
         for file, start in zip(own.places.files, own.places.starts, strict=True)
         for placed in file.placed
     ]
-    plain = _chunks([(into, _plain(local)) for into, local in copies if _is_plain(local)])
+    flat = [(into, local.detach().reshape(-1)) for into, local in copies if _is_plain(local)]
+    plain = _chunks([(into, values.view(torch.uint8).numpy()) for into, values in flat])
     return Copies(tuple(plain), [(into, local) for into, local in copies if not _is_plain(local)])
 
 
@@ -243,10 +240,6 @@ class _Moments:
 def _is_plain(values: Tensor) -> bool:
     """Whether its elements lie in the host's memory in the order of the file."""
     return values.device.type == "cpu" and values.is_contiguous() and not values.is_conj() and not values.is_neg()
-
-
-def _plain(values: Tensor) -> Bytes:
-    return values.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _chunks(copies: list[tuple[Bytes, Bytes]]) -> list[list[tuple[Bytes, Bytes]]]:

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from tangram.checkpoint.saving import rank_parts
 from tangram.checkpoint.saving.rank_files import RankFiles, discard
-from tangram.checkpoint.saving.rank_parts import About, finish, sentence
+from tangram.checkpoint.saving.rank_parts import About, finish
 from tangram.checkpoint.saving.snapshot import FilePlaces
 from tangram.checkpoint.store import commits, retention
-from tangram.errors import UserError
+from tangram.errors import sentence
 from tangram.hardware.host.channel import Channel
 from tangram.hardware.host.hostmemory import mapped
 
@@ -111,7 +111,6 @@ class SaveWriter:
         self._files = RankFiles({"index": 0, "writers": 1, "pieces": [], "empty": {}})
 
     def hear(self, message: dict[str, Any], files: list[int]) -> None:
-        """Do what the caller says."""
         if "share" in message:
             self._files = RankFiles(message["share"], self._files)
         if "forget" in message:
@@ -157,6 +156,7 @@ class SaveWriter:
         target, reason = Path(order.path), ""
         _remove([commits.closing_path(folder) for folder in folders])  # of the process that this one replaces
         commits.sweep(target.parent, 3 * order.limit, but=folders)
+        # The process that this one replaces may have begun a later attempt, and the others write at that.
         first = max((i for i, folder in enumerate(folders) if folder.exists()), default=0)
         for attempt, partial in list(enumerate(folders))[first:]:
             problem = order.problem if order.hopeless or attempt == first else ""
@@ -168,7 +168,8 @@ class SaveWriter:
                     commits.begin(target, attempt_id(order.id, attempt))
                 _remove(folders[:attempt])
                 path = self._attempt(order, partial, attempt_id(order.id, attempt), problem)
-                return str(path), "", self._retained(target.parent, order.keep)
+                notes = retention.keep_to(order.keep, target.parent, lambda: self._say({"waiting": True}))
+                return str(path), "", notes
             except (_FailedError, OSError) as error:
                 reason = _reason(error)
         _remove(folders)
@@ -185,7 +186,7 @@ class SaveWriter:
                 return rank_parts.complete_parts(partial, together)
 
             parts = self._until(partial, order.limit, look)
-            path = _free(Path(order.path))
+            path = commits.unused(Path(order.path))
             about = About(order.step, order.mesh, order.beside or {})
             finish(partial, path, len(together), save_id, about, parts, order.node and order.node[:2])
             return path
@@ -193,6 +194,7 @@ class SaveWriter:
             with contextlib.suppress(OSError):
                 (partial / f"part-{self._files.index:05d}.json").unlink()  # it has no part in what failed
             self._leave_failure(partial, _reason(error))
+            # The next attempt removes this folder, so first the others have to be done in it, well or not.
             with contextlib.suppress(_FailedError):
                 self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in together[1:]) or None)
             raise _FailedError(_reason(error)) from None
@@ -204,10 +206,8 @@ class SaveWriter:
             attempt = self._appeared(order, folders, attempt)
             partial, save_id = folders[attempt], attempt_id(order.id, attempt)
             try:
-                written = (
-                    partial / f"part-{self._files.index:05d}.json"
-                ).exists() or not partial.exists()  # or it is closing
-                if not written:
+                part = partial / f"part-{self._files.index:05d}.json"
+                if not part.exists() and partial.exists():  # a folder that is gone is closing
                     self._write(order, partial, save_id, problem)
                 path = self._until(partial, 2 * order.limit, lambda at=partial: _verdict(order, at))
                 return str(path), "", []
@@ -331,16 +331,6 @@ class SaveWriter:
         if verdict is not None and verdict["id"] == self._now:  # one of another save came late
             raise _VerdictError(verdict["path"], verdict["reason"], [])
 
-    def _retained(self, folder: Path, keep: tuple[str, ...]) -> list[str]:
-        """Remove what no rule keeps; what the caller should know of it."""
-        try:
-            for path in retention.plan(folder, retention.parse(keep)).removed if keep else ():
-                self._say({"waiting": True})
-                commits.remove(path)
-        except (OSError, UserError) as error:
-            return [f"an old checkpoint could not be removed: {sentence(error)}"]
-        return []
-
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, _FailedError) else sentence(error)
@@ -368,15 +358,6 @@ def _committed(folder: Path, order: Order) -> Path | None:
     """The checkpoint that an attempt at this save became."""
     ids = {attempt_id(order.id, attempt) for attempt in range(order.retries + 1)}
     return next((path for path, marker in reversed(commits.committed(folder)) if marker.id in ids), None)
-
-
-def _free(path: Path) -> Path:
-    """The path, or with a number where there is one already: of a run that went back, say."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
 
 
 def _remove(folders: list[Path]) -> None:

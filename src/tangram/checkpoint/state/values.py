@@ -40,7 +40,6 @@ class Stateful(Protocol):
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is stored as a tensor."""
     return isinstance(value, Tensor | np.ndarray | LocalPart)
 
 
@@ -107,7 +106,8 @@ def from_json(value: Any, tensor_of: Callable[[str], Any]) -> Any:
         return {key: from_json(one, tensor_of) for key, one in table.items()}
     kind, inner = table[TYPE], table.get("value")
     if kind in ("tensor", "array"):
-        return _read(kind, tensor_of(table["name"]))
+        tensor = tensor_of(table["name"])
+        return tensor.numpy() if kind == "array" and isinstance(tensor, Tensor) else tensor
     if kind in _ITEMS:
         return _ITEMS[kind](from_json(inner, tensor_of))
     if kind in _PAIRS:
@@ -123,10 +123,6 @@ def from_json(value: Any, tensor_of: Callable[[str], Any]) -> Any:
     if kind == "dtype" and isinstance(found := getattr(torch, cast(str, inner), None), torch.dtype):
         return found
     raise UserError(f"the checkpoint has a value of the type {kind!r}, which this version does not know")
-
-
-def _read(kind: str, tensor: Any) -> Any:
-    return tensor.numpy() if kind == "array" and isinstance(tensor, Tensor) else tensor
 
 
 def tensors_in(value: Any) -> Iterator[str]:

@@ -245,21 +245,31 @@ def partial_path(path: Path, save_id: str) -> Path:
     return path.with_name(f".{path.name}-{save_id[:12]}{PARTIAL}")
 
 
-def begin(path: Path, save_id: str) -> Path:
-    """A new folder for the checkpoint that will be `path`. Raises OSError as the file system does."""
+def begin(path: Path, save_id: str, *, anew: bool = False) -> Path:
+    """A new folder for the checkpoint that will be `path`; `anew`: in place of what one who died at it has left.
+
+    Raises OSError as the file system does.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path, save_id)
+    if anew:
+        shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     return partial
 
 
 def free_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step goes: never over one that is good, of a run that went back, say."""
-    path, again = folder / f"step-{step:08d}", 1
-    while path.exists():
-        again += 1
-        path = folder / f"step-{step:08d}-{again}"
-    return path
+    return unused(folder / f"step-{step:08d}")
+
+
+def unused(path: Path) -> Path:
+    """The path, or with a number where there is one already."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def closing_path(partial: Path) -> Path:
@@ -348,7 +358,6 @@ def remove(path: Path) -> None:
 
 
 def next_serial(folder: Path) -> int:
-    """The number of the next commit."""
     found = committed(folder)
     return found[-1][1].serial + 1 if found else 1
 

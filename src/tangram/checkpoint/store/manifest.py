@@ -67,12 +67,10 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return DTYPES[self.spec.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
         return math.prod(self.spec.shape) * self.itemsize
 
 
@@ -106,7 +104,6 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -130,7 +127,6 @@ def checksum(data: bytes | memoryview) -> int:
 
 
 def checksums(data: bytes) -> tuple[int, ...]:
-    """Of all blocks of a whole file."""
     return tuple(checksum(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
 
 

@@ -94,7 +94,6 @@ class ObjectStore:
             )
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects."""
         import obstore
 
         if names:

@@ -23,7 +23,7 @@ from typing import Any, cast
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.commits import MANIFEST, MARKER, PARTIAL
 from tangram.checkpoint.store.retention_rules import KeepBest, Policy, parse
-from tangram.errors import UserError
+from tangram.errors import UserError, sentence
 
 __all__ = [
     "Candidate",
@@ -31,6 +31,7 @@ __all__ = [
     "Leftover",
     "Policy",
     "Pruning",
+    "keep_to",
     "kept",
     "leftovers",
     "metric",
@@ -130,7 +131,6 @@ class Pruning:
     leftovers: tuple[Leftover, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "kept": {str(path): list(why) for path, why in self.kept.items()},
             "removed": {str(path): nbytes for path, nbytes in self.removed.items()},
@@ -231,6 +231,17 @@ def _weight(path: Path) -> tuple[int, float]:
             stat = file.lstat()
             nbytes, changed = nbytes + stat.st_size, max(changed, stat.st_mtime)
     return nbytes, changed
+
+
+def keep_to(rules: Sequence[str], folder: Path, before_each: Callable[[], object] = lambda: None) -> list[str]:
+    """Remove what no rule keeps, nothing without rules; what its owner should be told: why that ended early, if so."""
+    try:
+        for path in plan(folder, parse(rules)).removed if rules else ():
+            before_each()
+            commits.remove(path)
+    except (OSError, UserError) as error:
+        return [f"an old checkpoint could not be removed: {sentence(error)}"]
+    return []
 
 
 def prune(pruning: Pruning, partials: bool = False) -> None:

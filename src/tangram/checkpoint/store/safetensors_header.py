@@ -56,7 +56,6 @@ class TensorSlot:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype]
 
 

@@ -28,14 +28,19 @@ def pin(path: Path) -> Path:
     Nothing is copied. Raises OSError where the file system has no second names, or the checkpoint is gone.
     """
     pinned = path.with_name(f"{PINNED}-{path.name}")
-    pinned.mkdir()
+    link_files(path, pinned)
+    return pinned
+
+
+def link_files(path: Path, folder: Path) -> None:
+    """Make a folder of the same files under second names. Raises OSError where one is gone; nothing is left then."""
+    folder.mkdir()
     try:
         for file in path.iterdir():
-            os.link(file, pinned / file.name)
+            os.link(file, folder / file.name)
     except OSError:
-        shutil.rmtree(pinned, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-    return pinned
 
 
 def promote(path: Path, folder: Path) -> Path:

@@ -194,8 +194,7 @@ def download(store: ObjectStore, name: str, marker: Marker, folder: Path) -> Pat
         raise DamagedError(f'"{place}/{MANIFEST}" is damaged: its bytes are not those written')
     manifest = manifests.parse(text)
     target = commits.free_path(folder, marker.step)
-    shutil.rmtree(commits.partial_path(target, marker.id), ignore_errors=True)  # of one who died at it
-    partial = commits.begin(target, marker.id)
+    partial = commits.begin(target, marker.id, anew=True)
     try:
         for file, stored in manifest.files.items():
             _fetch(store, f"{name}/{file}", stored, partial / file, place)

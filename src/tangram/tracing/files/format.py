@@ -75,7 +75,6 @@ class Phase(IntEnum):
 
     @property
     def word(self) -> str:
-        """As a report says it."""
         return self.name.lower()
 
 
@@ -122,7 +121,6 @@ OPS = (
 
 
 def ring_bytes(events: int = EVENTS, rows: int = ROWS, version: int = VERSION) -> int:
-    """The size of a rank's ring."""
     return HEADER_BYTES + events * EVENT.size + rows * ROW_DTYPES[version].itemsize
 
 
@@ -135,5 +133,4 @@ def as_now(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def file_of(rank: int, ending: str) -> str:
-    """The name of a rank's file."""
     return f"rank-{rank:05d}.{ending}"

@@ -14,6 +14,7 @@ from tangram.tracing.files.format import COUNTED
 from tangram.tracing.reading import RankTrace, read
 from tangram.tracing.show.report import axes_of
 from tangram.tracing.sites import size_words
+from tangram.tracing.slow import shared_steps, waits_over
 
 WARM = 2
 """First steps, which are left out."""
@@ -31,7 +32,6 @@ class Comparison:
     """What the second calls in a step more often, or less, than the first; rank by rank."""
 
     def as_json(self) -> dict[str, object]:
-        """One document."""
         rows = [dict(zip(self.headers, row, strict=True)) for row in self.rows]
         return {"figures": rows, "calls": [*self.calls]}
 
@@ -57,11 +57,7 @@ def _figures(traces: Sequence[RankTrace]) -> list[tuple[str, Of]]:
         return lambda trace: trace.rows["own_us"][:, phase] / 1e3
 
     def wait(axes: str) -> Of:
-        def of(trace: RankTrace) -> npt.NDArray[np.float64]:
-            slots = {int(group["slot"]) for group in trace.groups.values() if group["axes"] == axes}
-            return trace.rows["wait_us"][:, [*slots]].sum(1) / 1e3
-
-        return of
+        return lambda trace: waits_over(trace, axes) / 1e3
 
     phases = [(f"own time in {phase.word}", own(phase)) for phase in COUNTED]
     waits = [(f"wait over {axes}", wait(axes)) for axes in axes_of(traces)]
@@ -70,9 +66,7 @@ def _figures(traces: Sequence[RankTrace]) -> list[tuple[str, Of]]:
 
 def _by_step(traces: Sequence[RankTrace], of: Of) -> npt.NDArray[np.float64]:
     """The median over ranks of each step that all have, but the first ones."""
-    shared = traces[0].rows["step"]
-    for trace in traces[1:]:
-        shared = np.intersect1d(shared, trace.rows["step"])
+    shared = shared_steps(traces)
     shared = shared[:-1] if len(shared) > 1 else shared  # the last has what comes after it, as the end of the run
     shared = shared[min(WARM, len(shared) - 1) :] if len(shared) else shared
     every = [of(trace)[np.searchsorted(trace.rows["step"], shared)] for trace in traces]

@@ -22,7 +22,7 @@ from tangram.planner.report.html_parts import section, table
 from tangram.tracing.files.format import Kind, Phase
 from tangram.tracing.reading import RankTrace
 from tangram.tracing.show.report import TraceReport, axes_of, read_report
-from tangram.tracing.slow import mesh_axes, own_times
+from tangram.tracing.slow import mesh_axes, own_times, waits_over
 
 MOST_COLUMNS = 512
 """Of steps; of more steps some share a column."""
@@ -65,7 +65,6 @@ def body(found: TraceReport) -> str:
 
 
 def findings_as_html(found: TraceReport) -> str:
-    """A card for each finding."""
     cards = [
         f'<div class="card finding"><h3>{escape(one.kind)}</h3><p>{escape(one.text)}</p>{_more(one.details)}</div>'
         for one in found.findings
@@ -79,12 +78,10 @@ def _more(details: Sequence[str]) -> str:
 
 
 def ranks_as_html(found: TraceReport) -> str:
-    """The table of ranks."""
     return table("", found.headers, found.rows)
 
 
 def data(found: TraceReport, traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """What the page draws."""
     blamed = sorted({rank for one in found.findings for rank in one.ranks})
     steps = np.unique(np.concatenate([trace.rows["step"] for trace in traces]))
     return {
@@ -105,11 +102,7 @@ def _layers(traces: Sequence[RankTrace]) -> list[tuple[str, Values]]:
     """What may be shown of each rank and step, in microseconds."""
 
     def wait(axes: str) -> Values:
-        def of(trace: RankTrace) -> npt.NDArray[np.float64]:
-            slots = [int(group["slot"]) for group in trace.groups.values() if group["axes"] == axes]
-            return trace.rows["wait_us"][:, slots[0]].astype(float) if slots else np.zeros(len(trace.rows))
-
-        return of
+        return lambda trace: waits_over(trace, axes)
 
     return [
         ("own time", lambda trace: own_times(trace).sum(1)),
@@ -199,7 +192,8 @@ def spans_of(trace: RankTrace, first: int) -> list[tuple[int, int, int, str]]:
             if open_phase is not None:
                 found.append((open_phase[0], at - open_phase[0], *open_phase[1:]))
             phase = int(event["op"])
-            open_phase = at, phase, f"{_phase_word(phase)} of step {event['step']}"
+            word = (Phase(phase) if phase < len(Phase) else Phase.OTHER).word
+            open_phase = at, phase, f"{word} of step {event['step']}"
         elif kind == Kind.EXIT:
             call = calls.get(int(event["site"]))
             text = "a call" if call is None else str(trace.in_words(call))
@@ -213,7 +207,3 @@ def spans_of(trace: RankTrace, first: int) -> list[tuple[int, int, int, str]]:
             (int(event["time"]), max(0, end - int(event["time"])), WAIT, f"{trace.waiting}, which has not ended")
         )
     return sorted(found)
-
-
-def _phase_word(phase: int) -> str:
-    return Phase(phase).word if phase < len(Phase) else Phase.OTHER.word

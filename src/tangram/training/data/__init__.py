@@ -2,7 +2,7 @@
 
 files    what a source consists of  opened   what a file is          sources  documents of files
 tokens   text <-> numbers           cache    tokens on disk, made once
-samples  windows over documents    shuffle  an order as a function  mix     sources by weight
+samples  windows over documents    mix     sources by weight, in a shuffled order
 corpus   what a job trains on      stream   what each rank gets of it
 chat     conversations -> numbers  tasks    what a job's task takes of these; preferences -> numbers
 """

@@ -35,7 +35,6 @@ OnEvent = Callable[[object], None]
 
 
 def cache_root(data: DataPlan) -> Path:
-    """The folder of all caches."""
     if data.cache is not None:
         return Path(data.cache)
     home = os.environ.get("XDG_CACHE_HOME")
@@ -193,7 +192,6 @@ class Corpus:
     """Of each source, how many files and documents were taken and left out, and why, in words."""
 
     def summary(self) -> str:
-        """How much text it is, in words."""
         trained, kept = (
             f"{sum(len(split.end_D) for split in splits):,} documents, {sum(split.size for split in splits):,} tokens"
             for splits in (self.training, self.held_out)

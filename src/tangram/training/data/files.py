@@ -59,11 +59,9 @@ class Files:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
     def path(self, file: int) -> Path:
-        """Where a file is."""
         return self.root / self.files[file].name
 
 

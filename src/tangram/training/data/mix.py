@@ -1,14 +1,20 @@
-"""Several sources in proportion to their weights: which source sample k of a job comes from, and its number there.
+"""The order of a job's samples as functions: which source sample k comes from, and which of a source stands at place i.
 
 Weights become whole numbers of slots in a cycle, and the order of the cycle is fixed and smooth: after any number of
 samples each source has had its exact share to within less than one sample (Tijdeman's solution of the chairman
 assignment problem). So the mix holds in every global batch, not only on average, and k is found without a history.
 
-Trade-off: a cycle has at most `MOST_SLOTS` slots, so weights like 1 : pi are rounded, and very small ones refused.
+The shuffle of a source (`permuted`) is a Feistel network over the bits of n, which permutes a power of two; places that
+land beyond n walk on until they fall inside (cycle walking, less than two steps on average). So an order of a billion
+samples takes no memory, and a rank computes only the places it needs.
+
+Trade-offs: a cycle has at most `MOST_SLOTS` slots, so weights like 1 : pi are rounded, and very small ones refused; and
+it is a good shuffle, not one drawn evenly from all n! orders.
 """
 
 # ruff: noqa: N815  a tensor carries its dims in its name
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +25,46 @@ import numpy.typing as npt
 from tangram.errors import UserError
 
 Ints = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 8  # even, so that halves of unequal width end where they began
+
+
+def permuted(indices: npt.ArrayLike, n: int, key: str) -> Ints:
+    """The elements at places `indices` of the permutation of range(n) that `key` chooses."""
+    places = np.asarray(indices, np.int64)
+    if n < 1 or (places.size and not (int(places.min()) >= 0 and int(places.max()) < n)):
+        raise ValueError(f"places of a permutation of {n} lie in range({n})")
+    keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), "<u8")
+    flat = places.ravel().astype(np.uint64)
+    limit, width = np.uint64(n), (n - 1).bit_length()
+    flat = _feistel(flat, width, keys)
+    outside = np.flatnonzero(flat >= limit)
+    while outside.size:
+        flat[outside] = _feistel(flat[outside], width, keys)
+        outside = outside[flat[outside] >= limit]
+    return flat.astype(np.int64).reshape(places.shape)
+
+
+def _feistel(words: _Words, width: int, keys: _Words) -> _Words:
+    """A permutation of range(2**width): each round hashes one half of the bits into the other and swaps them."""
+    low = width - width // 2
+    high = width - low
+    for key in keys:
+        right = words & np.uint64((1 << low) - 1)
+        left = words >> np.uint64(low)
+        mixed = (left ^ _hash(right ^ key)) & np.uint64((1 << high) - 1)
+        words = (right << np.uint64(high)) | mixed
+        low, high = high, low
+    return words
+
+
+def _hash(words: _Words) -> _Words:
+    """The finaliser of splitmix64: every bit of a word changes every other."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
 
 MOST_SLOTS = 4096
 
@@ -40,7 +86,6 @@ class Mix:
 
 @lru_cache(maxsize=16)  # every step of a job asks for the same one
 def make_mix(weights: tuple[float, ...]) -> Mix:
-    """The cycle for these weights."""
     slots = _slots(weights)
     order = _order(slots)
     turns = np.zeros(len(order), np.int64)

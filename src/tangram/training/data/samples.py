@@ -61,7 +61,6 @@ class Split:
     """Single documents, by `sequence`: the windows before every `_STRIDE`th document, and those of all."""
 
     def windows(self, sequence: int, *, single: bool = False) -> int:
-        """How many samples it makes."""
         if single:
             return int(self._windows_before(sequence)[-1]) // self.rows
         if self.best_fit:

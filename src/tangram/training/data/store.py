@@ -96,7 +96,6 @@ class TokenWriter:
 
     @property
     def last(self) -> StorePart:
-        """The last part that is there."""
         return self.parts[-1] if self.parts else BEGIN
 
     def append(self, rows: tuple[Rows, Rows], cursor: tuple[int, int], done: int, tally: Mapping[str, int]) -> None:

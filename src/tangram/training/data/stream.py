@@ -22,9 +22,8 @@ import torch
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan, Job
 from tangram.training.data.corpus import Corpus, is_single
-from tangram.training.data.mix import Mix, make_mix
+from tangram.training.data.mix import make_mix, permuted
 from tangram.training.data.samples import IGNORE, Batch, Split, collate, labelled
-from tangram.training.data.shuffle import permuted
 from tangram.training.data.tokens import Tokens
 
 Ints = npt.NDArray[np.int64]
@@ -58,7 +57,6 @@ class RankBatches:
 
     @property
     def length(self) -> int:
-        """Of all rows."""
         return self.micro[0].inputs_BS.shape[1]
 
     def cut(self, length: int) -> "RankBatches":
@@ -147,7 +145,7 @@ def step_batches(
     empty rows, so all of them join in every collective.
     """
     samples, each = sample_ids(corpus, data, seed, first_sample, data.global_batch), corpus.rows
-    start, stop = _share(len(samples), index, size)
+    start, stop = (at * len(samples) // size for at in (index, index + 1))
     if stop - start > micro_steps * data.micro_batch:
         raise ValueError(f"{stop - start} samples do not fit into {micro_steps} micro-batches of {data.micro_batch}")
     width, first = data.micro_batch * each, (first_sample + start) * each
@@ -179,7 +177,7 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
     wanted = min(data.held_out_samples, int(windows_N.sum()))
     if not wanted:
         raise UserError("no text is held out to measure the loss on: set data.held_out above 0 and train anew")
-    mix, chosen, first = _mix(data), list[tuple[int, int]](), 0
+    mix, chosen, first = make_mix(tuple(source.weight for source in data.sources)), list[tuple[int, int]](), 0
     while len(chosen) < wanted:
         count = max(wanted, len(mix.source_W))
         source_B, number_B = mix.places(np.arange(first, first + count))
@@ -349,16 +347,7 @@ class Stream:
         return batches
 
 
-def _mix(data: DataPlan) -> Mix:
-    return make_mix(tuple(source.weight for source in data.sources))
-
-
-def _share(rows: int, index: int, size: int) -> tuple[int, int]:
-    return index * rows // size, (index + 1) * rows // size
-
-
 def _windows(splits: Sequence[Split], data: DataPlan) -> tuple[int, ...]:
-    """How many windows each source has."""
     return tuple(split.windows(data.sequence, single=is_single(data)) for split in splits)
 
 

@@ -89,7 +89,11 @@ class EagerModel:
         lies = {name: {**whole, **found.get(name, {})} for name, _ in model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         as_dtensors(model, lies, mesh, coords, self._devices)
-        self.session = Eager(mesh, rank, self._brought, local, table_of(rules))
+
+        def bring(x: Tensor, change: Change, trained: bool) -> Tensor:
+            return brought(x, change, self._devices.together, differentiable=trained)
+
+        self.session = Eager(mesh, rank, bring, local, table_of(rules))
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
                 self.session.parameters[parameter] = ParameterPart(name, shapes[name], lies[name])
@@ -117,9 +121,6 @@ class EagerModel:
     ) -> None:
         """No longer. What has a layout keeps it."""
         self._entered.__exit__(kind, error, trace)
-
-    def _brought(self, x: Tensor, change: Change, trained: bool) -> Tensor:
-        return brought(x, change, self._devices.together, differentiable=trained)
 
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

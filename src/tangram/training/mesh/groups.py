@@ -55,15 +55,23 @@ def devices_of(devices: DeviceMesh) -> Devices:
 
 def add_up(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sum gradients over a group, in place, in one all-reduce for each type of numbers. Collective."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for some in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in some])
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        some = [grad for grad in grads if grad.dtype == dtype]
+        for grad, total in zip(some, summed(some, [(group,)] * len(some)), strict=True):
+            grad.copy_(total)
+
+
+def summed(values: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]]) -> list[Tensor]:
+    """Each value added up over its groups, in one all-reduce for each group. Collective: ranks give as many."""
+    found = list(values)
+    for group in dict.fromkeys(one for own in groups for one in own):
+        some = [i for i, own in enumerate(groups) if group in own]
+        flat = torch.cat([found[i].reshape(-1) for i in some])
         dist.all_reduce(flat, group=group)
-        parts = cast("Sequence[Tensor]", torch.split(flat, [g.numel() for g in some]))
-        for g, part in zip(some, parts, strict=True):
-            g.copy_(part.view_as(g))
+        parts = cast("Sequence[Tensor]", torch.split(flat, [found[i].numel() for i in some]))
+        for i, part in zip(some, parts, strict=True):
+            found[i] = part.view_as(found[i])
+    return found
 
 
 def proved_rules(rules: Path | str | OwnRules | None, devices: DeviceMesh) -> str:

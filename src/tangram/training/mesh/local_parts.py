@@ -107,8 +107,8 @@ class LocalParts:
             if (name := names[p]) in at_once
         ]
         for path, module in named_modules(model):
-            inside = any(keys and _inside(other, path) for other, keys in own.items())
-            if own[path] or inside:
+            inner = (at for at in own if at != path and (not path or at.startswith(f"{path}.")))
+            if own[path] or any(own[at] for at in inner):
                 self._wrap(path, module, own[path])
 
     def begin(self, graph: Graph) -> None:
@@ -136,7 +136,6 @@ class LocalParts:
                 there[key] = self._brought(name, local(p))
 
     def leave(self) -> None:
-        """It has ended."""
         while self._before:
             there, key, p = self._before.pop()
             there[key] = p
@@ -159,10 +158,6 @@ def local(x: Tensor) -> Tensor:
 def _cut_ones(module: nn.Module, names: Mapping[nn.Parameter, str], cut: Set[str]) -> dict[str, str]:
     own: dict[str, nn.Parameter | None] = module._parameters  # pyright: ignore[reportPrivateUsage]
     return {key: names[p] for key, p in own.items() if p is not None and names[p] in cut}
-
-
-def _inside(path: str, other: str) -> bool:
-    return path != other and (not other or path.startswith(f"{other}."))
 
 
 def _with_parts(
@@ -214,7 +209,7 @@ def as_dtensors(
             ]
             if not axes:
                 continue
-            if whole not in made:
+            if whole not in made:  # a tied one stands in several modules, and stays one parameter
                 cutting = {axis: states[axis] for axis, _ in axes}
                 part = own_part(whole.data, cutting, mesh, coords)
                 placements = _placements(whole, cutting, axes) if names[whole] not in as_torch.plain else None
@@ -226,7 +221,7 @@ def as_dtensors(
                         part,
                         devices.over([*cutting]),
                         placements,
-                        run_check=False,
+                        run_check=False,  # it would send tensors to compare them
                         shape=whole.shape,
                         stride=whole.stride(),
                     )

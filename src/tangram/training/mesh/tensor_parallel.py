@@ -89,7 +89,6 @@ Sizes = tuple[tuple[str, Any], ...]
 
 
 def marks_of_plan(plan: Plan) -> list[Mark]:
-    """The plan's marks."""
     return [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
 
 

@@ -72,7 +72,6 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return self.mesh.size
 
     def stage_of(self, rank: int) -> int:

@@ -96,7 +96,6 @@ class CacheWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what has come together."""
         if not self._rows:
             return
         keys, rows = zip(*self._rows, strict=True)

@@ -79,7 +79,6 @@ class Loads:
         return ExpertLoads(step, tokens, layers)
 
     def close(self) -> None:
-        """Count no more."""
         for handle in self._handles:
             handle.remove()
 
@@ -114,7 +113,6 @@ def _hook(own: _Counted, name: str, place: int) -> Any:
 
 
 def append(folder: Path, counted: ExpertLoads) -> None:
-    """Add a count to the run's file."""
     line = json.dumps({"step": counted.step, "tokens": counted.tokens, "layers": counted.layers})
     with (folder / FILE).open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")

@@ -69,7 +69,6 @@ def token_order(model: nn.Module, plan: Plan) -> TokenOrder | None:
 
 
 def model_inputs(tokens: TokenOrder | None, batch: Batch) -> ModelInputs:
-    """What a model is given of a batch."""
     keywords = {} if batch.positions_BS is None else {"position_ids": batch.positions_BS}
     if tokens is None:
         return ModelInputs(batch, keywords, None)

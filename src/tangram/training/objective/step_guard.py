@@ -37,7 +37,6 @@ class Scale:
     """Steps that were applied since it changed."""
 
     def after(self, finite: bool, plan: ScalePlan) -> Scale:
-        """The scale of the next step."""
         if not finite:
             return Scale(max(1.0, self.value * plan.backoff))
         if self.good + 1 == plan.every:

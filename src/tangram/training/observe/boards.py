@@ -16,7 +16,7 @@ from tangram.errors import UserError
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import CheckpointSaved, Evaluated, StepDone, StepSkipped
-from tangram.training.observe.throughput import duration
+from tangram.training.observe.summary import duration
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -57,7 +57,6 @@ class Boards:
         self._evaluated: Evaluated | None = None
 
     def __call__(self, event: object) -> None:
-        """Take in one event."""
         match event:
             case StepDone():
                 self._write(event.step, self._of_step(event), event.first)
@@ -73,7 +72,6 @@ class Boards:
                 pass
 
     def close(self) -> None:
-        """Write what is pending. A second close does nothing."""
         for board in self._boards:
             board.close()
 
@@ -82,15 +80,10 @@ class Boards:
         took = duration(event, self._before, self._evaluated)
         if took is not None:
             scalars["train/tokens_per_s"] = event.tokens / took
-        if event.rss_mb:
-            scalars["memory/rss_mb"] = event.rss_mb
         if event.scale != 1:
             scalars["train/loss_scale"] = event.scale
-        if event.router_loss:
-            scalars["train/router_loss"] = event.router_loss
-        if event.dropped:
-            scalars["train/dropped"] = event.dropped
-        return scalars | _under("train", event.figures)
+        more = {"memory/rss_mb": event.rss_mb, "train/router_loss": event.router_loss, "train/dropped": event.dropped}
+        return scalars | {name: x for name, x in more.items() if x} | _under("train", event.figures)
 
     def _write(self, step: int, scalars: Mapping[str, float], first: int = 1) -> None:
         for board in self._boards:
@@ -122,7 +115,6 @@ class WeightsAndBiases:
         self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
-        """Send what is pending."""
         self._run.finish()
 
 
@@ -154,17 +146,9 @@ class OpenTelemetry:
             self._gauges[name].set(value)
 
     def close(self) -> None:
-        """Send what is pending."""
         if self._open:
             self._open = False
             self._provider.shutdown()
-
-
-def _tensorboard(folder: Path, plan: Plan) -> Board:
-    return TensorBoard(folder / BOARD_FOLDER, plan)
-
-
-BOARDS = {"tensorboard": _tensorboard, "wandb": WeightsAndBiases, "opentelemetry": OpenTelemetry}
 
 
 def _under(name: str, figures: Mapping[str, float]) -> dict[str, float]:
@@ -182,20 +166,18 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._plan = plan
+        """`folder`: of the run."""
+        self._folder, self._plan = folder / BOARD_FOLDER, plan
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: SummaryWriter | None = None
 
     def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
-        """Of a step. `first`: the first step of this process group."""
         if self._writer is None:
             self._writer = self._open(first)
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is pending. A second close does nothing."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -209,6 +191,9 @@ class TensorBoard:
         text = "".join(f"    {line}" for line in dumps(self._plan).splitlines(keepends=True))
         writer.add_text("plan", text, first - 1)
         return writer
+
+
+BOARDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "opentelemetry": OpenTelemetry}
 
 
 def need(libraries: tuple[str, ...], extra: str) -> None:

@@ -29,7 +29,6 @@ class Drawn:
     rows: Sequence[Sequence[str]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        """What rich draws."""
         title: str | None = self.title
         for part in self._parts(options.max_width):
             table = Table(title=title, title_justify="left")

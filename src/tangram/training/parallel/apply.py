@@ -9,22 +9,32 @@ The module is changed in place and its own code stays as it is. A parameter that
 import difflib
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,  # pyright: ignore[reportUnknownVariableType]  typed in part
+    create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from tangram.errors import UserError
+from tangram.kernels.attention import ATTEND
+from tangram.kernels.flash.operator import FLASH
 from tangram.models.capturing.stages import Through, keep_stages
 from tangram.models.lora.adapters import add_adapters
 from tangram.models.outlines.costs import block_names
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
+from tangram.training.mesh.buffers import refuse_counted_twice
 from tangram.training.mesh.drawing import Drawer, counts_of_stages
-from tangram.training.mesh.layout_to_torch import cuts_of, is_meta
+from tangram.training.mesh.layout_to_torch import cuts_of, is_meta, named_modules
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.mapped_tensors import mapped_like
 from tangram.training.mesh.tensor_parallel import DerivedModel, install
@@ -39,7 +49,6 @@ from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun, own_results
 from tangram.training.parallel.precision import keep_parameters
 from tangram.training.parallel.quantised_base import quantise
-from tangram.training.parallel.recompute import recompute
 
 
 def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
@@ -52,10 +61,9 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
     tokens = token_order(model, plan)
     freeze(model, plan)
     keep_parameters(model, plan)
-    of_routers, of_experts = (
-        router_loss.routers_with_loss(model, plan),
-        expert_capacity.routers_with_capacity(model, plan),
-    )  # of all stages
+    # Of all stages, so before other stages' layers are taken out.
+    of_routers = router_loss.routers_with_loss(model, plan)
+    of_experts = expert_capacity.routers_with_capacity(model, plan)
     numbers, drawn = plan.stages_at(world.stage), counts_of_stages(model, plan)
     stages = plan.pipeline
     parts = [model] if stages is None else keep_stages(model, stages.stages, numbers, stages.tied)
@@ -223,3 +231,72 @@ def put(target: Tensor, full: Tensor) -> None:
         target.to_local().copy_(part.to_local())
     else:
         target.copy_(full)
+
+
+_aten = torch.ops.aten
+KEPT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "matmuls": (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm, _aten._scaled_mm),
+        "attention": (
+            _aten._scaled_dot_product_flash_attention,
+            _aten._scaled_dot_product_flash_attention_for_cpu,
+            _aten._scaled_dot_product_efficient_attention,
+            _aten._scaled_dot_product_cudnn_attention,
+            _aten._scaled_dot_product_fused_attention_overrideable,
+            ATTEND,
+            FLASH,
+        ),
+    }
+)
+"""The operators of each kind."""
+
+
+def recompute(parts: Mapping[nn.Module, Sequence[nn.Module]], plan: Plan) -> None:
+    """Keep no activations of the modules that the plan names: their forward runs again in the backward.
+
+    By operator, `run.recompute_keep` names kinds whose results are kept all the same: both are most of the time and not
+    most of the memory. What moves between ranks in a module is moved again with it, in the same order on every rank:
+    which operators are kept does not depend on the rank.
+    What is inside of one that is named is recomputed with it, whether or not a pattern names it, too. `parts`: what
+    runs on this rank, and its blocks. Raises UserError for patterns that fit nothing, and for what cannot be computed
+    again in parts.
+    """
+    if not plan.run.recompute:
+        return
+    found = [_recompute_of(part, plan, blocks) for part, blocks in parts.items()]
+    if not any(found):
+        raise UserError(f"run.recompute = {list(plan.run.recompute)} fits no module of the model")
+
+
+def _recompute_of(part: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) -> bool:
+    """Whether the plan names anything of it."""
+    chosen: dict[str, nn.Module] = {}
+    for name, module in named_modules(part):
+        if matches(plan.run.recompute, name) and not any(name.startswith(f"{outer}.") for outer in chosen):
+            chosen[name] = module
+    for name, module in chosen.items():
+        if plan.run.compile and plan.model_axes and any(module is not b and module in b.modules() for b in blocks):
+            raise UserError(
+                f"run.recompute names {name}, a part of a compiled block: over a tensor axis, compute whole blocks "
+                "again or compile nothing (run.compile = false)"
+            )
+        refuse_counted_twice(name, module)
+        module.forward = _checkpointed(module.forward, plan.run.recompute_keep)
+    return bool(chosen)
+
+
+def _checkpointed(forward: Callable[..., Any], keep: Sequence[str]) -> Callable[..., Any]:
+    told: dict[str, Any] = {}
+    if keep:
+        kept = {operator for kind in keep for operator in KEPT[kind]}
+        told["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return cast(Any, checkpoint(forward, *args, use_reentrant=False, **told, **kwargs))
+
+    return run
+
+
+def _policy(kept: set[Any], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    found = getattr(operator, "overloadpacket", None) in kept
+    return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE

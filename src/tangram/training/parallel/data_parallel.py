@@ -57,7 +57,6 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is missing."""
         return len(self.here) == len(self.parameters)
 
     def bring(self, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -142,7 +141,6 @@ class Replicas:
         self._sums = last or not self._once
 
     def reduce(self) -> None:
-        """Sum what has come together."""
         self._find_buckets()
         for parameter in self._bucket_of:
             if self._is_summed(parameter):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -30,7 +29,7 @@ from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.mapped_tensors import mapped_like
 from tangram.training.mesh.world import World
 from tangram.training.parallel.data_parallel import Replicas
-from tangram.training.parallel.precision import keep_gradients, of_one_type, policy_of
+from tangram.training.parallel.precision import fsdp_groups, keep_gradients, of_one_type, policy_of
 
 
 def shard(
@@ -40,7 +39,7 @@ def shard(
 
     What has to hear of each micro-batch before it (`before`); None where all are alike.
     """
-    if not _needed(plan, world):
+    if world.data_size == 1 and of_one_type(plan):  # nothing to gather, reduce or round: FSDP2 would only copy
         return None
     if is_plain_ddp(plan):
         once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
@@ -69,11 +68,6 @@ def shard(
     return None
 
 
-def _needed(plan: Plan, world: World) -> bool:
-    """Whether FSDP2 has anything to gather, reduce or round: for one rank and one type it would only copy."""
-    return world.data_size > 1 or not of_one_type(plan)
-
-
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters FSDP2 gathers, each by itself."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -81,15 +75,13 @@ def sharded(model: nn.Module) -> list[FSDPModule]:
 
 def map_padded(model: nn.Module) -> None:
     """Parts that FSDP fills up, of parameters that ranks do not divide, lie in mapped files, too."""
-    for module in sharded(model):
-        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-            for one in group.fsdp_params:
-                part = one.sharded_param.to_local()
-                if part.nbytes != one._sharded_param_data.nbytes:
-                    one._sharded_param_data = mapped_like(one._sharded_param_data)
-                    filled = one._sharded_param_data.view(one.padded_sharded_param_size)
-                    dim = one.fsdp_placement.dim
-                    one.sharded_param._local_tensor = filled.narrow(dim, 0, part.shape[dim] if part.numel() else 0)
+    for one in (one for group in fsdp_groups(model) for one in group.fsdp_params):
+        part = one.sharded_param.to_local()
+        if part.nbytes != one._sharded_param_data.nbytes:
+            one._sharded_param_data = mapped_like(one._sharded_param_data)
+            filled = one._sharded_param_data.view(one.padded_sharded_param_size)
+            dim = one.fsdp_placement.dim
+            one.sharded_param._local_tensor = filled.narrow(dim, 0, part.shape[dim] if part.numel() else 0)
 
 
 class StepShards:

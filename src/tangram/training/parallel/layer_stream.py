@@ -2,7 +2,7 @@
 
     forward    a layer's parameters are copied before it, and gone after it
     backward   they are copied again before it is recomputed, and go as its operators have used them; each gradient
-               updates the parameter on the host (`training.step.in_backward`), and is gone
+               updates the parameter on the host (`training.step.backward`), and is gone
     meanwhile  a thread copies those of the layer that is next
 
 So at most two layers are there. Modules outside of layers are copied when they compute, too. Everything else, as the
@@ -83,7 +83,8 @@ class LayerStream:
         """The layer that is computed after this one: before it in a backward."""
         if unit not in self._at:
             return None
-        at = self._at[unit] + (-1 if _in_backward() else 1)
+        in_backward = torch._C._current_graph_task_id() >= 0  # pyright: ignore[reportPrivateUsage]
+        at = self._at[unit] + (-1 if in_backward else 1)
         return self._layers[at] if 0 <= at < len(self._layers) else None
 
     def _begin(self, unit: nn.Module) -> _Copy:
@@ -136,10 +137,6 @@ def _places_of(modules: Sequence[nn.Module]) -> Mapping[nn.Parameter, Places]:
 def _put(places: Places, x: Tensor) -> None:
     for own, key in places:
         own[key] = x
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() >= 0  # pyright: ignore[reportPrivateUsage]
 
 
 @torch.no_grad()

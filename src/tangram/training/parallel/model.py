@@ -52,7 +52,6 @@ class Reference:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is kept here."""
         return [*self._kept.values()]
 
     @contextmanager

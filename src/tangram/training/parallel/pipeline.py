@@ -295,5 +295,4 @@ def _no_loss(logits_BSV: Tensor, micro: int) -> Tensor:
 
 
 def _no_router_loss(routers: Routers, sums: Tensor) -> Tensor:
-    """Of an evaluation."""
     raise AssertionError("what is not trained has no loss of routers")

@@ -11,6 +11,7 @@ the type in which it reduces; a plan that says anything else is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -53,11 +54,15 @@ def keep_gradients(model: nn.Module, plan: Plan) -> None:
     """Have the gradients of parameters, which are FSDP2's, lie in the type that the plan adds them up in."""
     if plan.gradients == plan.precision.parameters:
         return
-    dtype = dtype_of(plan.gradients)
+    for group in fsdp_groups(model):
+        leave_sums_in(group, dtype_of(plan.gradients))
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters of a model, of which it has no public name."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                leave_sums_in(group, dtype)
+            yield from cast(Any, module)._get_fsdp_state()._fsdp_param_groups
 
 
 # ----------------------------------------------------------------

@@ -58,7 +58,10 @@ class QuantisedWeight:
                 raise RuntimeError(f"{self.name} has not been gathered: its {name} here is {tuple(one.shape)}")
         kept |= {name: layer.get_buffer(name) for name in self.base.buffers(*self.shape)}
         device = next(iter(kept.values())).device
-        rows, blocks = (_numbers(some, device) for some in (self.rows, self.blocks))
+        rows, blocks = (
+            torch.cat([torch.arange(first, last, device=device) for first, last in some])
+            for some in (self.rows, self.blocks)
+        )
         return self.base.make(kept, rows, blocks, self.shape[1], self.dtype).to(self.compute)
 
     def keep(self, layer: nn.Module, whole: Tensor, picked: Picked) -> None:
@@ -158,7 +161,3 @@ class _With:
                 return self.plain(*args, **kwargs)
         finally:
             del own["weight"]
-
-
-def _numbers(some: IntSet, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(first, last, device=device) for first, last in some])

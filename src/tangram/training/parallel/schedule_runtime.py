@@ -13,6 +13,8 @@ ranks, or keep for longer than it is needed:
                the last one makes a loss of them, whose gradient goes back with the others
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -21,30 +23,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import (
     UNSHARD,
-)
-from torch.distributed.pipelining.schedules import (
-    _Action as TorchAction,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.distributed.pipelining.schedules import (
-    _add_reduce_grad as with_reduction,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.distributed.pipelining.schedules import (
-    _add_send_recv as with_transfers,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.distributed.pipelining.schedules import (
-    _add_unshard_reshard as with_gathers,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.distributed.pipelining.schedules import (
-    _PipelineScheduleRuntime as Runtime,  # pyright: ignore[reportPrivateUsage]
+    _Action,
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _PipelineScheduleRuntime,
 )
 
 from tangram.schema.schedule_table import Row, Schedule
 from tangram.training.parallel.data_parallel import Replicas
+from tangram.training.parallel.precision import fsdp_groups
 
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""
@@ -54,14 +46,15 @@ Sums = Callable[[int, int], Tensor]
 """What a stage adds to a micro-batch's sums, with gradients: called with both after the stage's forward of it."""
 
 
-def as_torchs(row: Row) -> list[TorchAction | None]:
-    """A rank's row in torch's words."""
-    return [TorchAction.from_str(str(action)) for action in row]
+def as_torchs(row: Row) -> list[_Action | None]:
+    return [_Action.from_str(str(action)) for action in row]
 
 
 def times_gathered(row: Row, stage: int) -> int:
     """How often a rank's row has a stage's parameters gathered: anew each time that they made room for others'."""
-    return sum(one.computation_type == UNSHARD and one.stage_index == stage for one in with_gathers(as_torchs(row)))
+    return sum(
+        one.computation_type == UNSHARD and one.stage_index == stage for one in _add_unshard_reshard(as_torchs(row))
+    )
 
 
 class StageRun(PipelineStage):
@@ -97,7 +90,6 @@ class StageRun(PipelineStage):
         return output
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Of a micro-batch."""
         self._micro = fwd_chunk_id
         self.before(fwd_chunk_id, self.stage_index)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -117,12 +109,10 @@ class StageRun(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The second part, of which FSDP2's own hooks know nothing."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
-                for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                    for parameter in group.fsdp_params:
-                        parameter.accumulate_unsharded_grad_if_needed()
-                        parameter.to_accumulated_grad_if_needed()
+        for group in fsdp_groups(self.submod):
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After all micro-batches: FSDP2's, or of whole copies."""
@@ -160,7 +150,7 @@ def _let_go(received: Any) -> None:
             info.buffer = torch.empty_like(info.buffer, device="meta")
 
 
-class ScheduleRun(Runtime):
+class ScheduleRun(_PipelineScheduleRuntime):
     """A schedule for the stages of this rank, and the loss of the last of all."""
 
     def __init__(
@@ -177,9 +167,9 @@ class ScheduleRun(Runtime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         # Not by `_prepare_schedule_with_comms`, which misses the backwards of an evaluation.
-        whole = {rank: with_gathers(as_torchs(row)) for rank, row in enumerate(schedule.rows)}
-        reduced: Any = {rank: with_reduction([*row], schedule.micros) for rank, row in whole.items()}
-        self.pipeline_order_with_comms = with_transfers(reduced, schedule.rank_of.__getitem__, schedule.stages)
+        whole = {rank: _add_unshard_reshard(as_torchs(row)) for rank, row in enumerate(schedule.rows)}
+        reduced: Any = {rank: _add_reduce_grad([*row], schedule.micros) for rank, row in whole.items()}
+        self.pipeline_order_with_comms = _add_send_recv(reduced, schedule.rank_of.__getitem__, schedule.stages)
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         """All stages are told what comes and goes; else each would ask all others, and read what they say."""

@@ -13,9 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from tangram.planner.report import figures
-from tangram.training.observe import throughput
 from tangram.training.observe.events import Record
-from tangram.training.observe.summary import Summary
+from tangram.training.observe.summary import Summary, durations, mfu, share_of_peak
 
 MOST_POINTS = 2000  # of one line: more than a screen has columns
 _HIGHEST = 700.0  # of a loss whose exponential is a number
@@ -71,7 +70,6 @@ class Chart:
     """Whether the upright axis is logarithmic."""
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
         return asdict(self)
 
 
@@ -96,7 +94,10 @@ def charts(record: Record, summary: Summary, *, by_token: bool = True) -> list[C
 def axes(record: Record, drawn: Sequence[Chart], since: int | None) -> dict[str, Any]:
     """What else stands for the steps of the charts: tokens, and time in the largest unit that fits, each as a title and
     a number for each of `steps`. `since`: the step of the checkpoint that the run went on from."""
-    used = sorted({x for chart in drawn for x in (*(x for line in chart.lines for x in line.x), *_places(chart))})
+    used = sorted(
+        {x for chart in drawn for line in chart.lines for x in line.x}
+        | {mark.x for chart in drawn for mark in chart.marks}
+    )
     steps, tokens = [step.step for step in record.steps], [*accumulate(step.tokens for step in record.steps)]
     at = [bisect_right(steps, x) - 1 for x in used]
     ends = [0.0, *(step.seconds for step in record.steps)]
@@ -110,10 +111,6 @@ def axes(record: Record, drawn: Sequence[Chart], since: int | None) -> dict[str,
 
 
 _UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
-
-
-def _places(chart: Chart) -> Sequence[int]:
-    return [mark.x for mark in chart.marks]
 
 
 def predicted(summary: Summary, key: str) -> float | None:
@@ -212,7 +209,7 @@ def _perplexity(loss: Chart) -> Chart | None:
 def _throughput(record: Record, summary: Summary) -> Chart | None:
     rates = {
         step.step: step.tokens / took
-        for step, took in zip(record.steps, throughput.durations(record), strict=True)
+        for step, took in zip(record.steps, durations(record), strict=True)
         if took is not None
     }
     if not rates or summary.tokens_per_s is None:
@@ -224,11 +221,11 @@ def _throughput(record: Record, summary: Summary) -> Chart | None:
 
 def _utilisation(record: Record) -> Chart | None:
     shares = {
-        step.step: throughput.share_of_peak(step, took)
-        for step, took in zip(record.steps, throughput.durations(record), strict=True)
+        step.step: share_of_peak(step, took)
+        for step, took in zip(record.steps, durations(record), strict=True)
         if took is not None
     }
-    settled = throughput.mfu(record)
+    settled = mfu(record)
     if settled is None:
         return None
     said = f"Median {figures.percent(settled)} of what the devices can do."

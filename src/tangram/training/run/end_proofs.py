@@ -109,16 +109,13 @@ def prove(
         export(model, folder, tokens, source, {"checkpoint": checkpoint.name})
         inputs_BS = probe_batch(corpus, plan, device).inputs_BS
         exported = same_export(model, folder, source, tokens, inputs_BS)
-    words = f"every tensor, the tokenizer and {_settings(source)} the same, logits differ by {exported:.1e}"
+    writes = "settings of generation" if source.folder is None else f"how {source.name} generates"
+    words = f"every tensor, the tokenizer and {writes} the same, logits differ by {exported:.1e}"
     on_event(Note(f"exported   {near(folder)}; loaded by transformers: {words}"))
     prompt, written = sample_text(model, tokens, inputs_BS)
     shown = indent(printable(written.strip()), " " * 11)
     on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{shown}"))
     return Proved(loss, relative, difference, exported, prompt, written)
-
-
-def _settings(source: Source) -> str:
-    return "settings of generation" if source.folder is None else f"how {source.name} generates"
 
 
 def same_export(model: PreTrainedModel, folder: Path, source: Source, tokens: Tokens, inputs_BS: torch.Tensor) -> float:

@@ -58,7 +58,6 @@ class Among:
     """What has ended the ranks of another machine."""
 
     def for_ranks(self) -> "Among":
-        """As ranks have it."""
         return replace(self, elsewhere=_nothing)
 
     @property

@@ -100,7 +100,6 @@ Run = Callable[[RankJob, OnEvent], RankReport]
 
 
 def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
-    """Start all ranks on this machine."""
     refuse_too_many(job.plan.ranks)
     plan = job.plan
     spare = plan.checkpoint.asynchronous and plan.checkpoint.every_steps > 0

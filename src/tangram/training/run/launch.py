@@ -42,9 +42,8 @@ from tangram.tracing.trace import UNTRACED, Trace
 from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note
 from tangram.training.run.environment import Among
-from tangram.training.run.fork_server import Inherited, context_of_ranks, signals_deferred
+from tangram.training.run.fork_server import Inherited, context_of_ranks, fork_spare, signals_deferred
 from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, on_signals
-from tangram.training.run.spare import fork_spare
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -308,7 +307,6 @@ def _rank_main(
     line: Connection,
     orders: Connection,
 ) -> None:
-    """The life of one rank."""
     start.inherited.take()
     index, world, ranks = start.index, start.among.world, start.among.ranks
     stop = Stop(orders, heard=lambda name: _send(line, _Request(name)))

@@ -297,7 +297,6 @@ def _plan(plan: Plan) -> str:
 
 
 def plan_in_words(plan: Plan) -> dict[str, str]:
-    """The plan as a short table."""
     data, optimiser, axes, kind = plan.data, plan.optimiser, plan.axes, plan.precision
     roles = {role: getattr(axes, role) for role in ("data", "tensor", "context", "expert", "pipeline")}
     schedule = f"{optimiser.schedule}, warm-up {optimiser.warmup_steps:,}"

@@ -326,16 +326,13 @@ def _other_configuration(path: Path, config: PreTrainedConfig) -> str:
     file = path / "config.json"
     if not file.is_file():
         return ""
-    old = read_source(None, str(file), {}, known={config.model_type, _model_type(file)}).config
+    own = str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
+    old = read_source(None, str(file), {}, known={config.model_type, own}).config
     before, now = (_fields(one) for one in (old, config))
     names = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     told = [f"{name} of the model was {_shown(before.get(name))}, is {_shown(now.get(name))}{more}" for name in names]
     return told[0] if told else ""
-
-
-def _model_type(file: Path) -> str:
-    return str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
 
 
 _NOT_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"})

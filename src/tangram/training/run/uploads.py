@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-from tangram.checkpoint.saving.rank_parts import sentence
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.objects import store_of
 from tangram.checkpoint.tiers import remote
 from tangram.checkpoint.tiers.promote import PINNED, pin
-from tangram.errors import UserError
+from tangram.errors import UserError, sentence
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import CheckpointSaved, Doing, Note
 

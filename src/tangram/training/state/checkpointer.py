@@ -82,7 +82,6 @@ class Pace:
         return self._since >= self.every
 
     def begun(self) -> None:
-        """A save has begun."""
         self._since = 0
 
     def cost(self, seconds: float) -> None:
@@ -282,10 +281,8 @@ class Checkpointer:
         seconds = time.monotonic() - begun
         self._tell(CheckpointSaved(step, str(path), seconds, seconds, asynchronous=False))
         if self._peers.index == 0:
-            try:
-                retention.prune(retention.plan(self.folder, retention.parse(self._keep)))
-            except (OSError, UserError) as error:
-                self._tell(Note(f"an old checkpoint could not be removed: {engine.sentence(error)}"))
+            for note in retention.keep_to(self._keep, self.folder):
+                self._tell(Note(note))
 
     def _await(self) -> None:
         """Until what is under way has ended, and all ranks know how."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
-from tangram.layout import Region, Statement, TensorPattern
+from tangram.layout import Region, Statement
 from tangram.models.building.conversions import Part
 from tangram.relayout import Piece, TensorSpec
 
@@ -49,7 +49,8 @@ class NewRows:
         shape = MappingText.parse(f"old: v{rest}, new: n{rest} -> all: (v + n){rest}").statements[0]
         (old,), (new,), (made,) = *shape.source, *shape.target
         alike = tuple(replace(old, parts=(name,)) for name in stored)
-        return Statement((alike, (replace(new, parts=(self.name,)),)), ((_named(made, self.target),),), options)
+        own, target = replace(new, parts=(self.name,)), replace(made, parts=(self.target,))
+        return Statement((alike, (own,)), ((target,),), options)
 
     def values(self, read: Callable[[Hashable, str], Tensor]) -> Tensor:
         """The mean of the stored rows, once for each new one."""
@@ -58,10 +59,6 @@ class NewRows:
         for first in range(0, len(rows), BLOCK):
             total += rows[first : first + BLOCK].double().sum(0)
         return (total / len(rows)).to(rows.dtype).expand(self.spec.shape).contiguous()
-
-
-def _named(pattern: TensorPattern, name: str) -> TensorPattern:
-    return replace(pattern, parts=(name,))
 
 
 def wider(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tangram.checkpoint.saving.file_layout import Outgoing, add_piece
-from tangram.checkpoint.saving.rank_shares import mine
+from tangram.checkpoint.state.entries import mine
 from tangram.checkpoint.store import digest
 from tangram.checkpoint.store.digest import Sums
 from tangram.errors import UserError

@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from tangram.tracing.trace import UNTRACED
 from tangram.training.mesh.layout_to_torch import named_modules
-from tangram.training.parallel.apply import blocks_of
+from tangram.training.parallel.apply import KEPT, blocks_of
 from tangram.training.parallel.model import ParallelModel
-from tangram.training.parallel.recompute import KEPT
 
 EVERY = 5
 """Steps from one look to the next: a look costs a pass over the activations, and a share of attention's matmuls."""

@@ -38,10 +38,9 @@ from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDo
 from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
-from tangram.training.step.backward import backward
+from tangram.training.step.backward import backward, early_updates
 from tangram.training.step.bad_steps import located, rank_samples, write_samples
 from tangram.training.step.evaluate import held_out, sum_over
-from tangram.training.step.in_backward import early_updates
 from tangram.training.step.layer_peaks import looking
 from tangram.training.step.objectives import LossSum, count_of, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, round_for, set_lr, square_sum
@@ -352,7 +351,7 @@ def train_step(
         refuse_unlike_gradients(model.module, world, model.plain)
     gradients = local_gradients(model.module, model.plain, used, model.counted_elsewhere)
     told, objective = 4 + len(found.figures), objective_of(plan, loss_sum)
-    sums = torch.zeros(told + len(stop_requests), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(told + len(stop_requests), dtype=torch.float64, device=world.device)  # one all-reduce
     sums[0] = found.loss / world.model_size  # the ranks of model axes have all computed the same part
     norms = norms_of(gradients)
     sums[1] = square_sum(norms, gradients, world.size // world.stages)
@@ -363,11 +362,11 @@ def train_step(
             sums[3] += part.capacity.pop_dropped() * world.stages / world.size  # all ranks of a stage have the same
     sums[4:told] = found.figures / (world.model_size * count_of(batches, objective.figures_over))
     sums[told:] = torch.tensor(stop_requests, dtype=torch.float64, device=world.device)
-    own = sums[:2].clone()
+    own = sums[:2].clone()  # before the others' are added
     loss, square, of_routers, dropped, *others = sum_over(world.group, sums)
     norm = math.sqrt(square) / scale if square >= 0 else math.nan
     stops = tuple(wish > 0 for wish in others[len(found.figures) :])
-    figures = dict(zip(objective.figures, others, strict=False))
+    figures = dict(zip(objective.figures, others, strict=False))  # behind them are the wishes to stop
     if model.trace is not UNTRACED:
         _tell_trace(model, batches, math.isfinite(loss + norm), loss, own, norms / scale)
     strayed = guard.astray

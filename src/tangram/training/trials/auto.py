@@ -33,9 +33,8 @@ from tangram.planner.local.trials import Trial, Tried, tried
 from tangram.schema.files import dumps, load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, tokens_of
-from tangram.training.observe import throughput
 from tangram.training.observe.events import Doing, Note, Record
-from tangram.training.observe.summary import Summary
+from tangram.training.observe.summary import Summary, step_seconds
 from tangram.training.run.launch import Rank, RankError, run_ranks
 from tangram.training.run.out_of_memory import NoMemoryError, explained
 from tangram.training.run.rank import RankJob, begin, highest
@@ -103,7 +102,7 @@ def _run(plan: Plan, folder: Path) -> Trial:
     prepare(plan.data, tokens, record)
     job = RankJob(plan, folder, open_corpus(plan.data, tokens).digest, loop.StepCosts(0.0, 0.0))
     used = run_ranks(rank_of_trial, job, world=plan.ranks, on_event=record, device=plan.run.device)
-    seconds = throughput.step_seconds(record)
+    seconds = step_seconds(record)
     if seconds is None:
         return Trial("failed", why="no step could be timed")
     return Trial("measured", seconds, max(used))
@@ -147,7 +146,6 @@ def try_plans(planned: Planned, most: int, name: str, on_event: OnEvent, *, limi
 
 
 def words_of(ranked: Ranked) -> str:
-    """A plan in a few words."""
     return f"{ranked.name}, {ranked.mesh}, micro-batch {ranked.micro_batch}"
 
 

@@ -54,7 +54,7 @@ from tangram.training.parallel.model import ParallelModel, Reference
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import bare_teacher
 from tangram.training.step import loop
-from tangram.training.step.in_backward import early_updates
+from tangram.training.step.backward import early_updates
 from tangram.training.step.optimiser_step import clip, local_gradients, make_optimiser, norms_of, round_for, square_sum
 from tangram.training.trials.dry_run_counts import Tally
 

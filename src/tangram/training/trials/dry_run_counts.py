@@ -105,7 +105,6 @@ class Tally(TorchDispatchMode):
         return cast(Tally, super().__enter__())
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more."""
         if self._collects:
             gc.enable()
         super().__exit__(*error)
@@ -131,7 +130,6 @@ class Tally(TorchDispatchMode):
         return frozenset(self._by_hand)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and count it."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operators on local parts
         faked = func is GROUPED and active_fake_mode() is not None

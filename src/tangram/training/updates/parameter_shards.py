@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -72,17 +71,4 @@ def shards_of(model: ParallelModel) -> dict[Tensor, ParameterShards]:
             names = ["shard" if axis in world.axes.shard else dim_of(axis) for axis in sorted(cutting)]
             groups.append(tuple(world.devices.get_group(name) for name in names))
         found[parameter] = ParameterShards(shape, tuple(places), tuple(groups), name)
-    return found
-
-
-def summed(values: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]]) -> list[Tensor]:
-    """Each value added up over its groups, in one all-reduce for each group. Collective: ranks give as many."""
-    found = list(values)
-    for group in dict.fromkeys(one for own in groups for one in own):
-        some = [i for i, own in enumerate(groups) if group in own]
-        flat = torch.cat([found[i].reshape(-1) for i in some])
-        dist.all_reduce(flat, group=group)
-        parts = cast("Sequence[Tensor]", torch.split(flat, [found[i].numel() for i in some]))
-        for i, part in zip(some, parts, strict=True):
-            found[i] = part.view_as(found[i])
     return found

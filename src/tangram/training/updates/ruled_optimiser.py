@@ -52,7 +52,6 @@ class RuledOptimiser(Optimizer):
         self._rules = {p: RULES[group["rule"]] for group in self.param_groups for p in group["params"]}
 
     def rule_of(self, parameter: Tensor) -> UpdateRule:
-        """How a parameter is updated."""
         return self._rules[parameter]
 
     def states_of(self, parameter: Tensor) -> States:
@@ -130,16 +129,13 @@ def _reduced(parameter: Tensor, spec: StateSpec, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
-def _of_blocks(parameter: Tensor, spec: StateSpec, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(-(-local(parameter).numel() // spec.block), dtype=dtype, device=parameter.device)
-
-
-def _scalar(parameter: Tensor, spec: StateSpec, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=torch.float32)  # on the host, which reads it
-
-
 _MADE: Mapping[str, Callable[[Tensor, StateSpec, torch.dtype], Tensor]] = MappingProxyType(
-    {"same": _like, "reduced": _reduced, "blocks": _of_blocks, "shared": _scalar}
+    {
+        "same": _like,
+        "reduced": _reduced,
+        "blocks": lambda p, spec, dtype: torch.zeros(-(-local(p).numel() // spec.block), dtype=dtype, device=p.device),
+        "shared": lambda p, spec, dtype: torch.zeros((), dtype=torch.float32),  # on the host, which reads it
+    }
 )
 """This rank's part of a state by how it is made of its parameter."""
 

@@ -2,7 +2,7 @@
 
     rule          states of a parameter                    needs of other ranks            the same as
     adamw         exp_avg, exp_avg_sq, step                nothing                         torch.optim.AdamW
-    adamw-8bit    codes and scales (`eight_bit_adamw`)     nothing                         bitsandbytes' AdamW8bit
+    adamw-8bit    codes and scales (`update_codes`)        nothing                         bitsandbytes' AdamW8bit
     sgd           step                                     nothing                         torch.optim.SGD
     sgd-momentum  momentum_buffer                          nothing                         torch.optim.SGD
     adafactor     row_var, col_var, step of matrices;      sums over the axes that cut     torch.optim.Adafactor
@@ -35,10 +35,82 @@ from torch.optim._muon import (
 )
 from torch.optim.adamw import adamw  # pyright: ignore[reportUnknownVariableType]  typed in part
 
-from tangram.relayout.mapping.states import ADAFACTOR, ADAMW, MUON, SHARED, States
+from tangram.models.lora.dynamic_codes import places, shares, table
+from tangram.relayout.mapping.states import ADAFACTOR, ADAM_8BIT, ADAMW, MUON, SHARED, States
 from tangram.schema.optimiser import RuleName
-from tangram.training.updates import eight_bit_adamw
-from tangram.training.updates.parameter_shards import ParameterShards, summed
+from tangram.training.mesh.groups import summed
+from tangram.training.updates.parameter_shards import ParameterShards
+
+BLOCK = ADAM_8BIT["absmax1"].block
+CODED: States = {name: ADAM_8BIT[name] for name in ("state1", "absmax1", "state2", "absmax2", "step")}
+"""Of a parameter whose moments are codes, beside its master: `state1` and `state2` are uint8 of its shape, places in
+tables of signed and of unsigned numbers (`models.lora.dynamic_codes`); `absmax1` and `absmax2` float32, the largest of
+each block of 256 of the whole parameter, cut with it in whole blocks (`layout.blocks`), so any mesh that cuts none
+apart has the states of one process."""
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"state1": torch.uint8, "absmax1": torch.float32, "state2": torch.uint8, "absmax2": torch.float32}
+)
+"""Of them."""
+DECODED_AT_ONCE = 1 << 20
+"""Numbers that are decoded at a time; whole blocks."""
+
+
+def update_codes(
+    master: Tensor, gradient: Tensor, state: Mapping[str, Tensor], steps: float, group: Mapping[str, Any]
+) -> None:
+    """Update local numbers whose moments are codes (Dettmers et al. 2022). `steps`: how many there are with this one.
+
+    In float32, with moments that are decoded, some blocks at a time, and coded again afterwards: that of bitsandbytes
+    to the bit, where that takes the nearest place in a table (its kernel for CPUs takes another one for one number in a
+    thousand of the first moment, and in thirty of the second).
+    """
+    numbers, gradients = (x.contiguous().view(-1) for x in (master, gradient))
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    first_of, second_of = (_Moment(state[f"state{i}"], state[f"absmax{i}"], signed=i == 1) for i in (1, 2))
+    root = math.sqrt(1 - beta2**steps)
+    for begin in range(0, numbers.numel(), DECODED_AT_ONCE):
+        some = slice(begin, begin + DECODED_AT_ONCE)
+        g, p = gradients[some].float(), numbers[some].float()
+        first, second = first_of.read(some), second_of.read(some)
+        first.mul_(beta1).add_(g, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        if decay:
+            p.mul_(1 - lr * decay)
+        p.addcdiv_(first, (second.sqrt() / root).add_(group["eps"]), value=-lr / (1 - beta1**steps))
+        numbers[some] = p
+        first_of.write(some, first)
+        second_of.write(some, second)
+    if not master.is_contiguous():
+        master.copy_(numbers.view(master.shape))
+
+
+class _Moment:
+    """One of the two, as it is kept of a rank's part."""
+
+    def __init__(self, codes: Tensor, largest: Tensor, *, signed: bool) -> None:
+        self._codes, self._largest = codes.view(-1), largest
+        self._table = table(codes.device, signed=signed)
+
+    def read(self, some: slice) -> Tensor:
+        """Numbers of whole blocks, but for the last one of all."""
+        found = self._table[self._codes[some].int()]
+        return _blocks(found).mul_(self._largest[_of(some)][:, None]).view(-1)[: found.numel()]
+
+    def write(self, some: slice, values: Tensor) -> None:
+        blocks = _blocks(values)
+        largest = self._largest[_of(some)] = blocks.abs().amax(dim=1)
+        found = places(shares(blocks, largest), self._table).masked_fill_((largest == 0)[:, None], 0)
+        self._codes[some] = found.view(-1)[: values.numel()]
+
+
+def _blocks(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def _of(some: slice) -> slice:
+    """The blocks of some numbers."""
+    return slice(some.start // BLOCK, -(-some.stop // BLOCK))
+
 
 ADAMW_STATES: States = {name: ADAMW[name] for name in ("exp_avg", "exp_avg_sq", "step")}  # without amsgrad
 _BETA2_DECAY, _LEAST_SCALE = -0.8, 1e-3
@@ -116,7 +188,7 @@ def _adamw(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
 
 def _coded(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
     for part in parts:
-        eight_bit_adamw.update(part.master, part.gradient, part.state, _advance(part.state["step"]), group)
+        update_codes(part.master, part.gradient, part.state, _advance(part.state["step"]), group)
 
 
 def _sgd(parts: Sequence[UpdatedPart], group: Mapping[str, Any]) -> None:
@@ -235,7 +307,7 @@ _VECTOR: States = {name: ADAFACTOR[name] for name in ("variance", "step")}
 RULES: Mapping[RuleName, UpdateRule] = MappingProxyType(
     {
         "adamw": UpdateRule(lambda dims: ADAMW_STATES, _adamw),
-        "adamw-8bit": UpdateRule(lambda dims: eight_bit_adamw.CODED, _coded, eight_bit_adamw.DTYPES),
+        "adamw-8bit": UpdateRule(lambda dims: CODED, _coded, DTYPES),
         "sgd": UpdateRule(lambda dims: {"step": SHARED}, _sgd),
         "sgd-momentum": UpdateRule(lambda dims: MUON, _sgd),
         "adafactor": UpdateRule(lambda dims: _MATRIX if dims > 1 else _VECTOR, _adafactor),

@@ -74,15 +74,12 @@ class Opaque:
         self.items.append((key, value))
 
     def append(self, value: Any) -> None:
-        """Of a list."""
         self.items.append(value)
 
     def extend(self, values: Iterable[Any]) -> None:
-        """Of a list."""
         self.items.extend(values)
 
     def add(self, value: Any) -> None:
-        """Of a set."""
         self.items.append(value)
 
     def __repr__(self) -> str:
@@ -127,7 +124,6 @@ def read_archive(maps: Maps, file: str, start: int = 0, length: int | None = Non
 
 
 def _member(maps: Maps, file: str, start: int, member: zipfile.ZipInfo) -> bytes:
-    """What is in a small member."""
     _compare_sum(maps, file, start, member)
     begin = _begin(maps, file, start + member.header_offset)
     return maps.data(file)[begin : begin + member.file_size]
@@ -273,7 +269,6 @@ class _Reader(pickle.Unpickler):
         return _opaque(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage."""
         _, dtype, key, _, _ = pid
         member = f"data/{key}"
         if isinstance(dtype, type) and issubclass(dtype, Opaque):

@@ -126,7 +126,6 @@ def _region(one: Stored) -> Region:
 
 
 def _contents(maps: Maps, file: str) -> Mapping[str, safetensors_header.TensorSlot | Array]:
-    """The tensors of a file by name."""
     if file.endswith(".distcp"):
         return read_arrays(maps, file)
     return {slot.name: slot for slot in maps.header(file)[0]}
@@ -273,7 +272,6 @@ class _Cut:
 
     @property
     def nbytes(self) -> int:
-        """Of the block."""
         return math.prod(self.shape) * DTYPES[self.out.spec.dtype]
 
     @property
@@ -283,7 +281,6 @@ class _Cut:
         return sum(a * n for a, n in zip(self.offset, strides, strict=True)) * DTYPES[self.out.spec.dtype]
 
     def stored(self, file: str) -> Stored:
-        """As the metadata has it."""
         return Stored(self.out.name, self.offset, self.shape, self.out.spec.dtype, self.out.spec.shape, None, file)
 
 
