@@ -38,7 +38,8 @@ JOBS: Mapping[str, tuple[str, LoraPlan, Mapping[str, Strategy]]] = {
     "dropout": ("chat-model", DROPOUT, {"fsdp": FSDP, "tp": TP, "pp": PP}),
     "tied": ("tied", LoraPlan(rank=4), {"fsdp": FSDP, "tp": TP}),
     "gpt2": ("gpt2", LoraPlan(rank=4), {}),
-    "gpt2 with dropout": ("gpt2-dropout", DROPOUT, {"fsdp": FSDP}),
+    "gpt2 with dropout": ("gpt2-dropout", DROPOUT, {"fsdp": FSDP, "tp": TP}),
+    "gpt2 with dora": ("gpt2-dropout", LoraPlan(rank=4, dora=True), {"tp": TP, "pp": PP}),
     "started": ("chat-model", LoraPlan(rank=4, start="started"), {"tp": TP, "pp": PP}),
 }
 RESUMED = {("resumed", "tp"): ("half", "fsdp")}
