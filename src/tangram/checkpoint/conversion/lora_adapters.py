@@ -28,8 +28,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.conversion.adapter_config import CONFIG
 from tangram.checkpoint.conversion.adapter_files import (
-    CONFIG,
     PREFIX,
     WEIGHTS,
     Changes,

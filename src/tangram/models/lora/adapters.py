@@ -243,7 +243,9 @@ def merge_adapters(model: PreTrainedModel) -> None:
 def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
     """Write the adapters of a model that is whole in this process as peft does; `base`: the directory beside."""
     peft, config = _peft(), cast(Any, model).peft_config["default"]
-    state = cast("dict[str, Tensor]", peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+    own = model.state_dict()  # of one that peft asks for itself it takes biases for parts that were not gathered
+    found: Any = peft.get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+    state = cast("dict[str, Tensor]", found)
     for factor in expert_adapters.factors_of(model):
         state[f"{factor.stored}.weight"] = factor.matrix(model.get_parameter(factor.name))
     folder.mkdir(parents=True, exist_ok=True)
