@@ -1,22 +1,18 @@
 """Adapters beside a directory that is quantised already: its codes as they are; saved, resumed, exported."""
 
 import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.lora import dynamic_codes, nf4
-from tangram.models.lora.bases import BASES, Kept
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load
@@ -24,12 +20,13 @@ from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.state.build_model import build_unsharded, source_of
+from tests.training.stored import STORED, write_quantised
 from tests.training.tuning_tasks import Traced, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
 SET = {"data.sequence": "96", "data.global_batch": "4", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
-WIDE = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}  # rows of blocks of 128 of which one is short
+WIDE = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}  # rows of blocks of 128 of which one is short
 STEPS, HALF = 3, 1
 WAYS: Mapping[str, Strategy] = {
     "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),
@@ -39,63 +36,18 @@ WAYS: Mapping[str, Strategy] = {
 }
 
 
-def _fp8(shape: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
-    codes = kept["weight_fp8"].view(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": kept["weight_squares"]}
-
-
-def _nf4(shape: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
-    """As bitsandbytes writes it."""
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(shape), "nested_dtype": "float32"}
-    state |= {"nested_blocksize": 256, "nested_offset": float(kept["weight_mean"])}
-    return {
-        "weight": kept["weight_nf4"].reshape(-1, 1),
-        "weight.absmax": kept["weight_absmax"].reshape(-1),
-        "weight.nested_absmax": kept["weight_groups"],
-        "weight.quant_map": torch.tensor(nf4.NORMAL),
-        "weight.nested_quant_map": dynamic_codes.table(torch.device("cpu")),
-        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(
-            bytearray(json.dumps(state).encode()), dtype=torch.uint8
-        ),
-    }
-
-
-def _int8(shape: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
-    return {"weight": kept["weight_int8"], "SCB": kept["weight_rows"]}
-
-
-STORED: Mapping[str, tuple[Callable[[tuple[int, int], Kept], dict[str, Tensor]], dict[str, Any]]] = {
-    "fp8": (_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
-    "nf4": (_nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "int8": (_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chat model, and beside it the same quantised, and that with its weights made again from the codes."""
     folder = write_folder(tmp_path_factory.mktemp("stored"), fields=WIDE)
-    plain = load_file(folder / "chat-model" / "model.safetensors")
-    for base, (stored, settings) in STORED.items():
-        shutil.copytree(folder / "chat-model", own := folder / base)
-        tensors: dict[str, Tensor] = {}
-        for name, value in plain.items():
-            module = name.removesuffix(".weight")
-            if name.endswith("_proj.weight"):
-                kept = BASES[base].keep(value, lambda _, whole: whole)
-                found = stored((value.shape[0], value.shape[1]), kept)
-                tensors |= {f"{module}.{key}": one.contiguous() for key, one in found.items()}
-            else:
-                tensors[name] = value
-        save_file(tensors, own / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((own / "config.json").read_text())
-        (own / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    for base in STORED:
+        write_quantised(folder / "chat-model", base)
     assert main(["checkpoint", "convert", str(folder / "fp8"), str(folder / "again"), "--to", "hf", "--dequantise",
                  "--dtype", "float32"]) == 0  # fmt: skip
     return folder
 
 
-def _plan(folder: Path, model: str, lora: LoraPlan, way: str, steps: int = STEPS) -> Plan:
+def planned(folder: Path, model: str, lora: LoraPlan, way: str, steps: int = STEPS) -> Plan:
     asked = load(folder / "sft.toml", {**SET, "model.path": str(folder / model), "data.cache": str(folder / "cache")})
     asked = asked.model_copy(update={"lora": lora})
     prepare(asked.data, tokens_of(asked), lambda event: None)
@@ -103,20 +55,21 @@ def _plan(folder: Path, model: str, lora: LoraPlan, way: str, steps: int = STEPS
     return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
 
 
+ONE = "one"
 RESUMED = {("fp8", "resumed"): ("fp8", "half")}
 
 
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> dict[tuple[str, str], Traced]:
     """By directory and way; "weights" are of the plain model, quantised by the job."""
-    plans = {("fp8", way): _plan(folder, "fp8", LoraPlan(rank=4, base="fp8"), way) for way in WAYS}
-    plans |= {("nf4", way): _plan(folder, "nf4", LoraPlan(rank=4, base="nf4"), way) for way in ("one", "fsdp", "tp")}
-    plans["int8", "one"] = _plan(folder, "int8", LoraPlan(rank=4, base="int8"), "one")
-    plans["fp8", "half"] = _plan(folder, "fp8", LoraPlan(rank=4, base="fp8"), "fsdp", HALF)
-    plans["fp8", "resumed"] = _plan(folder, "fp8", LoraPlan(rank=4, base="fp8"), "tp")
+    plans = {("fp8", way): planned(folder, "fp8", LoraPlan(rank=4, base="fp8"), way) for way in WAYS}
+    plans |= {("nf4", way): planned(folder, "nf4", LoraPlan(rank=4, base="nf4"), way) for way in ("one", "fsdp", "tp")}
+    plans["int8", "one"] = planned(folder, "int8", LoraPlan(rank=4, base="int8"), "one")
+    plans["fp8", "half"] = planned(folder, "fp8", LoraPlan(rank=4, base="fp8"), "fsdp", HALF)
+    plans["fp8", "resumed"] = planned(folder, "fp8", LoraPlan(rank=4, base="fp8"), "tp")
     for base in STORED:
-        plans[base, "weights"] = _plan(folder, "chat-model", LoraPlan(rank=4, base=base), "one")
-    plans["again", "one"] = _plan(folder, "again", LoraPlan(rank=4), "one")
+        plans[base, "weights"] = planned(folder, "chat-model", LoraPlan(rank=4, base=base), "one")
+    plans["again", "one"] = planned(folder, "again", LoraPlan(rank=4), "one")
     return {key: ranks[0] for key, ranks in run_each(plans, folder / "runs", RESUMED).items()}
 
 
@@ -164,6 +117,6 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(folder: Path, name: str) -> None:
     model, fields, why = REFUSED[name]
-    plan = _plan(folder, model, LoraPlan(rank=4, **fields), "one")
+    plan = planned(folder, model, LoraPlan(rank=4, **fields), "one")
     with pytest.raises(UserError, match=why):
         build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)

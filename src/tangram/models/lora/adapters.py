@@ -104,7 +104,7 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
     if both := set(adapted) & set(saved):
         raise UserError(f"{min(both)} is in lora.targets and in lora.modules_to_save: give it in one of them")
     _refuse_tied(model, {*adapted, *saved}, names)
-    everywhere = some == (ALL,) and not stacked and not own.exclude and not own.layers
+    everywhere = some == (ALL,) and not stacked and len(adapted) == len(_linear(model, names))
     config = peft.LoraConfig(
         r=own.rank, lora_alpha=own.alpha, lora_dropout=own.dropout, use_rslora=own.rslora, use_dora=own.dora,
         lora_bias=own.bias, task_type="CAUSAL_LM", init_lora_weights=True if own.init == "kaiming" else own.init,
@@ -296,18 +296,32 @@ def adapted_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     return [name for name, has in beside.items() if has], [name for name, has in beside.items() if not has]
 
 
+def _linear(model: nn.Module, names: Mapping[str, nn.Module]) -> list[str]:
+    """The linear layers but the head."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return [name for name, one in names.items() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+
+
 def _all_linear(model: nn.Module, names: Mapping[str, nn.Module]) -> list[str]:
     """The linear layers but the head, so far as peft can load adapters of them: names that layers of experts had before
-    they lay in one tensor it takes for that tensor, those of dense layers and shared experts, too."""
+    they lay in one tensor it takes for that tensor, those of dense layers and shared experts, too; and it refuses
+    layers of scans whose weights kernels read."""
+    from peft.tuners import tuners_utils as tuners
     from peft.utils import transformers_weight_conversion as weights
 
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = [name for name, one in names.items() if isinstance(one, nn.Linear | Conv1D) and one is not head]
-    config = _peft().LoraConfig(target_modules=[name for name in linear if name != "lm_head"])
+    config = _peft().LoraConfig(target_modules=[name for name in _linear(model, names) if name != "lm_head"])
     if hasattr(model, "config"):
         conversions = weights.get_model_conversion_mapping(cast(Any, model))
         weights.convert_peft_config_for_transformers(config, model, conversions)
-    return sorted(config.target_modules)
+
+    def fits(name: str) -> bool:
+        try:
+            tuners._check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])  # pyright: ignore[reportPrivateUsage]
+        except ValueError:
+            return False
+        return True
+
+    return sorted(filter(fits, config.target_modules))
 
 
 def _named(
@@ -352,7 +366,8 @@ def _refuse_tied(model: nn.Module, some: set[str], names: dict[str, nn.Module]) 
         if len(tied) > 1 and (own := some & {*tied}):
             raise UserError(
                 f"{min(own)} has its weights together with {min({*tied} - own or own)}, and adapters of one would "
-                "part them: leave it out of lora.targets and lora.modules_to_save"
+                "part them: leave it out of lora.targets and lora.modules_to_save, or part them by "
+                "model.change.tie_word_embeddings = false"
             )
 
 
