@@ -32,7 +32,7 @@ WAYS: Mapping[str, Strategy] = {
     "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
     "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
 }
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
 JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
     "bias": (LoraPlan(rank=4, alpha=16.0, targets=("q_proj", "v_proj"), bias=True), {"lora_bias": True}),
     "patterns": (
@@ -45,7 +45,7 @@ JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
             "exclude_modules": r".*\.down_proj|.*layers\.0\.mlp\..*", "init_lora_weights": "gaussian",
         },
     ),
-    "layers": (LoraPlan(rank=4, layers=(1,)), {"target_modules": LINEAR, "layers_to_transform": [1]}),
+    "layers": (LoraPlan(rank=4, targets=LINEAR, layers=(1,)), {"layers_to_transform": [1]}),
 }  # fmt: skip
 """In a job's words and in peft's."""
 
