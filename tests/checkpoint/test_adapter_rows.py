@@ -1,4 +1,4 @@
-"""Adapters of peft with biases of their own and with rows of embeddings (`trainable_token_indices`), merged."""
+"""Adapters of peft with biases of their own and rows of embeddings (`trainable_token_indices`); several, merged."""
 
 import json
 from pathlib import Path
@@ -81,3 +81,42 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     save_file({name: one for name, one in tensors.items() if name != bias}, adapter / "adapter_model.safetensors")
     assert _merge(tmp_path) == 2
     assert "no bias, and lora_bias is true" in capsys.readouterr().err
+
+
+def test_several_are_the_sum_that_peft_has_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SIZES)).save_pretrained(tmp_path / "base")
+    for name, targets, rank in (("a", ["q_proj", "up_proj"], 2), ("b", ["q_proj", "o_proj"], 3)):
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        peft: Any = get_peft_model(model, LoraConfig(r=rank, lora_alpha=5, target_modules=targets))
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn(parameter.shape)
+        peft.save_pretrained(tmp_path / name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    both: Any = PeftModel.from_pretrained(model, str(tmp_path / "a"), "a").eval()
+    both.load_adapter(str(tmp_path / "b"), "b")
+    both.base_model.set_adapter(["a", "b"])
+    for module in both.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling = {**module.scaling, "b": 5 / 3 * 0.5}
+    words = ["checkpoint", "convert", str(tmp_path / "base"), str(tmp_path / "merged"), "--to", "hf"]
+    assert main([*words, "--adapter", str(tmp_path / "a"), "--adapter", f"{tmp_path / 'b'}=0.5"]) == 0
+    said = capsys.readouterr().out
+    assert f'with "{tmp_path}/a" merged into 2 tensors, "{tmp_path}/b" merged into 2 tensors' in said
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        found: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        torch.testing.assert_close(found(tokens).logits, both(tokens).logits, rtol=1e-4, atol=1e-5)
+    about = json.loads((tmp_path / "merged" / "provenance.json").read_text())["adapters"]
+    assert [(one["folder"], one.get("weight", 1)) for one in about] == [("a", 1), ("b", 0.5)]
+
+
+def test_what_is_no_sum_is_merged_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _written(tmp_path, tied=False)
+    words = ["checkpoint", "convert", str(tmp_path / "base"), str(tmp_path / "merged"), "--to", "hf", "--adapter"]
+    for number, why in (("0.5", "in full, or its lengths: only A and B can be merged"), ("half", "is no number")):
+        assert main([*words, f"{tmp_path / 'adapter'}={number}"]) == 2
+        assert why in " ".join(capsys.readouterr().err.split())
