@@ -136,6 +136,16 @@ def test_a_part_that_no_dtensor_describes_begins_as_the_whole_does(folder: Path)
     assert torch.equal(dict(initial_adapters(model, 0, {name: tuple(whole.shape)}))[name], whole)
 
 
+def test_adapters_beside_weights_with_their_inputs_first_are_cut_with_them(folder: Path) -> None:
+    """GPT-2's: outputs of c_attn and c_fc are cut, and inputs of c_proj; which adapters follow, not squares at hand."""
+    plan = _plan(folder, "gpt2", LoraPlan(rank=4, dora=True), TP)
+    for module, a, b in (("attn.c_attn", False, True), ("mlp.c_fc", False, True), ("mlp.c_proj", True, False)):
+        name = f"transformer.h.1.{module}.lora"
+        assert ("/tp" in plan.layout_of(f"{name}_A.default.weight")) == a, module
+        assert ("/tp" in plan.layout_of(f"{name}_B.default.weight")) == b, module
+        assert ("/tp" in plan.layout_of(f"{name}_magnitude_vector.default.weight")) == b, module
+
+
 UNFIT: Mapping[str, tuple[dict[str, Any], str]] = {
     "a rank": ({"rank": 2}, "have rank 4, and lora.rank is 2: take theirs"),
     "an alpha": ({"alpha": 16.0}, "have alpha 8.0, and lora.alpha is 16.0"),
