@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tangram.checkpoint.store.commits import read_manifest
@@ -86,6 +87,17 @@ def test_losses_are_those_of_the_same_codes_on_any_mesh(ran: dict[tuple[str, str
 def test_losses_are_those_of_the_numbers_that_codes_stand_for(ran: dict[tuple[str, str], Traced]) -> None:
     assert ran["fp8", "one"].losses == pytest.approx(ran["again", "one"].losses, rel=1e-5)
     assert ran["fp8", "one"].kept_bytes < 0.5 * ran["again", "one"].kept_bytes
+
+
+@pytest.mark.parametrize("base", STORED)
+def test_what_is_kept_is_what_a_job_makes_of_the_same_numbers(folder: Path, base: Any) -> None:
+    kept: list[dict[str, Tensor]] = []
+    for model in (base, "chat-model"):
+        plan = planned(folder, model, LoraPlan(rank=4, base=base), ONE)
+        whole = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)
+        kept.append(whole.state_dict())
+    assert kept[0].keys() == kept[1].keys()
+    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
 
 
 def test_it_goes_on_on_another_mesh(ran: dict[tuple[str, str], Traced]) -> None:
