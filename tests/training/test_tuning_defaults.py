@@ -151,7 +151,7 @@ UNFIT: Mapping[str, tuple[dict[str, Any], str]] = {
     "an alpha": ({"alpha": 16.0}, "have alpha 8.0, and lora.alpha is 16.0"),
     "fewer": ({"targets": ("q_proj",)}, "have base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
     "more": ({"modules_to_save": ("lm_head",)}, "lack base_model.model.lm_head.weight"),
-    "nothing": ({"start": "chat-model"}, "adapter_config.json cannot be read"),
+    "nothing": ({"start": "chat-model"}, "has no adapter_config.json"),
 }
 
 
@@ -162,6 +162,12 @@ def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:
         with pytest.raises(UserError) as refused:
             build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)
         assert why in str(refused.value), name
+    shutil.copytree(folder / "started", changed := folder / "pissa", dirs_exist_ok=True)
+    settings = json.loads((changed / "adapter_config.json").read_text())
+    (changed / "adapter_config.json").write_text(json.dumps({**settings, "init_lora_weights": "pissa"}))
+    plan = _plan(folder, "chat-model", LoraPlan(rank=4, start="pissa"), ONE)
+    with pytest.raises(UserError, match="which may have changed the weights beside it"):
+        build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)
     plan = _plan(folder, "wider", LoraPlan(rank=4, start="started"), ONE)
     with pytest.raises(UserError, match="they are adapters of another model"):
         build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)

@@ -193,10 +193,12 @@ def stored_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """The values of adapters in a directory that peft has written, whole and by the names that they have in a model.
 
+    Its configuration has been read before (`checkpoint.conversion.adapter_config`), which refuses what is no LoRA.
     `all_of_it`: the model has all of its modules, and no stage; `shapes`: as of `initial_adapters`. Raises UserError
     for adapters that do not fit it.
     """
-    said, config = _config_of(folder), cast(Any, model).peft_config["default"]
+    said = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")))
+    config = cast(Any, model).peft_config["default"]
     for key, name in LIKE.items():
         own, its = getattr(config, name), said.get(name) or type(getattr(config, name))()
         if own != its:
@@ -254,17 +256,6 @@ def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(folder))
     config.inference_mode = False
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    file = folder / "adapter_config.json"
-    try:
-        said: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f'lora.start names "{folder}", of which {file.name} cannot be read: {error}') from None
-    if not isinstance(said, dict) or cast("dict[str, Any]", said).get("peft_type") != "LORA":
-        raise UserError(f'the adapters in "{folder}" are not LoRA: give a directory of those')
-    return cast("dict[str, Any]", said)
 
 
 def _stored_name(name: str, of_experts: Mapping[str, expert_adapters.Factor]) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tangram.checkpoint.conversion.adapter_config import read_config
 from tangram.checkpoint.formats import huggingface
 from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
@@ -219,6 +220,7 @@ def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -
             put(parameter, cast(Tensor, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1)))
     if lora.start is not None:
         whole = plan.pipeline is None
+        read_config(Path(lora.start))  # refuses other kinds, and those that changed the weights that they stand beside
         fill(model, stored_adapters(model, Path(lora.start), all_of_it=whole, shapes=shapes), plain)
 
 
