@@ -139,6 +139,7 @@ def _rows_replaced(
     A head that is tied to them (`embedding`) stays so, as peft has both change.
     """
     found: dict[str, Tensor] = {}
+    left = {*config.tokens}
     for name, value in full.items():
         module = name.removesuffix(".token_adapter.trainable_tokens_delta")
         if module == name:
@@ -146,6 +147,7 @@ def _rows_replaced(
             continue
         ends = [end for end in config.tokens if not end or module == end or module.endswith(f".{end}")]
         rows = torch.tensor(config.tokens[max(ends, key=len)] if ends else ())
+        left -= {*ends}
         whole = _values(source, f"{module}.weight", folder)
         if len(rows) != len(value) or value.shape[1:] != whole.shape[1:] or not bool((rows < len(whole)).all()):
             raise UserError(
@@ -155,6 +157,10 @@ def _rows_replaced(
         found[f"{module}.weight"] = whole.index_copy_(0, rows, value.to(whole.dtype))
         if f"{module}.weight" == embedding:
             found[HEAD] = found[f"{module}.weight"]
+    if left:
+        raise UserError(
+            f'the adapter "{folder}" says trainable_token_indices, and has no rows of {min(left) or "them"}'
+        )
     return found
 
 
