@@ -353,7 +353,7 @@ A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 GOOD = {A: torch.ones(2, 32), B: torch.ones(64, 2)}
 SAID: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "no magnitudes": ({"use_dora": True}, "no magnitude, and use_dora is true: it is not whole"),
-    "tokens": ({"trainable_token_indices": [3]}, "has trainable_token_indices = [3]"),
+    "tokens": ({"trainable_token_indices": [3]}, "says trainable_token_indices, and has no rows of them"),
     "what nobody knows yet": ({"wings": 2}, "has wings = 2, and only LoRA and DoRA are merged"),
     "another kind": ({"peft_type": "IA3"}, "is of the type 'IA3': only LORA is merged"),
     "weights that it changed": ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", which may have changed'),
@@ -370,7 +370,7 @@ HELD: Mapping[str, tuple[Mapping[str, Tensor], str]] = {
     "two ranks": ({A: GOOD[A], B: torch.ones(64, 3)}, "A [2, 32] and B [64, 3]"),
     "no such module": ({"a.lora_A.weight": GOOD[A], "a.lora_B.weight": GOOD[B]}, "no weight of it"),
     "half an embedding": ({"model.embed_tokens.lora_embedding_A": GOOD[A]}, "without the other of A and B"),
-    "biases of pairs": ({**GOOD, f"{Q}.lora_B.bias": torch.ones(64)}, "which is no tensor of LoRA or DoRA"),
+    "biases of pairs": ({**GOOD, f"{Q}.lora_B.bias": torch.ones(64)}, "a bias, and lora_bias is false"),
     "a weight of another shape": ({**GOOD, "model.norm.weight": torch.ones(33)}, "has model.norm.weight as [33], and"),
     "a weight of nothing": ({**GOOD, "model.nrm.weight": torch.ones(32)}, "has model.nrm.weight, and"),
     "a magnitude": ({**GOOD, f"{Q}.lora_magnitude_vector": torch.ones(64)}, "a magnitude, and use_dora is false"),

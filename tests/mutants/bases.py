@@ -1,7 +1,11 @@
-"""Mistakes planted in how frozen weights are kept beside adapters, by file."""
+"""Mistakes planted in adapters, and in how frozen weights are kept beside them, by file."""
 
 from tests.mutants.mutant import Mutant
 
+_KINDS = "tests/training/test_tuning_kinds.py"
+_ROWS = "tests/checkpoint/test_adapter_rows.py"
+_DEFAULTS = "tests/training/test_tuning_defaults.py"
+_STORED = "tests/training/test_stored_codes.py"
 _FORMULA = "tests/training/test_byte_bases.py::test_a_weight_is_what_a_plain_formula_makes"
 
 # fmt: off
@@ -21,5 +25,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "squares-of-zeros", "models/lora/bases.py",
         "    scales = torch.where(scales > 0, scales, 1.0)\n", "",
         "a square of zeros is no number", (_FORMULA,),
+    ),
+    Mutant(
+        "transposed-the-other-way", "planner/local/derived_layouts.py",
+        "turned = str(Layout(Layout.parse(text).dims[::-1]))", "turned = str(Layout(Layout.parse(text).dims))",
+        "adapters beside GPT-2's weights are cut by the wrong dim",
+        (f"{_DEFAULTS}::test_adapters_beside_weights_with_their_inputs_first_are_cut_with_them",),
+    ),
+    Mutant(
+        "scale-of-the-usual-rank", "models/lora/adapters.py",
+        "return alpha / (math.sqrt(self.rank_of(name)) if self.rslora else self.rank_of(name))",
+        "return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)",
+        "experts with another rank have the scale of the usual one",
+        ("tests/training/test_expert_adapters.py::test_experts_may_have_other_ranks",),
+    ),
+    Mutant(
+        "spread-of-the-usual-rank", "models/lora/adapters.py",
+        "normal_(std=1 / shape[-1 if turned else -2]", "normal_(std=1 / shape[-2 if turned else -1]",
+        "A begins with the spread of its inputs", (f"{_KINDS}::test_a_normal_begin_has_the_spread_of_peft",),
+    ),
+    Mutant(
+        "bias-without-its-scale", "checkpoint/conversion/adapter_files.py",
+        'pair.scale * parts["bias"]', 'parts["bias"]',
+        "the bias of B is merged without its scale", (f"{_ROWS}::test_the_merged_model_is_pefts",),
+    ),
+    Mutant(
+        "weight-of-an-adapter-forgotten", "checkpoint/conversion/lora_adapters.py",
+        "changes = found.tensors if weight == 1 else _weighed(found.tensors, weight, folder)",
+        "changes = found.tensors",
+        "an adapter is merged once where a half was asked for",
+        (f"{_ROWS}::test_several_are_the_sum_that_peft_has_of_them",),
+    ),
+    Mutant(
+        "codes-through-numbers", "training/state/stored_codes.py",
+        '"weight_mean": torch.tensor(facts["offset"])', '"weight_mean": torch.tensor(0.0)',
+        "scales of NF4 are taken without their mean",
+        (f"{_STORED}::test_what_is_kept_is_what_a_job_makes_of_the_same_numbers",),
     ),
 )

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import adapted_layers, add_adapters
+from tangram.models.lora.adapters import Adapters, adapted_layers, add_adapters
 from tests.training.data.test_chat import END_TEXT, encoded, tokens_at
 from tests.training.small import SMALL_MODEL
 from tests.training.tuning_tasks import write_folder
@@ -118,7 +118,7 @@ def mixture(family: str) -> PreTrainedModel:
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss", "granitemoe"])
 def test_all_linear_layers_are_those_of_experts_too(family: str) -> None:
     model = mixture(family)
-    add_adapters(model, rank=2, alpha=2.0)
+    add_adapters(model, Adapters(rank=2, alpha=2.0))
     have, have_none = adapted_layers(model)
     assert {*have} >= ROUTED
     assert not any("experts" in name for name in have_none)
@@ -128,9 +128,9 @@ def test_all_linear_layers_are_those_of_experts_too(family: str) -> None:
 
 def test_experts_that_names_of_layers_do_not_reach_are_told() -> None:
     model = mixture("qwen3_5_moe")
-    add_adapters(model, rank=2, alpha=2.0, targets=["gate_proj", "up_proj", "down_proj"])
+    add_adapters(model, Adapters(rank=2, alpha=2.0, targets=["gate_proj", "up_proj", "down_proj"]))
     have, have_none = adapted_layers(model)
     assert {*have} >= {"shared_expert.gate_proj", "shared_expert.down_proj", "experts.down_proj"}
     assert "experts.gate_up_proj" in have_none
     with pytest.raises(UserError, match=r'names "gate_proj", which fits no module .* did you mean "gate_up_proj"'):
-        add_adapters(mixture("qwen3_moe"), rank=2, alpha=2.0, targets=["gate_proj", "up_proj"])
+        add_adapters(mixture("qwen3_moe"), Adapters(rank=2, alpha=2.0, targets=["gate_proj", "up_proj"]))

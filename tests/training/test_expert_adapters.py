@@ -18,6 +18,7 @@ from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
 from tangram.models.lora import expert_adapters
 from tangram.models.lora.adapters import (
+    Adapters,
     adapted_layers,
     add_adapters,
     merge_adapters,
@@ -103,13 +104,13 @@ ROWS: Mapping[str, tuple[dict[str, Any], Any, str]] = {
 }
 
 
-def _drawn(name: str, targets: Any) -> Any:
+def _drawn(name: str, targets: Any, **options: Any) -> Any:
     """A mixture on the CPU, and its adapters with values that are not those that they begin with."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SMALL, **dict.fromkeys(COUNTS, 4), **ROWS[name][0]})
     model = AutoModelForCausalLM.from_config(config).eval()
     plain = copy.deepcopy(model)
-    add_adapters(model, rank=4, alpha=8.0, targets=targets)
+    add_adapters(model, Adapters(rank=4, alpha=8.0, targets=targets, **options))
     values = {n: torch.randn(p.shape) * 0.3 for n, p in model.named_parameters() if p.requires_grad}
     model.load_state_dict(values, strict=False, assign=True)
     return plain, model, values
@@ -132,8 +133,7 @@ def test_what_is_saved_is_what_peft_reads_and_merges(name: str, tmp_path: Path) 
         save_adapters(model, tmp_path / "adapter", str(tmp_path / "model"))
         read: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
         torch.testing.assert_close(read.eval()(ids).logits, logits, rtol=0, atol=0)
-        alike = {"rank": 4, "alpha": 8.0, "rslora": False, "dora": False}
-        again = dict(stored_adapters(model, tmp_path / "adapter", **alike, all_of_it=True))
+        again = dict(stored_adapters(model, tmp_path / "adapter", all_of_it=True))
         assert again.keys() == values.keys()
         assert all(torch.equal(again[one], value) for one, value in values.items())
         merge_adapters(model)
@@ -143,6 +143,26 @@ def test_what_is_saved_is_what_peft_reads_and_merges(name: str, tmp_path: Path) 
     main([*convert, "--adapter", str(tmp_path / "adapter")])
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # of peft about parameters
+def test_experts_may_have_other_ranks(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    options = {"ranks": {"experts.down_proj": 2}, "alphas": {"experts.gate_up_proj": 20.0}, "rslora": True}
+    plain, model, values = _drawn("mixtral", "all-linear", **options)
+    assert {values[f"model.layers.0.mlp.experts.lora_right.{one}"].shape[1] for one in ("down_proj",)} == {2}
+    plain.save_pretrained(tmp_path / "model")
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+        save_adapters(model, tmp_path / "adapter", str(tmp_path / "model"))
+        read: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+        torch.testing.assert_close(read.eval()(ids).logits, logits, rtol=1e-5, atol=1e-6)
+        convert = ["checkpoint", "convert", str(tmp_path / "model"), str(tmp_path / "merged"), "--to", "hf"]
+        assert main([*convert, "--adapter", str(tmp_path / "adapter")]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_the_backward_makes_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,13 +205,13 @@ def test_the_backward_makes_the_weights_again(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_refused(options: dict[str, Any], why: str) -> None:
     model = build_on_meta(AutoConfig.for_model("mixtral", **SMALL, num_local_experts=4))
     with pytest.raises(UserError, match=re.escape(why)):
-        add_adapters(model, rank=2, alpha=2.0, **options)
+        add_adapters(model, Adapters(rank=2, alpha=2.0, **options))
 
 
 def test_a_base_in_4_bits_leaves_experts_out_by_name() -> None:
     fields = {**SMALL, "hidden_size": 64, "num_attention_heads": 8}
     model = build_on_meta(AutoConfig.for_model("mixtral", **fields, num_local_experts=4))
-    add_adapters(model, rank=2, alpha=2.0)
+    add_adapters(model, Adapters(rank=2, alpha=2.0))
     with pytest.raises(UserError, match=r'mlp\.experts has all experts .* lora.base_skip = \["experts"\]'):
         base_layers(model)
     assert not [name for name in base_layers(model, ["experts"]) if "experts" in name]

@@ -14,7 +14,7 @@ from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import adapted_layers, add_adapters, merge_adapters, save_adapters
+from tangram.models.lora.adapters import Adapters, adapted_layers, add_adapters, merge_adapters, save_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load
@@ -138,11 +138,11 @@ def test_targets_that_are_refused(folder: Path, tmp_path: Path) -> None:
     config = source_of(asked, tokens_of(asked)).config
     for name, (options, why) in REFUSED.items():
         with pytest.raises(UserError) as refused:
-            add_adapters(build_on_meta(config), rank=2, alpha=2.0, **options)
+            add_adapters(build_on_meta(config), Adapters(rank=2, alpha=2.0, **options))
         assert why in str(refused.value), name
     config.tie_word_embeddings = True
     with pytest.raises(UserError, match="has its weights together with"):
-        add_adapters(build_on_meta(config), rank=2, alpha=2.0, modules_to_save=["lm_head"])
+        add_adapters(build_on_meta(config), Adapters(rank=2, alpha=2.0, modules_to_save=["lm_head"]))
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # of peft about parameters
@@ -159,11 +159,11 @@ def test_targets_that_peft_takes_for_experts_are_refused(targets: list[str], res
         return build_on_meta(AutoConfig.for_model("glm4_moe", **fields))
 
     with pytest.raises(UserError, match=r"layers\.\d\.mlp\.experts\.\w+ has all experts") as refused:
-        add_adapters(model(), rank=2, alpha=2.0, targets=targets)
+        add_adapters(model(), Adapters(rank=2, alpha=2.0, targets=targets))
     instead = [*rest, "experts.down_proj", "experts.gate_up_proj"]
     assert f"lora.targets = {json.dumps(instead)}" in str(refused.value)
     adapted = model()
-    add_adapters(adapted, rank=2, alpha=2.0, targets=instead)
+    add_adapters(adapted, Adapters(rank=2, alpha=2.0, targets=instead))
     assert {*adapted_layers(adapted)[0]} == {*(f"self_attn.{one}" for one in rest), *instead[-2:]}
 
 

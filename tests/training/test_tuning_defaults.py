@@ -38,7 +38,8 @@ JOBS: Mapping[str, tuple[str, LoraPlan, Mapping[str, Strategy]]] = {
     "dropout": ("chat-model", DROPOUT, {"fsdp": FSDP, "tp": TP, "pp": PP}),
     "tied": ("tied", LoraPlan(rank=4), {"fsdp": FSDP, "tp": TP}),
     "gpt2": ("gpt2", LoraPlan(rank=4), {}),
-    "gpt2 with dropout": ("gpt2-dropout", DROPOUT, {"fsdp": FSDP}),
+    "gpt2 with dropout": ("gpt2-dropout", DROPOUT, {"fsdp": FSDP, "tp": TP}),
+    "gpt2 with dora": ("gpt2-dropout", LoraPlan(rank=4, dora=True), {"tp": TP, "pp": PP}),
     "started": ("chat-model", LoraPlan(rank=4, start="started"), {"tp": TP, "pp": PP}),
 }
 RESUMED = {("resumed", "tp"): ("half", "fsdp")}
@@ -135,12 +136,22 @@ def test_a_part_that_no_dtensor_describes_begins_as_the_whole_does(folder: Path)
     assert torch.equal(dict(initial_adapters(model, 0, {name: tuple(whole.shape)}))[name], whole)
 
 
+def test_adapters_beside_weights_with_their_inputs_first_are_cut_with_them(folder: Path) -> None:
+    """GPT-2's: outputs of c_attn and c_fc are cut, and inputs of c_proj; which adapters follow, not squares at hand."""
+    plan = _plan(folder, "gpt2", LoraPlan(rank=4, dora=True), TP)
+    for module, a, b in (("attn.c_attn", False, True), ("mlp.c_fc", False, True), ("mlp.c_proj", True, False)):
+        name = f"transformer.h.1.{module}.lora"
+        assert ("/tp" in plan.layout_of(f"{name}_A.default.weight")) == a, module
+        assert ("/tp" in plan.layout_of(f"{name}_B.default.weight")) == b, module
+        assert ("/tp" in plan.layout_of(f"{name}_magnitude_vector.default.weight")) == b, module
+
+
 UNFIT: Mapping[str, tuple[dict[str, Any], str]] = {
     "a rank": ({"rank": 2}, "have rank 4, and lora.rank is 2: take theirs"),
     "an alpha": ({"alpha": 16.0}, "have alpha 8.0, and lora.alpha is 16.0"),
     "fewer": ({"targets": ("q_proj",)}, "have base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
     "more": ({"modules_to_save": ("lm_head",)}, "lack base_model.model.lm_head.weight"),
-    "nothing": ({"start": "chat-model"}, "adapter_config.json cannot be read"),
+    "nothing": ({"start": "chat-model"}, "has no adapter_config.json"),
 }
 
 
@@ -151,6 +162,12 @@ def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:
         with pytest.raises(UserError) as refused:
             build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)
         assert why in str(refused.value), name
+    shutil.copytree(folder / "started", changed := folder / "pissa", dirs_exist_ok=True)
+    settings = json.loads((changed / "adapter_config.json").read_text())
+    (changed / "adapter_config.json").write_text(json.dumps({**settings, "init_lora_weights": "pissa"}))
+    plan = _plan(folder, "chat-model", LoraPlan(rank=4, start="pissa"), ONE)
+    with pytest.raises(UserError, match="which may have changed the weights beside it"):
+        build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)
     plan = _plan(folder, "wider", LoraPlan(rank=4, start="started"), ONE)
     with pytest.raises(UserError, match="they are adapters of another model"):
         build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import add_adapters, initial_adapters
+from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters
 from tangram.models.lora.expert_adapters import factors_of
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
@@ -206,10 +206,11 @@ def whole(tensor: Tensor) -> npt.NDArray[np.float32]:
     return full.detach().float().numpy().copy()
 
 
-def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
+def oracle(plan: Plan, *, alpha: float | None = None, **options: Any) -> Traced:
     """What transformers' model, peft's adapters and torch's AdamW do with the same samples in the same order.
 
-    Conversations are read, rendered, masked and padded here by transformers alone. `alpha`: another than the plan's.
+    Conversations are read, rendered, masked and padded here by transformers alone. `alpha`: another than the plan's;
+    `options`: more of peft's, in its own words.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -221,7 +222,7 @@ def oracle(plan: Plan, *, alpha: float | None = None) -> Traced:
         r=lora.rank, lora_alpha=cast(int, alpha or lora.alpha), lora_dropout=lora.dropout, target_modules=targets,
         target_parameters=[one for one in lora.targets if "experts." in one] or None,
         use_rslora=lora.rslora, use_dora=lora.dora, modules_to_save=list(lora.modules_to_save) or None,
-        fan_in_fan_out=plain.config.model_type == "gpt2",
+        fan_in_fan_out=plain.config.model_type == "gpt2", **options,
     )  # fmt: skip
     if lora.start is None:
         peft: Any = get_peft_model(plain, config)
@@ -271,7 +272,7 @@ def begin_as(peft: nn.Module, plan: Plan) -> None:
     assert plan.lora is not None
     named = {name.removeprefix("base_model.model."): p for name, p in peft.named_parameters()}
     model = build_on_meta(AutoConfig.from_pretrained(Path(str(plan.model.path))))
-    add_adapters(model, **plan.lora.modules)
+    add_adapters(model, Adapters(**plan.lora.modules))
     factors = {factor.name: factor for factor in factors_of(model)}
     with torch.no_grad():
         for name, value in initial_adapters(model, plan.seed):

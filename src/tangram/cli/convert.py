@@ -1,5 +1,6 @@
 """`tangram checkpoint convert`: from any format and structure that is read to any that is written."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,10 @@ class TypedOptions:
     sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None
     family: Annotated[str | None, typer.Option(metavar="FILE", help="A family of your own, or one by name.")] = None
     optimiser: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan or job with its settings.")] = None
-    adapter: Annotated[Path | None, typer.Option(metavar="DIR", help="A LoRA adapter of peft's, to merge.")] = None
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR", help="LoRA adapters of peft's, to merge; DIR=0.5: times that."),
+    ] = None
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = NAMES[0]
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1
     betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None
@@ -98,9 +102,24 @@ def _options(asked: TypedOptions, room: Mapping[str, int]) -> "ConvertOptions":
         asked.dtype, asked.rounded, room["shard"], room["memory"], asked.config, _text(asked.mapping),
         _sizes(asked.sizes or ()), asked.family, _settings(asked.optimiser) if asked.optimiser else None,
         _betas(asked.betas) if asked.betas is not None else None, asked.transformer_impl == "local",
-        asked.pad_vocabulary, not asked.apart, not asked.one_optimiser, not asked.model_only, asked.adapter,
+        asked.pad_vocabulary, not asked.apart, not asked.one_optimiser, not asked.model_only,
+        tuple(map(_adapter, asked.adapter or ())),
         asked.dequantise,
     )  # fmt: skip
+
+
+def _adapter(text: str) -> tuple[Path, float]:
+    """A directory, and by what its adapter is multiplied."""
+    folder, mark, number = text.rpartition("=")
+    if Path(text).exists() or not mark:
+        return Path(text), 1.0
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f'--adapter "{text}": "{number}" is no number, by which the adapter "{folder}" is multiplied')
+    return Path(folder), weight
 
 
 def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDiff":

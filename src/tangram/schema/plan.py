@@ -334,8 +334,16 @@ class Plan(Job):
         return -(-self.data.global_batch // (self.data.micro_batch * self.data_ranks))
 
     def layout_of(self, name: str) -> str:
-        """The layout text of a parameter, by the first rule that matches its name; an adapter follows its weight."""
+        """The layout text of a parameter, by the first rule that matches its name; an adapter follows its weight, but
+        for rules of adapters themselves (`*.lora_A.*`), as beside weights whose inputs are their first dim."""
         base, part = base_of(name) if self.lora is not None else (name, "")
+        own = (
+            text
+            for pattern, text in self.layouts.parameters.items()
+            if ".lora_" in pattern and matches((pattern,), name)
+        )
+        if part and (text := next(own, None)) is not None:
+            return text
         text = first_match(
             self.layouts.parameters,
             base,

@@ -66,6 +66,18 @@ class LoraPlan(TomlTable):
     targets: str | tuple[str, ...] = "all-linear"
     """Ends of names of linear layers and embeddings, as "q_proj", or patterns of whole names; "all-linear": all linear
     layers but the head."""
+    exclude: tuple[str, ...] = ()
+    """Ends of names or patterns of what `targets` names and gets none; what is inside of it, too."""
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Numbers of the layers that have some; none: all."""
+    ranks: dict[str, Positive] = Field(default_factory=dict[str, int])
+    """Other ranks, by ends of names or patterns, of which the first that fits counts."""
+    alphas: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict[str, float])
+    """Other alphas, in the same way."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How A is drawn: uniformly by its inputs, or normally, with 1 / rank. B begins as 0."""
+    bias: bool = False
+    """Add a bias that is trained to what B gives, beside layers that have one."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) (Kalajdzievski 2023)."""
     dora: bool = False
@@ -80,9 +92,16 @@ class LoraPlan(TomlTable):
     start: PathText | None = None
     """A directory of adapters as peft writes it, relative to the file, whose values these begin with."""
 
+    @model_validator(mode="after")
+    def _peft_has_it(self) -> Self:
+        for key, other in (("dora", self.dora), ("init", self.init != "kaiming")):
+            if self.bias and other:
+                raise ValueError(f"peft knows no bias of adapters with {key}: leave out lora.bias or lora.{key}")
+        return self
+
     @property
     def modules(self) -> dict[str, Any]:
-        """What `models.lora.adapters.add_adapters` takes: which modules stand beside which."""
+        """The fields of `models.lora.adapters.Adapters`: which modules stand beside which."""
         return self.model_dump(exclude={"start", "base", "base_skip"})
 
 
@@ -198,21 +217,21 @@ def packed(name: str) -> tuple[str, int]:
 
 _OWN = re.compile(
     r"(?P<module>.+?)\.(?:base_layer\.|original_module\.|modules_to_save\.default\.)(?P<rest>.+)"
-    r"|(?P<beside>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)\.default(?:\.weight)?"
+    r"|(?P<beside>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)\.default(?P<end>\.weight|\.bias)?"
     r"|(?P<experts>.+)\.lora_(?P<side>left|right)\.(?P<weight>.+)"
 )
 
 
 def base_of(name: str) -> tuple[str, str]:
     """The tensor of the model without adapters that one is, or is beside; and which part it is: "" for the tensor
-    itself or a copy that is trained, else "A", "B", "embedding_A", "embedding_B", "magnitude_vector", or "left" or
-    "right" of experts that lie in one tensor."""
+    itself or a copy that is trained, else "A", "B", "bias" (of B), "embedding_A", "embedding_B", "magnitude_vector", or
+    "left" or "right" of experts that lie in one tensor."""
     name = packed(name)[0]
     found = _OWN.fullmatch(name)
     if found is None:
         return name, ""
     if found["part"]:
-        return f"{found['beside']}.weight", found["part"]
+        return f"{found['beside']}.weight", "bias" if found["end"] == ".bias" else found["part"]
     if found["side"]:
         return f"{found['experts']}.{found['weight']}", found["side"]
     return f"{found['module']}.{found['rest']}", ""
@@ -238,6 +257,7 @@ def layout_beside(text: str, part: str, data: Collection[str]) -> str:
         "embedding_A": (Dim(VOID), one),  # of an embedding the first dim is what comes in
         "embedding_B": (two, Dim(VOID)),
         "magnitude_vector": (one,),
+        "bias": (one,),
         "left": (one, two, Dim(VOID)),
         "right": (one, Dim(VOID), three),
     }[part]

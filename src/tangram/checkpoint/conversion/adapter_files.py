@@ -5,7 +5,6 @@ out gives weights that look right.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,49 +14,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.conversion.adapter_config import Config, read_config, scale_of
+from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.conversion.module_names import ExpertRows, ModuleNames, module_names
 from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.common.model_part import only
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
-from tangram.checkpoint.formats.common.side_files import LARGEST_SMALL
 from tangram.checkpoint.store import safetensors_header
-from tangram.checkpoint.store.commits import read_bounded
 from tangram.errors import UserError
+from tangram.relayout import bind
 
-CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """What the input embeddings of a model are called, at the end of their names."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-READ = frozenset({
-    "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size",
-    "r", "rank_pattern", "alpha_pattern", "revision", "runtime_config", "target_modules", "target_parameters",
-    "task_type", "use_dora", "use_rslora",
-})  # fmt: skip
-"""Keys of a configuration that are read, or that change nothing in a merge; all others have to say nothing."""
-NOTHING: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
-BESIDE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Ways to begin A and B that leave the weights as they were; others (PiSSA, OLoRA, CorDA, LoftQ) change them."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a configuration says of scales."""
-
-    rank: float
-    alpha: float
-    ranks: Mapping[str, float]
-    alphas: Mapping[str, float]
-    root: bool
-    """By the root of the rank (rsLoRA)."""
-    parameters: tuple[str, ...]
-    """Ends of names of parameters that are adapted by themselves, as fused experts are."""
-    magnitudes: bool = False
-    """DoRA."""
-    transposed: bool = False
-    """Weights of linear layers are [in, out], as GPT-2's are."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +87,11 @@ def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps, inner: Mapping[
     A head that is tied to the embeddings stays so where both are changed alike, and comes apart where they are not.
     Raises UserError for another kind of adapter, and for tensors that fit nothing in the source.
     """
-    config = _config(folder)
+    config = read_config(folder)
     pairs, full = _sorted(inner or _tensors(folder, maps), config, folder)
     embedding = _embedding(source) if HEAD not in source.specs or _tied(source) else None
     table: dict[str, WeightChange] = {}
-    own = _names_in_memory(source, [f"{_owner(one)}.weight" for one in pairs] + [*full])
+    own = _names_in_memory(source, [f"{_owner(one)}.weight" for one in pairs] + [n for n in full if "_delta" not in n])
     stored = {name: source.specs[one] for name, one in own.renamed.items()}
     seen = replace(source, specs={**source.specs, **own.fused, **stored})
     words = {module: embedding or "" if f"{module}.weight" == HEAD else "" for module in pairs}
@@ -136,7 +108,10 @@ def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps, inner: Mapping[
             if key in table:
                 raise UserError(f'the adapter "{folder}" has two pairs that could be for {one}')
             table[key] = WeightChange(one, pair=changed)
-    for name, value in full.items():
+        if "bias" in parts:
+            bias = f"{_owner(module)}.bias"
+            full[bias] = _values(source, own.renamed.get(bias, bias), folder) + pair.scale * parts["bias"]
+    for name, value in _rows_replaced(source, config, full, folder, embedding).items():
         name = own.renamed.get(name, name)
         base = embedding if name == HEAD and embedding is not None else name
         if base not in source.specs:
@@ -146,6 +121,47 @@ def changes_of(source: OpenCheckpoint, folder: Path, maps: Maps, inner: Mapping[
     if not table:
         raise UserError(f'the adapter "{folder}" has no tensors')
     return Changes(table) if embedding is None else _of_tied(source, table, embedding)
+
+
+def _values(source: OpenCheckpoint, name: str, folder: Path) -> Tensor:
+    """All of a tensor of the source."""
+    if name not in source.specs:
+        raise UserError(f'the adapter "{folder}" adds to {name}, and "{source.path}" has no such tensor')
+    one = only(source, {name})
+    return Filler(one, bind(IDENTITY, one.specs), one.specs, 64 << 20).values_of(name).clone()
+
+
+def _rows_replaced(
+    source: OpenCheckpoint, config: Config, full: Mapping[str, Tensor], folder: Path, embedding: str | None
+) -> dict[str, Tensor]:
+    """Full tensors, and embeddings with the rows in their place that were trained (`trainable_token_indices`).
+
+    A head that is tied to them (`embedding`) stays so, as peft has both change.
+    """
+    found: dict[str, Tensor] = {}
+    left = {*config.tokens}
+    for name, value in full.items():
+        module = name.removesuffix(".token_adapter.trainable_tokens_delta")
+        if module == name:
+            found[name] = value
+            continue
+        ends = [end for end in config.tokens if not end or module == end or module.endswith(f".{end}")]
+        rows = torch.tensor(config.tokens[max(ends, key=len)] if ends else ())
+        left -= {*ends}
+        whole = _values(source, f"{module}.weight", folder)
+        if len(rows) != len(value) or value.shape[1:] != whole.shape[1:] or not bool((rows < len(whole)).all()):
+            raise UserError(
+                f'the adapter "{folder}" has {len(value)} rows for {module}, which do not fit its '
+                f"trainable_token_indices and {list(whole.shape)}"
+            )
+        found[f"{module}.weight"] = whole.index_copy_(0, rows, value.to(whole.dtype))
+        if f"{module}.weight" == embedding:
+            found[HEAD] = found[f"{module}.weight"]
+    if left:
+        raise UserError(
+            f'the adapter "{folder}" says trainable_token_indices, and has no rows of {min(left) or "them"}'
+        )
+    return found
 
 
 def _names_in_memory(source: OpenCheckpoint, names: Sequence[str]) -> ModuleNames:
@@ -207,10 +223,12 @@ def _sorted(
     full: dict[str, Tensor] = {}
     for name, value in tensors.items():
         own = name.removeprefix(PREFIX)
-        match = re.fullmatch(r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude)_vector(?:\.weight)?)", own)
+        match = re.fullmatch(
+            r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude)_vector(?:\.weight)?|B\.(bias))", own
+        )
         if own == name or (match is None and "lora_" in own):
             raise UserError(f'the adapter "{folder}" has {name}, which is no tensor of LoRA or DoRA')
-        dims = {1} if match is not None and match[4] else {2} if match is not None else {1, 2, 3}
+        dims = {1} if match is not None and (match[4] or match[5]) else {2} if match is not None else {1, 2, 3}
         if str(value.dtype).removeprefix("torch.") not in FLOATS or value.ndim not in dims:
             raise UserError(
                 f'the adapter "{folder}" has {name} as {value.dtype} {list(value.shape)}: no matrix of LoRA'
@@ -222,73 +240,17 @@ def _sorted(
         if match is None:
             full[own.replace(".base_layer.", ".")] = value
         else:
-            pairs.setdefault(match[1], {})[f"{match[2] or ''}{match[3] or match[4]}"] = value
+            pairs.setdefault(match[1], {})[f"{match[2] or ''}{match[3] or match[4] or match[5]}"] = value
     for module, parts in pairs.items():
         if {"A", "B"} - parts.keys() and {"embedding_A", "embedding_B"} - parts.keys():
             raise UserError(f'the adapter "{folder}" has {module}.lora_{min(parts)} without the other of A and B')
         if ("magnitude" in parts) != config.magnitudes:
             what = "no magnitude, and use_dora is true" if config.magnitudes else "a magnitude, and use_dora is false"
             raise UserError(f'the adapter "{folder}" has for {module} {what}: it is not whole')
+        if ("bias" in parts) != config.biases:
+            what = "no bias, and lora_bias is true" if config.biases else "a bias, and lora_bias is false"
+            raise UserError(f'the adapter "{folder}" has for {module} {what}: it is not whole')
     return pairs, full
-
-
-def _config(folder: Path) -> Config:
-    """The configuration. Raises UserError for one that says more than LoRA or DoRA."""
-    file = folder / CONFIG
-    if not file.is_file():
-        raise UserError(f'the adapter "{folder}" has no {CONFIG}: give a directory that peft has written')
-    try:
-        raw: Any = json.loads(read_bounded(file.resolve(), LARGEST_SMALL))
-    except ValueError as error:
-        raise UserError(f'"{file}" cannot be read: {error}') from None
-    if not isinstance(raw, dict):
-        raise UserError(f'"{file}" is no table')
-    fields = cast("dict[str, Any]", raw)
-    if fields.get("peft_type") != "LORA":
-        raise UserError(f'the adapter "{folder}" is of the type {fields.get("peft_type")!r}: only LORA is merged')
-    for key, value in fields.items():
-        if key not in READ and value not in NOTHING:
-            raise UserError(
-                f'the adapter "{folder}" has {key} = {json.dumps(value)[:60]}, and only LoRA and DoRA are merged: '
-                "merge it with peft's merge_and_unload"
-            )
-    if (begun := fields.get("init_lora_weights")) not in BESIDE:
-        raise UserError(
-            f'the adapter "{folder}" began with init_lora_weights = {json.dumps(begun)[:60]}, which may have '
-            "changed the weights beside it: save it with peft's path_initial_model_for_weight_conversion"
-        )
-    named = cast("list[Any]", fields.get("target_parameters") or [])
-    ranks, alphas = (_numbers(fields.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
-    usual = _numbers({key: fields.get(key) for key in ("r", "lora_alpha")})
-    if usual is None or ranks is None or alphas is None or not all(isinstance(one, str) for one in named):
-        raise UserError(f'"{file}" does not say ranks and alphas as numbers: r, lora_alpha and their patterns')
-    root, dora, transposed = (bool(fields.get(key)) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    return Config(usual["r"], usual["lora_alpha"], ranks, alphas, root, tuple(named), dora, transposed)
-
-
-def _numbers(table: Any) -> dict[str, float] | None:
-    """A table of numbers, None for anything else."""
-    if not isinstance(table, dict):
-        return None
-    found = cast("dict[str, Any]", table)
-    good = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in found.values())
-    return found if good else None
-
-
-def _scale(config: Config, name: str, rank: int, folder: Path) -> float:
-    """By what a product is multiplied. Raises UserError where A and B have another rank than the configuration says."""
-
-    def per_pattern(patterns: Mapping[str, float], usual: float) -> float:
-        try:
-            key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
-        except re.error as error:
-            raise UserError(f'"{folder / CONFIG}" has a pattern that is none: {error}') from None
-        return usual if key is None else patterns[key]
-
-    expected = per_pattern(config.ranks, config.rank)
-    if expected != rank or not rank:
-        raise UserError(f'the adapter "{folder}" has rank {rank} for {name}, and its {CONFIG} says {expected}')
-    return per_pattern(config.alphas, config.alpha) / (math.sqrt(rank) if config.root else rank)
 
 
 def _tensors(folder: Path, maps: Maps) -> dict[str, Tensor]:
@@ -365,7 +327,7 @@ def _fitted(
         raise UserError(
             f'the adapter "{folder}" has a magnitude of {len(magnitude)} for {module}, which does not fit it'
         )
-    return name, LowRankPair(a, b, _scale(config, key, rank, folder), experts, turned, magnitude)
+    return name, LowRankPair(a, b, scale_of(config, key, rank, folder), experts, turned, magnitude)
 
 
 def _shape(a: Tensor, b: Tensor, turned: bool) -> tuple[int, int]:

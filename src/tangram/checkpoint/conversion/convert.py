@@ -100,8 +100,8 @@ class ConvertOptions:
     """Give experts an optimiser of their own in a torch_dist."""
     states: bool = True
     """With the optimiser's states, where the format has a place for them."""
-    adapter: Path | None = None
-    """A directory of peft whose adapter is merged."""
+    adapters: tuple[tuple[Path, float], ...] = ()
+    """Directories of peft whose adapters are merged, one after the other, each times a number."""
     dequantise: bool = False
     """Make weights of quantised ones."""
 
@@ -234,7 +234,7 @@ def _side_files(
     if dtype is not None and "config.json" in beside:
         beside["config.json"] = with_dtype(beside["config.json"], dtype)
     made = {"from": source.format, "folder": source.path.name, "to": to, "dtype": dtype, "tangram": __version__}
-    made |= {key: source.objects[key] for key in ("dequantised", "adapter") if key in source.objects}
+    made |= {key: source.objects[key] for key in ("dequantised", "adapter", "adapters") if key in source.objects}
     changed: tuple[str, ...] = ()
     if target_of(to).structure == "hf":
         owners = split(specs, source.states)

@@ -116,7 +116,7 @@ def exported_as_it_is(
 ) -> bool:
     """Whether the model of one of Tangram's own checkpoints is exported with no tensor changed: proved by digests."""
     local = not is_remote(str(source)) and not is_remote(str(target))
-    changed = options.mapping is not None or options.adapter is not None or options.dequantise
+    changed = options.mapping is not None or options.adapters or options.dequantise
     as_it_is = local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
     return as_it_is and _is_named_as_configured(opened, options)
 
@@ -137,19 +137,21 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
         raise UserError(f'"{source.path}" has states of an optimiser and no weights: give the checkpoint of the model')
     small = small_of(options.config) if options.config else dict(source.small)
     left, inner = (), None
-    if options.adapter:
+    if options.adapters:
         source, left = model_of(source)
-        inner = without_adapter(source, read=not (options.adapter / WEIGHTS).is_file())
+        (first, _), *more = options.adapters
+        inner = without_adapter(source, read=not more and not (first / WEIGHTS).is_file())
         source = inner.source
-    also = [word for word, on in (("an adapter", options.adapter), ("a mapping", options.mapping)) if on]
+    also = [word for word, on in (("an adapter", options.adapters), ("a mapping", options.mapping)) if on]
     source, small, rounding = prepared(source, small, to, dequantise=options.dequantise, dtype=options.dtype, also=also)
     notes: tuple[str, ...] = ()
     if options.mapping is None and (names := structure_of(source)) in FITTED:
         own = source.format == "hf" and options.config is None
         fit = fitted(source, config_of(small) if names == "hf" else None, names == "hf" and to == "hf", own)
         source, notes = fit.source, fit.notes
-    if options.adapter and inner:
-        source = with_adapter(replace(source, small=small), options.adapter, inner.tensors)
+    for folder, weight in options.adapters:
+        tensors = inner.tensors if inner else None
+        source = with_adapter(replace(source, small=small), folder, tensors, weight=weight)
         small = dict(source.small)
     source = _with_settings(source, options)
     chosen = choose(
@@ -157,9 +159,13 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
         family=family_named(options.family) if options.family else None, local=options.local_layers,
         divisor=options.pad_vocabulary, states=options.states,
     )  # fmt: skip
-    if options.adapter:
-        number = source.objects["adapter"]["tensors"]
-        merged = f'with "{options.adapter}" merged into {number:,} tensor{"" if number == 1 else "s"}'
+    if options.adapters:
+        counts = [one["tensors"] for one in source.objects.get("adapters") or [source.objects["adapter"]]]
+        each = (
+            f'"{folder}" merged into {n:,} tensor{"" if n == 1 else "s"}'
+            for (folder, _), n in zip(options.adapters, counts, strict=True)
+        )
+        merged = f"with {', '.join(each)}"
         chosen = replace(chosen, description=f"{chosen.description}, {merged}", left=left)
     made = cast_specs(chosen.bound, options.dtype, chosen.source.states, options.rounded)
     return PreparedConversion(source, chosen, small, to, options, steps_of(chosen.bound, made), notes, rounding)

@@ -28,8 +28,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tangram.checkpoint.conversion.adapter_config import CONFIG
 from tangram.checkpoint.conversion.adapter_files import (
-    CONFIG,
     PREFIX,
     WEIGHTS,
     Changes,
@@ -74,13 +74,18 @@ class Full:
 
 
 def with_adapter(
-    source: OpenCheckpoint, folder: Path, inner: Mapping[str, Tensor] | None = None, *, block: int = BLOCK
+    source: OpenCheckpoint,
+    folder: Path,
+    inner: Mapping[str, Tensor] | None = None,
+    *,
+    block: int = BLOCK,
+    weight: float = 1.0,
 ) -> OpenCheckpoint:
     """The same checkpoint with an adapter merged into its weights; states of the optimiser are of the old, and go.
 
     `inner`: the adapter's tensors by the names of its file, where they are not in the folder. `block`: bytes of a
-    block at most. Raises UserError for what is not merged: another kind of adapter than LoRA and
-    DoRA, tensors that fit nothing in the source, and a source with Megatron-core's names.
+    block at most; `weight`: by what A and B are multiplied. Raises UserError for what is not merged: another kind of
+    adapter than LoRA and DoRA, tensors that fit nothing in the source, and a source with Megatron-core's names.
     """
     source, _ = model_of(source)
     if megatrons_embedding(source.specs) is not None:
@@ -90,7 +95,7 @@ def with_adapter(
         )
     maps = Maps(folder)
     found = changes_of(source, folder, maps, inner)
-    changes = found.tensors
+    changes = found.tensors if weight == 1 else _weighed(found.tensors, weight, folder)
     specs = {**source.specs, **{name: _spec(source, change) for name, change in changes.items()}}
     pieces = [piece for piece in source.pieces if piece.tensor not in changes]
     for name, change in changes.items():
@@ -105,10 +110,26 @@ def with_adapter(
     with (folder / (CONFIG if inner else WEIGHTS)).open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     about = {"folder": folder.resolve().name, "sha256": digest, "tensors": len(changes)}
-    objects, small = {**source.objects, "adapter": about}, _small(source, specs, found)
+    about |= {"weight": weight} if weight != 1 else {}
+    before = source.objects.get("adapters") or [one for one in (source.objects.get("adapter"),) if one]
+    objects = {**source.objects, "adapter": about, **({"adapters": [*before, about]} if before else {})}
+    small = _small(source, specs, found)
     return replace(
         source, specs=specs, pieces=tuple(pieces), read=merge.read, release=release, objects=objects, small=small
     )
+
+
+def _weighed(changes: Mapping[str, WeightChange], weight: float, folder: Path) -> dict[str, WeightChange]:
+    """Changes of which a part, or more, is made. Raises UserError for what is no sum."""
+    found: dict[str, WeightChange] = {}
+    for name, change in changes.items():
+        if change.full is not None or change.pair is None or change.pair.magnitude is not None:
+            raise UserError(
+                f'"{folder}" has {name} in full, or its lengths: only A and B can be merged times {weight}, so leave '
+                "the number out"
+            )
+        found[name] = replace(change, pair=replace(change.pair, scale=change.pair.scale * weight))
+    return found
 
 
 @dataclass

@@ -133,7 +133,7 @@ def job_in(
                 f"{file}: {others[0]}, which lora.modules_to_save trains whole, is not planned for on a cluster, as "
                 "embedding and head are: plan without"
             )
-        outline = adapted(outline, job.lora.rank, job.lora.targets)
+        outline = adapted(outline, max(job.lora.rank, *job.lora.ranks.values(), 0), job.lora.targets)
         outline = replace(outline, trained_ends=bool(job.lora.modules_to_save))
     teacher = None
     if job.distill is not None and job.runs_teacher:

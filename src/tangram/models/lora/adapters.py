@@ -10,7 +10,9 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -27,23 +29,61 @@ from tangram.errors import UserError
 from tangram.models.lora import expert_adapters
 
 ALL = "all-linear"
+LIKE: Mapping[str, str] = MappingProxyType(
+    {
+        "rank": "r", "alpha": "lora_alpha", "ranks": "rank_pattern", "alphas": "alpha_pattern", "rslora": "use_rslora",
+        "dora": "use_dora", "bias": "lora_bias",
+    }
+)  # fmt: skip
+"""What adapters that others begin with have to be like, by key and by peft's field."""
 PREFIX = "base_model.model."
 """Before the names of tensors in peft's files."""
 _ADAPTED = (nn.Linear, nn.Embedding, Conv1D)
 
 
-def add_adapters(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float = 0.0,
-    targets: str | Sequence[str] = ALL,
-    rslora: bool = False,
-    dora: bool = False,
-    modules_to_save: Sequence[str] = (),
-) -> None:
-    """Put adapters without values beside the layers that `targets` names, in place, and freeze all else.
+@dataclass(frozen=True)
+class Adapters:
+    """Which layers have adapters, and of what kind. Names are ends of names or patterns (`named_by`); of patterns of
+    ranks and alphas the first that fits counts, as in peft."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: str | Sequence[str] = ALL
+    exclude: Sequence[str] = ()
+    layers: Sequence[int] = ()
+    """Numbers of layers; none: all."""
+    ranks: Mapping[str, int] = field(default_factory=dict[str, int])
+    alphas: Mapping[str, float] = field(default_factory=dict[str, float])
+    rslora: bool = False
+    dora: bool = False
+    bias: bool = False
+    init: str = "kaiming"
+    modules_to_save: Sequence[str] = ()
+
+    def rank_of(self, name: str) -> int:
+        """The rank beside a layer, or a weight of experts."""
+        return next((rank for pattern, rank in self.ranks.items() if _fits(name, pattern)), self.rank)
+
+    def scale_of(self, name: str) -> float:
+        """By what B A is multiplied there."""
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if _fits(name, pattern)), self.alpha)
+        return alpha / (math.sqrt(self.rank_of(name)) if self.rslora else self.rank_of(name))
+
+    def kept_from(self, names: Iterable[str], excluded: set[str]) -> list[str]:
+        """Of names those that are in some of the layers, and not in what is excluded. Raises UserError for none."""
+        found = [name for name in names if not any(f"{name}.".startswith(f"{one}.") for one in excluded)]
+        numbers = {name: int(number[1]) for name in found if (number := re.search(r"\.(\d+)\.", name))}
+        if self.layers and (unknown := sorted({*self.layers} - {*numbers.values()})):
+            raise UserError(
+                f"lora.layers names {unknown[0]}, and the layers that lora.targets names are "
+                f"{', '.join(map(str, sorted({*numbers.values()}))) or 'in none that is numbered'}"
+            )
+        return [name for name in found if not self.layers or numbers.get(name) in self.layers]
+
+
+def add_adapters(model: nn.Module, own: Adapters) -> None:
+    """Put adapters without values beside the layers that `own.targets` names, in place, and freeze all else.
 
     A model that has some already stays as it is. Raises UserError for targets that name no layer, and without peft.
     """
@@ -52,24 +92,24 @@ def add_adapters(
     peft = _peft()
     names = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     stacked = list(expert_adapters.stacked_weights(model))
-    some = (targets,) if isinstance(targets, str) else tuple(targets)
+    some = (own.targets,) if isinstance(own.targets, str) else tuple(own.targets)
     adapted, experts = (_all_linear(model, names), stacked) if some == (ALL,) else _named(some, names, stacked)
-    if experts and (key := next((key for key, on in (("dropout", dropout), ("dora", dora)) if on), None)):
-        raise UserError(
-            f"{experts[0]} has all experts of a layer, beside which peft knows no lora.{key}: leave one of the two out"
-        )
-    if dora and (tables := [name for name in adapted if isinstance(names[name], nn.Embedding)]):
-        raise UserError(
-            f"lora.dora trains lengths of the weights of linear layers, and {tables[0]} is an embedding: leave one of "
-            "the two out, or name it in lora.modules_to_save"
-        )
-    saved = [name for one in modules_to_save for name in named_by(one, "modules_to_save", names)]
+    excluded = {name for one in own.exclude for name in named_by(one, "exclude", {**names, **dict.fromkeys(stacked)})}
+    if left := {*own.kept_from([*adapted, *experts], excluded)} if own.exclude or own.layers else {*adapted, *experts}:
+        adapted, experts = ([name for name in some if name in left] for some in (adapted, experts))
+    else:
+        raise UserError("lora.exclude and lora.layers leave no layer of lora.targets: change one of them")
+    saved = [name for one in own.modules_to_save for name in named_by(one, "modules_to_save", names)]
+    _refuse_unfit(own, adapted, experts, names)
     if both := set(adapted) & set(saved):
         raise UserError(f"{min(both)} is in lora.targets and in lora.modules_to_save: give it in one of them")
     _refuse_tied(model, {*adapted, *saved}, names)
+    everywhere = some == (ALL,) and not stacked and len(adapted) == len(_linear(model, names))
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, use_rslora=rslora, use_dora=dora, task_type="CAUSAL_LM",
-        target_modules=ALL if some == (ALL,) and not stacked else sorted(set(adapted)),
+        r=own.rank, lora_alpha=own.alpha, lora_dropout=own.dropout, use_rslora=own.rslora, use_dora=own.dora,
+        lora_bias=own.bias, task_type="CAUSAL_LM", init_lora_weights=True if own.init == "kaiming" else own.init,
+        rank_pattern=_as_regex(own.ranks), alpha_pattern=_as_regex(own.alphas),
+        target_modules=ALL if everywhere else sorted(set(adapted)),
         modules_to_save=sorted(set(saved)) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in names.values()),
     )  # fmt: skip
@@ -86,7 +126,38 @@ def add_adapters(
         model.requires_grad_(False)
         cast(Any, model).peft_config = {"default": config}
     config.target_parameters = sorted(experts) or None
-    expert_adapters.adapt(model, experts, rank, alpha / (math.sqrt(rank) if rslora else rank))
+    expert_adapters.adapt(model, {name: (own.rank_of(name), own.scale_of(name)) for name in experts})
+
+
+def _refuse_unfit(
+    own: Adapters, adapted: Sequence[str], experts: Sequence[str], names: Mapping[str, nn.Module]
+) -> None:
+    """What peft knows no adapters of."""
+    for key in ("dropout", "dora", "bias"):
+        if experts and getattr(own, key):
+            raise UserError(
+                f"{experts[0]} has all experts of a layer, beside which peft knows no lora.{key}: leave one of the two "
+                "out"
+            )
+    if own.dora and (tables := [name for name in adapted if isinstance(names[name], nn.Embedding)]):
+        raise UserError(
+            f"lora.dora trains lengths of the weights of linear layers, and {tables[0]} is an embedding: leave one of "
+            "the two out, or name it in lora.modules_to_save"
+        )
+    if own.bias and (bare := [name for name in adapted if getattr(names[name], "bias", None) is None]):
+        raise UserError(
+            f"lora.bias is added to the biases of layers, and {bare[0]} has none: leave it out, or name it in "
+            "lora.exclude"
+        )
+    for key, patterns in (("ranks", own.ranks), ("alphas", own.alphas)):
+        for pattern in patterns:
+            named_by(pattern, key, dict.fromkeys([*adapted, *experts]))
+
+
+def _as_regex(patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """As peft has patterns: regular expressions of the end of a name."""
+    marks = {"*": ".*", "?": ".", ".": r"\.", "[!": "[^"}
+    return {re.sub(r"\[!|[*?.]", lambda one: marks[one[0]], key): value for key, value in patterns.items()}
 
 
 def initial_adapters(
@@ -99,14 +170,18 @@ def initial_adapters(
     As in peft one of two factors is drawn, each by the seed and its own name, and the other is 0. Magnitudes of DoRA
     are not among them: they are lengths of weights.
     """
+    normal = cast(Any, model).peft_config["default"].init_lora_weights == "gaussian"
     of_experts = {factor.name: factor for factor in expert_adapters.factors_of(model)}
     for name, parameter in model.named_parameters():
         shape, generator = shapes.get(name, tuple(parameter.shape)), torch.Generator().manual_seed(_stream(seed, name))
         factor = of_experts.get(name)
         if ".lora_A." in name or (factor is not None and factor.is_a):
-            inputs = shape[1 if factor is not None and factor.turned else -1]
-            bound = 1 / math.sqrt(inputs)  # kaiming_uniform_ with a = sqrt(5)
-            yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            turned = factor is not None and factor.turned
+            if normal:
+                yield name, torch.empty(shape).normal_(std=1 / shape[-1 if turned else -2], generator=generator)
+            else:
+                bound = 1 / math.sqrt(shape[-2 if turned else -1])  # kaiming_uniform_ with a = sqrt(5)
+                yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif ".lora_embedding_B." in name:
             yield name, torch.empty(shape).normal_(generator=generator)
         elif ".lora_B." in name or ".lora_embedding_A." in name or factor is not None:
@@ -114,28 +189,18 @@ def initial_adapters(
 
 
 def stored_adapters(
-    model: nn.Module,
-    folder: Path,
-    *,
-    rank: int,
-    alpha: float,
-    rslora: bool,
-    dora: bool,
-    all_of_it: bool,
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    model: nn.Module, folder: Path, *, all_of_it: bool, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> Iterator[tuple[str, Tensor]]:
     """The values of adapters in a directory that peft has written, whole and by the names that they have in a model.
 
+    Its configuration has been read before (`checkpoint.conversion.adapter_config`), which refuses what is no LoRA.
     `all_of_it`: the model has all of its modules, and no stage; `shapes`: as of `initial_adapters`. Raises UserError
     for adapters that do not fit it.
     """
-    said = _config_of(folder)
-    for key, own, its in (
-        ("rank", rank, said.get("r")),
-        ("alpha", alpha, said.get("lora_alpha")),
-        ("rslora", rslora, bool(said.get("use_rslora"))),
-        ("dora", dora, bool(said.get("use_dora"))),
-    ):
+    said = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")))
+    config = cast(Any, model).peft_config["default"]
+    for key, name in LIKE.items():
+        own, its = getattr(config, name), said.get(name) or type(getattr(config, name))()
         if own != its:
             raise UserError(f'the adapters in "{folder}" have {key} {its}, and lora.{key} is {own}: take theirs')
     of_experts = {factor.name: factor for factor in expert_adapters.factors_of(model)}
@@ -180,7 +245,9 @@ def merge_adapters(model: PreTrainedModel) -> None:
 def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
     """Write the adapters of a model that is whole in this process as peft does; `base`: the directory beside."""
     peft, config = _peft(), cast(Any, model).peft_config["default"]
-    state = cast("dict[str, Tensor]", peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+    own = model.state_dict()  # of one that peft asks for itself it takes biases for parts that were not gathered
+    found: Any = peft.get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+    state = cast("dict[str, Tensor]", found)
     for factor in expert_adapters.factors_of(model):
         state[f"{factor.stored}.weight"] = factor.matrix(model.get_parameter(factor.name))
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,26 +258,12 @@ def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
     config.inference_mode = False
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    file = folder / "adapter_config.json"
-    try:
-        said: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f'lora.start names "{folder}", of which {file.name} cannot be read: {error}') from None
-    if not isinstance(said, dict) or cast("dict[str, Any]", said).get("peft_type") != "LORA":
-        raise UserError(f'the adapters in "{folder}" are not LoRA: give a directory of those')
-    table = cast("dict[str, Any]", said)
-    if own := next((key for key in ("rank_pattern", "alpha_pattern") if table.get(key)), None):
-        raise UserError(
-            f'the adapters in "{folder}" have {own}, and those of a job are all alike: train them with peft'
-        )
-    return table
-
-
 def _stored_name(name: str, of_experts: Mapping[str, expert_adapters.Factor]) -> str:
     """The name in peft's files of a parameter that is trained beside others."""
     if name in of_experts:
         return f"{PREFIX}{of_experts[name].stored}.weight"
+    if name.endswith(".lora_B.default.bias"):
+        return f"{PREFIX}{name.replace('.default.', '.')}"
     plain = name.replace(".modules_to_save.default.", ".").replace(".default.weight", ".default")
     bare = plain.removesuffix(".default")
     weight = "" if bare == plain or ".lora_embedding_" in bare or ".lora_magnitude_vector" in bare else ".weight"
@@ -234,18 +287,32 @@ def adapted_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     return [name for name, has in beside.items() if has], [name for name, has in beside.items() if not has]
 
 
+def _linear(model: nn.Module, names: Mapping[str, nn.Module]) -> list[str]:
+    """The linear layers but the head."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return [name for name, one in names.items() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+
+
 def _all_linear(model: nn.Module, names: Mapping[str, nn.Module]) -> list[str]:
     """The linear layers but the head, so far as peft can load adapters of them: names that layers of experts had before
-    they lay in one tensor it takes for that tensor, those of dense layers and shared experts, too."""
+    they lay in one tensor it takes for that tensor, those of dense layers and shared experts, too; and it refuses
+    layers of scans whose weights kernels read."""
+    from peft.tuners import tuners_utils as tuners
     from peft.utils import transformers_weight_conversion as weights
 
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = [name for name, one in names.items() if isinstance(one, nn.Linear | Conv1D) and one is not head]
-    config = _peft().LoraConfig(target_modules=[name for name in linear if name != "lm_head"])
+    config = _peft().LoraConfig(target_modules=[name for name in _linear(model, names) if name != "lm_head"])
     if hasattr(model, "config"):
         conversions = weights.get_model_conversion_mapping(cast(Any, model))
         weights.convert_peft_config_for_transformers(config, model, conversions)
-    return sorted(config.target_modules)
+
+    def fits(name: str) -> bool:
+        try:
+            tuners._check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])  # pyright: ignore[reportPrivateUsage]
+        except ValueError:
+            return False
+        return True
+
+    return sorted(filter(fits, config.target_modules))
 
 
 def _named(
@@ -264,9 +331,13 @@ def _named(
     return layers, [name for name in found if name not in names]
 
 
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
+
+
 def named_by(pattern: str, key: str, names: Mapping[str, object]) -> list[str]:
     """The modules, or weights, of a name's end or a pattern. Raises UserError for none."""
-    found = [n for n in names if n and (n == pattern or n.endswith(f".{pattern}") or fnmatchcase(n, pattern))]
+    found = [name for name in names if name and _fits(name, pattern)]
     if not found:
         ends = sorted(
             {name.rpartition(".")[2] for name, one in names.items() if isinstance(one, (*_ADAPTED, NoneType))}
@@ -286,7 +357,8 @@ def _refuse_tied(model: nn.Module, some: set[str], names: dict[str, nn.Module]) 
         if len(tied) > 1 and (own := some & {*tied}):
             raise UserError(
                 f"{min(own)} has its weights together with {min({*tied} - own or own)}, and adapters of one would "
-                "part them: leave it out of lora.targets and lora.modules_to_save"
+                "part them: leave it out of lora.targets and lora.modules_to_save, or part them by "
+                "model.change.tie_word_embeddings = false"
             )
 
 

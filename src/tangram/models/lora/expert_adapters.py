@@ -32,12 +32,13 @@ from tangram.models.building.twin import storage_of
 class AdaptedExperts(nn.Module):
     """A module whose weights of these names, all (experts, a, b), have adapters. Factors are made on meta."""
 
-    def __init__(self, base_layer: nn.Module, names: tuple[str, ...], rank: int, scale: float) -> None:
+    def __init__(self, base_layer: nn.Module, sizes: Mapping[str, tuple[int, float]]) -> None:
+        """`sizes`: by name of a weight, the rank, and by what the product of its factors is multiplied."""
         super().__init__()
         self.base_layer = base_layer
-        self.scale = scale
+        self.scales = {name: scale for name, (_, scale) in sizes.items()}
         self.lora_left, self.lora_right = nn.ParameterDict(), nn.ParameterDict()
-        for name in names:
+        for name, (rank, _) in sizes.items():
             experts, rows, columns = base_layer.get_parameter(name).shape
             self.lora_left[name] = nn.Parameter(torch.empty(experts, rows, rank, device="meta"))
             self.lora_right[name] = nn.Parameter(torch.empty(experts, rank, columns, device="meta"))
@@ -51,7 +52,7 @@ class AdaptedExperts(nn.Module):
         """A weight with its adapter, (experts, a, b)."""
         kept = self.base_layer.get_parameter(name), self.lora_left[name], self.lora_right[name]
         weight, left, right = (one.to_local() if isinstance(one, DTensor) else one for one in kept)  # in the backward
-        return torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=self.scale)
+        return torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=self.scales[name])
 
     def __getattr__(self, name: str) -> Any:
         """What the layer has besides its weights, for code that asks the layer for it."""
@@ -77,16 +78,17 @@ def stacked_weights(model: nn.Module) -> Iterator[str]:
                     yield f"{name}.{own}"
 
 
-def adapt(model: nn.Module, weights: list[str], rank: int, scale: float) -> None:
-    """Put adapters beside weights, in place; their own modules keep the name of the layer."""
-    modules: dict[str, list[str]] = {}
-    for name in weights:
+def adapt(model: nn.Module, sizes: Mapping[str, tuple[int, float]]) -> None:
+    """Put adapters beside weights, in place, of a rank and a scale for each; their own modules keep the name of the
+    layer."""
+    modules: dict[str, dict[str, tuple[int, float]]] = {}
+    for name, size in sizes.items():
         module, _, weight = name.rpartition(".")
-        modules.setdefault(module, []).append(weight)
+        modules.setdefault(module, {})[weight] = size
     for name, some in modules.items():
         layer = model.get_submodule(name)
-        ordered = tuple(weight for weight, _ in layer.named_parameters(recurse=False) if weight in some)
-        model.set_submodule(name, AdaptedExperts(layer, ordered, rank, scale))
+        ordered = {weight: some[weight] for weight, _ in layer.named_parameters(recurse=False) if weight in some}
+        model.set_submodule(name, AdaptedExperts(layer, ordered))
 
 
 @torch.no_grad()

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
@@ -28,7 +29,8 @@ from tangram.models.capturing.graph import Graph
 from tangram.planner.legality.check_plan import bound_layout, heads_of
 from tangram.planner.local.stage_shares import TensorShare, tensor_share
 from tangram.relayout.collectives.one_collective import ALL_REDUCE
-from tangram.schema.plan import Plan
+from tangram.schema.plan import Plan, matches
+from tangram.schema.tuning import base_of, layout_beside
 from tangram.sharding.derive.derive import Derived, Over
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
 from tangram.sharding.derive.marking.marks import Mark, alternatives, marks_for, marks_of, matched, names_any, states
@@ -157,6 +159,25 @@ def axes_layouts(
     return TensorLayouts(
         parameters, _together(marks, mesh), vocabulary, tuple(_communication(whole)), tensor_share(whole, tensor)
     )
+
+
+def beside_transposed(model: nn.Module, parameters: Mapping[str, str], data: Collection[str]) -> dict[str, str]:
+    """The layouts of adapters beside weights that have their inputs first, as GPT-2's, where model axes cut these.
+
+    By pattern, of a model with adapters; all others follow from what a plan says of their weights.
+    """
+    found: dict[str, str | None] = {}
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        if isinstance(getattr(module, "base_layer", None), Conv1D):
+            text = next((one for rule, one in parameters.items() if matches((rule,), f"{name}.weight")), None)
+            if text is not None:
+                turned = str(Layout(Layout.parse(text).dims[::-1]))
+                found |= {
+                    own: layout_beside(turned, base_of(own)[1], data)
+                    for own, _ in model.named_parameters()
+                    if own.startswith(f"{name}.lora_")
+                }
+    return dict(by_pattern(found))
 
 
 def plan_communication(plan: Plan, graph: Graph) -> tuple[CollectiveTraffic, ...]:

@@ -17,7 +17,7 @@ from tangram.models.building.build import build_on_meta, read_source
 from tangram.models.capturing.attention import by_tokens
 from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.stages import tied_modules
-from tangram.models.lora.adapters import add_adapters
+from tangram.models.lora.adapters import Adapters, add_adapters
 from tangram.models.lora.base_layers import base_layers
 from tangram.models.lora.bases import BASES
 from tangram.models.outlines.costs import ModelCosts, at_micro_batch, costs
@@ -40,7 +40,7 @@ from tangram.schema.plan import Plan, matches
 def frozen(model: nn.Module, job: Job) -> nn.Module:
     """The model with the job's adapters, and with the parameters frozen that the job freezes."""
     if job.lora is not None:
-        add_adapters(model, **job.lora.modules)
+        add_adapters(model, Adapters(**job.lora.modules))
     for name, parameter in model.named_parameters():
         if matches(job.model.freeze, name):
             parameter.requires_grad_(False)

@@ -7,7 +7,7 @@ judged on the model (`planner.legality.check_plan`) before anybody gets it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.planner.legality.check_plan import legal, refused_heads
-from tangram.planner.local.derived_layouts import ModelAxis, TensorLayouts, axes_layouts
+from tangram.planner.local.derived_layouts import ModelAxis, TensorLayouts, axes_layouts, beside_transposed
 from tangram.planner.local.model_costs import Counted
 from tangram.schema.files import mistakes
 from tangram.schema.job import Job
@@ -94,7 +94,8 @@ def layouts_of(one: Strategy, counted: Counted) -> TensorLayouts | None:
         raise UserError(f"no marks are known for a {counted.config.model_type} model over {roles} axes")
     if isinstance(found, str):
         raise UserError(found)
-    return found
+    beside = beside_transposed(counted.model, found.parameters, one.data)
+    return replace(found, parameters={**beside, **found.parameters}) if beside else found
 
 
 def make_plan(

@@ -28,7 +28,7 @@ from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.models.capturing.stages import Through, keep_stages
-from tangram.models.lora.adapters import add_adapters
+from tangram.models.lora.adapters import Adapters, add_adapters
 from tangram.models.outlines.costs import block_names
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan, matches
@@ -115,7 +115,7 @@ def freeze(model: nn.Module, plan: Job) -> None:
     What is already there stays. Beside adapters all else is frozen.
     """
     if plan.lora is not None:
-        add_adapters(model, **plan.lora.modules)
+        add_adapters(model, Adapters(**plan.lora.modules))
     names = [name for name, _ in model.named_parameters()]
     for pattern in plan.model.freeze:
         if not any(matches((pattern,), name) for name in names):

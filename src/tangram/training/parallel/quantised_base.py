@@ -22,7 +22,7 @@ from tangram.errors import UserError
 from tangram.layout import intervals
 from tangram.layout.intervals import IntSet, span
 from tangram.models.lora.base_layers import base_layers
-from tangram.models.lora.bases import BASES, Base, Picked
+from tangram.models.lora.bases import BASES, Base, Kept, Picked
 from tangram.models.lora.expert_adapters import made_again
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS
@@ -64,12 +64,13 @@ class QuantisedWeight:
         )
         return self.base.make(kept, rows, blocks, self.shape[1], self.dtype).to(self.compute)
 
-    def keep(self, layer: nn.Module, whole: Tensor, picked: Picked) -> None:
-        """Give a layer a weight of which all is known."""
-        device = next(layer.buffers(recurse=False)).device
-        for name, value in self.base.keep(whole.to(device), picked).items():
-            target = local(layer.get_parameter(name)) if name in self.base.tensors else layer.get_buffer(name)
-            target.copy_(value)
+    def put(self, layer: nn.Module, kept: Kept, picked: Picked | None = None) -> None:
+        """Give a layer what keeps its weight: what `picked` leaves here of all of it, or with None as it is."""
+        for name, value in kept.items():
+            if name not in self.base.tensors:
+                layer.get_buffer(name).copy_(value)
+            else:
+                local(layer.get_parameter(name)).copy_(value if picked is None else picked(name, value))
 
 
 QuantisedWeights = Mapping[str, QuantisedWeight]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tangram.checkpoint.conversion.adapter_config import read_config
 from tangram.checkpoint.formats import huggingface
 from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
@@ -28,7 +29,7 @@ from tangram.models.building.conversions import Conversion, Part, read_conversio
 from tangram.models.lora.adapters import initial_adapters, stored_adapters
 from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
-from tangram.relayout.quantised.table import GROUP_CODECS, matched
+from tangram.relayout.quantised.table import GROUP_CODECS
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import base_of, of_adapters, packed
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts, local
@@ -38,9 +39,9 @@ from tangram.training.parallel.apply import fill, put
 from tangram.training.parallel.quantised_base import QuantisedWeight, quantised_weights
 from tangram.training.state import new_embedding_rows
 from tangram.training.state.state import JobState, StateEntry, TensorPlaces, entries
+from tangram.training.state.stored_codes import DEQUANTISE, StoredCodes, without_codes
 
 HERE = "here"
-DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
 ROUNDED = ("float16", "bfloat16", "float32", "float64")  # the types that mean the same number, more or less exactly
 
 
@@ -55,6 +56,11 @@ def load_pretrained(
     targets = _targets(model, plan, world, plain)
     opened = _opened(folder, model, plan, targets.keys())
     dense = {name: entry for name, entry in targets.items() if packed(name)[0] == name}
+    if codes := next((name for name in dense if opened.stored_as_codes(name)), None):
+        raise UserError(
+            f'{codes} is quantised in "{folder}", and is none of the linear layers that lora.base keeps so: leave it '
+            f"out of lora.base_skip and lora.modules_to_save, or {DEQUANTISE}"
+        )
     for head in opened.heads.keys() & dense.keys():
         words = opened.heads[head]
         _copy(opened, {words: replace(dense.pop(head), name=words)}, {words})
@@ -86,6 +92,21 @@ class _Opened:
     """How each tensor of it is made."""
     heads: Mapping[str, str]
     """Heads that begin as a copy of the embeddings, with the name of these."""
+    codes: StoredCodes | None = None
+    """What the directory has quantised."""
+
+    def stored_as_codes(self, target: str) -> str | None:
+        """The stored weight that a tensor of the model is, where that is quantised. Raises UserError for one that is
+        made of several."""
+        if self.codes is None:
+            return None
+        sources = [name for some in self.parts for part in some if target in part.shapes for name in part.sources]
+        found = next((name for name in sources if name in self.codes.groups), None)
+        if found and len(sources) > 1:
+            raise UserError(
+                f'{found} in "{self.folder}" is quantised, and {target} is made of it and others: {DEQUANTISE}'
+            )
+        return found
 
 
 def _targets(model: nn.Module, plan: Plan, world: World | None, plain: PlainParts) -> dict[str, StateEntry]:
@@ -103,9 +124,8 @@ def _targets(model: nn.Module, plan: Plan, world: World | None, plain: PlainPart
 
 def _opened(folder: Path, model: nn.Module, plan: Plan, targets: Collection[str]) -> _Opened:
     """Raises UserError for a directory that is not whole or has other tensors."""
-    index = huggingface.read_index(folder)
-    if (codes := next(matched(index.specs), None)) is not None:
-        raise UserError(f'the weights in "{folder}" are quantised ({codes.members["codes"]} is codes): {DEQUANTISE}')
+    base = plan.lora.base if plan.lora is not None else "parameters"
+    index, codes = without_codes(folder, huggingface.read_index(folder), base)
     # The directory is of the whole model, without adapters; of a stage only what it has is read.
     all_of_it = plan.pipeline is None and plan.lora is None
     whole = model if all_of_it else build_on_meta(cast(Any, model).config)
@@ -115,7 +135,7 @@ def _opened(folder: Path, model: nn.Module, plan: Plan, targets: Collection[str]
     parts = _tied(folder, conversion.parts, first)
     heads = _untied(parts, whole) if plan.model.change.get("tie_word_embeddings") is False else {}
     _refuse_others(folder, whole, conversion, parts, [name for name in everything if name not in heads])
-    return _Opened(folder, index, whole, parts, heads)
+    return _Opened(folder, index, whole, parts, heads, codes)
 
 
 def _copy(opened: _Opened, targets: Mapping[str, StateEntry], parameters: Collection[str]) -> None:
@@ -131,11 +151,8 @@ def _copy(opened: _Opened, targets: Mapping[str, StateEntry], parameters: Collec
 def _copy_quantised(
     opened: _Opened, layer: nn.Module, name: str, weight: QuantisedWeight, targets: Mapping[str, StateEntry]
 ) -> None:
-    """Fill what keeps a weight: all of that one weight is read, since its scales are kept by their mean."""
-    shape, target = weight.shape, base_of(weight.name)[0]
-    spec = TensorSpec(shape, str(weight.dtype).removeprefix("torch."))
-    whole = torch.empty(shape, dtype=weight.dtype)
-    _copy(opened, {target: StateEntry(target, spec, Region.full(shape), whole)}, {target})
+    """Fill what keeps a weight: with what is stored, or with what is made of numbers, of which all are read, since
+    scales are kept by their mean."""
 
     def picked(key: str, tensor: Tensor) -> Tensor:
         entry = targets[f"{name}.{key}"]
@@ -146,7 +163,20 @@ def _copy_quantised(
             tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim) if slices else tensor[:0]
         return tensor
 
-    weight.keep(layer, whole, picked)
+    shape, target = weight.shape, base_of(weight.name)[0]
+    if opened.codes is not None:
+        stored = opened.stored_as_codes(target)
+        if stored is None:
+            raise UserError(
+                f'{target} is no codes in "{opened.folder}", whose other weights are: name it in lora.base_skip'
+            )
+        weight.put(layer, opened.codes.kept(stored), picked)
+        return
+    spec = TensorSpec(shape, str(weight.dtype).removeprefix("torch."))
+    whole = torch.empty(shape, dtype=weight.dtype)
+    _copy(opened, {target: StateEntry(target, spec, Region.full(shape), whole)}, {target})
+    device = next(layer.buffers(recurse=False)).device
+    weight.put(layer, weight.base.keep(whole.to(device), picked))
 
 
 def _planned(
@@ -189,9 +219,9 @@ def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -
             full = cast(Any, weight).full_tensor() if isinstance(weight, DTensor) else weight
             put(parameter, cast(Tensor, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1)))
     if lora.start is not None:
-        alike = {key: value for key, value in lora.modules.items() if key in ("rank", "alpha", "rslora", "dora")}
         whole = plan.pipeline is None
-        fill(model, stored_adapters(model, Path(lora.start), **alike, all_of_it=whole, shapes=shapes), plain)
+        read_config(Path(lora.start))  # refuses other kinds, and those that changed the weights that they stand beside
+        fill(model, stored_adapters(model, Path(lora.start), all_of_it=whole, shapes=shapes), plain)
 
 
 def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callable[[Hashable, str], Tensor]) -> str:

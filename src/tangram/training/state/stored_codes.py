@@ -1,0 +1,126 @@
+"""Weights that a directory keeps as codes, as the frozen base beside adapters keeps them: taken as they are.
+
+    fp8    e4m3 with a scale for each 128 x 128 numbers: DeepSeek-V3's `weight_scale_inv`, as Qwen3's and others have it
+    nf4    bitsandbytes' 4 bits with nested scales, blocks of 64 and of 256
+    int8   bitsandbytes' 8 bits (`SCB`); its outliers are of activations, and no part of what is stored
+
+Codes and scales go where `lora.base` would put them if it had quantised the weight, so layouts, checkpoints, export and
+memory are those of such a base. Nothing is decoded on the way, and nothing quantised again. What is kept in any other
+way is refused: a weight that went through numbers and back would be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tangram.checkpoint.conversion.quantised import quantisation_of
+from tangram.checkpoint.formats.archives.mapped_files import Maps
+from tangram.checkpoint.formats.huggingface import HuggingFaceIndex, open_folder
+from tangram.errors import UserError
+from tangram.models.lora import dynamic_codes, nf4
+from tangram.models.lora.bases import SQUARE, Kept
+from tangram.relayout import TensorSpec
+from tangram.relayout.quantised.grids import TensorGroup, numbers
+from tangram.relayout.quantised.table import matched
+
+Stored = Mapping[str, Tensor]
+"""The tensors of a group by their roles."""
+
+
+def _of_fp8(group: TensorGroup, stored: Stored) -> Kept | None:
+    if group.form.block != (SQUARE, SQUARE) or stored["codes"].dtype != torch.float8_e4m3fn or "zero" in stored:
+        return None
+    return {"weight_fp8": stored["codes"].view(torch.uint8), "weight_squares": numbers(stored["scale"])}
+
+
+def _of_nf4(group: TensorGroup, stored: Stored) -> Kept | None:
+    (rows, columns), facts = group.form.shape, group.form.facts
+    if (facts["size"], facts.get("nested")) != (nf4.BLOCK, nf4.GROUP) or columns % nf4.BLOCK:
+        return None
+    known = (("map", torch.tensor(nf4.NORMAL)), ("nested_map", dynamic_codes.table(torch.device("cpu"))))
+    if not all(torch.equal(stored[role].flatten(), table) for role, table in known):
+        return None
+    return {
+        "weight_nf4": stored["codes"].contiguous().view(torch.uint8).view(rows, columns // 2),
+        "weight_absmax": stored["scale"].view(rows, columns // nf4.BLOCK),
+        "weight_groups": stored["nested"].flatten(),
+        "weight_mean": torch.tensor(facts["offset"]),
+    }
+
+
+def _of_int8(group: TensorGroup, stored: Stored) -> Kept | None:
+    return {"weight_int8": stored["codes"], "weight_rows": stored["scale"].flatten().float()}
+
+
+TAKEN: Mapping[str, tuple[str, Callable[[TensorGroup, Stored], Kept | None]]] = MappingProxyType(
+    {
+        "fp8_inv": ("fp8", _of_fp8),
+        "fp8_plain": ("fp8", _of_fp8),
+        "scaled": ("fp8", _of_fp8),
+        "nf4": ("nf4", _of_nf4),
+        "bnb_int8": ("int8", _of_int8),
+    }
+)
+"""By the codec of a stored weight, the base that may have it as it is, and how; None where the form is another one."""
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """What of a directory is codes, by the name of the weight that they stand for."""
+
+    folder: Path
+    base: str
+    groups: Mapping[str, TensorGroup]
+    read: Callable[[str], Tensor]
+
+    def kept(self, name: str) -> Kept:
+        """What a base keeps of a stored weight, all of it. Raises UserError for one that is kept otherwise."""
+        group = self.groups[name]
+        base, take = TAKEN.get(group.codec, ("", None))
+        stored = {role: self.read(one) for role, one in group.members.items()} if take and base == self.base else {}
+        kept = take(group, stored) if take and stored else None
+        if kept is None:
+            raise UserError(
+                f'{name} in "{self.folder}" is quantised in a way that lora.base = "{self.base}" does not have: '
+                f"{DEQUANTISE}"
+            )
+        return kept
+
+
+DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
+
+
+def without_codes(folder: Path, index: HuggingFaceIndex, base: str) -> tuple[HuggingFaceIndex, StoredCodes | None]:
+    """A directory's tensors with one for each weight that is kept as codes, and these codes; itself where none is.
+
+    `base`: of `lora.base`. Raises UserError for codes without a base that could have them.
+    """
+    first = next(matched(index.specs), None)
+    if first is None:
+        return index, None
+    if base == "parameters":
+        own = TAKEN.get(first.codec, ("", None))[0]
+        also = f', or lora.base = "{own}" trains adapters beside them as they are' if own else ""
+        raise UserError(
+            f'the weights in "{folder}" are quantised ({first.members["codes"]} is codes): {DEQUANTISE}{also}'
+        )
+    source = open_folder(folder, Maps(folder))
+    found = quantisation_of(source)
+    if found is None or found.problem:
+        why = found.problem if found else f"{first.members['codes']} is codes"
+        raise UserError(f'the weights in "{folder}" are quantised and cannot be read: {why}')
+    places = {piece.tensor: piece.place for piece in index.pieces}
+    groups = {group.name: group for group in found.groups}
+    parts = {name for group in found.groups for name in group.members.values()} | {*found.unused}
+    specs = {name: spec for name, spec in index.specs.items() if name not in parts}
+    specs |= {name: TensorSpec(group.form.shape, "bfloat16") for name, group in groups.items()}
+    pieces = tuple(piece for piece in index.pieces if piece.tensor not in parts)
+    return replace(index, specs=specs, pieces=pieces), StoredCodes(
+        folder, base, groups, lambda name: source.read(places[name], name)
+    )

@@ -1,0 +1,148 @@
+"""Adapters that are not all alike: ranks and alphas by layer, layers without any, biases; beside peft."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from tangram.cli import main
+from tangram.errors import UserError
+from tangram.models.building.build import build_on_meta
+from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters, merge_adapters, save_adapters
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.schema.files import load
+from tangram.schema.plan import Plan
+from tangram.schema.tuning import LoraPlan
+from tangram.training.data import prepare, tokens_of
+from tangram.training.state.build_model import build_unsharded, source_of
+from tests.training.tuning_tasks import Traced, assert_as_expected, oracle, run_each, write_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
+
+SET = {"data.sequence": "96", "data.global_batch": "4", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+STEPS = 3
+WAYS: Mapping[str, Strategy] = {
+    "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),
+    "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
+    "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
+    "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
+}
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
+JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
+    "bias": (LoraPlan(rank=4, alpha=16.0, targets=("q_proj", "v_proj"), bias=True), {"lora_bias": True}),
+    "patterns": (
+        LoraPlan(
+            rank=4, rslora=True, ranks={"model.layers.1.*.q_proj": 6, "v_proj": 2}, alphas={"v_proj": 32.0},
+            exclude=("down_proj", "model.layers.0.mlp"), init="gaussian",
+        ),
+        {
+            "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 6, "v_proj": 2}, "alpha_pattern": {"v_proj": 32.0},
+            "exclude_modules": r".*\.down_proj|.*layers\.0\.mlp\..*", "init_lora_weights": "gaussian",
+        },
+    ),
+    "layers": (LoraPlan(rank=4, targets=LINEAR, layers=(1,)), {"layers_to_transform": [1]}),
+}  # fmt: skip
+"""In a job's words and in peft's."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen 2: queries, keys and values have biases."""
+    return write_folder(tmp_path_factory.mktemp("kinds"), family="qwen2")
+
+
+def _plan(folder: Path, lora: LoraPlan, way: str) -> Plan:
+    asked = load(folder / "sft.toml", {**SET, "data.cache": str(folder / "cache")})
+    asked = asked.model_copy(update={"lora": lora})
+    prepare(asked.data, tokens_of(asked), lambda event: None)
+    plan = plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
+    return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": STEPS})})
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> dict[tuple[str, str], list[Traced]]:
+    some = {"bias": WAYS, "patterns": WAYS, "layers": ("one",)}
+    plans = {(job, way): _plan(folder, JOBS[job][0], way) for job, ways in some.items() for way in ways}
+    return run_each(plans, folder / "runs")
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_losses_and_gradients_are_those_of_peft(
+    folder: Path, ran: dict[tuple[str, str], list[Traced]], job: str
+) -> None:
+    lora, options = JOBS[job]
+    expected = oracle(_plan(folder, lora, "one"), **options)
+    for (own, way), ranks in ran.items():
+        if own == job:
+            assert_as_expected(ranks, expected, way, STEPS)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_is_saved_is_read_merged_and_begun_with(folder: Path, tmp_path: Path, job: str) -> None:
+    from peft import PeftModel
+
+    plan = _plan(folder, JOBS[job][0], "one")
+    model = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+        ids, base = torch.arange(32)[None], str(plan.model.path)
+        logits = model(ids).logits
+        save_adapters(model, adapter := tmp_path / "adapter", base)
+        plain = AutoModelForCausalLM.from_pretrained(base).eval()
+        assert (plain(ids).logits - logits).abs().max() > 0.01
+        read: Any = PeftModel.from_pretrained(plain, str(adapter))
+        torch.testing.assert_close(read.eval()(ids).logits, logits)
+        started = _plan(folder, JOBS[job][0].model_copy(update={"start": str(adapter)}), "one")
+        again = build_unsharded(
+            started, source_of(started, tokens_of(started)), torch.device("cpu"), values=True
+        ).eval()
+        torch.testing.assert_close(again(ids).logits, logits)
+        merge_adapters(model)
+        torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
+        assert main(["checkpoint", "convert", base, str(tmp_path / "m"), "--to", "hf", "--adapter", str(adapter)]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+        torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_normal_begin_has_the_spread_of_peft(folder: Path) -> None:
+    model = build_on_meta(source_of(*_of_job(folder)).config)
+    add_adapters(model, Adapters(rank=16, alpha=16.0, init="gaussian", ranks={"q_proj": 4}))
+    for name, value in initial_adapters(model, 0):
+        if ".lora_A." in name:
+            rank = 4 if "q_proj" in name else 16
+            assert float(value.std()) == pytest.approx(1 / rank, rel=0.2), name
+
+
+def _of_job(folder: Path) -> tuple[Any, Any]:
+    asked = load(folder / "sft.toml")
+    return asked, tokens_of(asked)
+
+
+REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
+    "no bias": (
+        {"bias": True},
+        "to the biases of layers, and model.layers.0.mlp.down_proj has none",
+    ),
+    "no such layer": ({"layers": [7]}, "lora.layers names 7, and the layers that lora.targets names are 0, 1"),
+    "nothing left": ({"exclude": ["model.layers"]}, "leave no layer of lora.targets"),
+    "no rank": ({"ranks": {"q_prj": 2}}, 'lora.ranks names "q_prj", which fits no module'),
+    "not there": ({"exclude": ["vision"]}, 'lora.exclude names "vision"'),
+}
+
+
+def test_what_is_refused(folder: Path) -> None:
+    config = source_of(*_of_job(folder)).config
+    for name, (options, why) in REFUSED.items():
+        with pytest.raises(UserError) as refused:
+            add_adapters(build_on_meta(config), Adapters(rank=2, alpha=2.0, **options))
+        assert why in str(refused.value), name
+    with pytest.raises(ValidationError, match="peft knows no bias of adapters with dora"):
+        LoraPlan(bias=True, dora=True)
