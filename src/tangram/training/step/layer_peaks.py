@@ -62,7 +62,7 @@ def looking(model: ParallelModel, step: int, every: int = EVERY) -> Generator[No
                 ):
                     stack.callback(handle.remove)
         yield
-    model.trace.peaks(look.found())
+    model.trace.peaks(look.peaks())
 
 
 class _Look:
@@ -91,12 +91,12 @@ class _Look:
                 largest = cast(Tensor, torch.linalg.vector_norm(x.detach(), math.inf))
                 self._found.setdefault(name, []).append(torch.stack([largest.float(), most.float()]))
 
-    def found(self) -> dict[str, tuple[float, float]]:
+    def peaks(self) -> dict[str, tuple[float, float]]:
         """By layer the largest activation and logit (0: none was seen)."""
         if not self._found:
             return {}
-        peaks = torch.stack([torch.stack(own).amax(0) for own in self._found.values()])
-        flat = cast("list[list[float]]", peaks.tolist())
+        stacked = torch.stack([torch.stack(own).amax(0) for own in self._found.values()])
+        flat = cast("list[list[float]]", stacked.tolist())
         return {name: (a, b) for name, (a, b) in zip(self._found, flat, strict=True)}
 
 

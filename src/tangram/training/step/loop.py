@@ -109,9 +109,8 @@ def train_steps(
         model.reference.before_write = checkpointer.fence  # its forward comes before the optimiser, which waits, too
     started = time.monotonic()
     first, before = state.progress.step, state.progress.seconds
-    losses: list[float] = []
+    losses, tokens = list[float](), 0
     stopped = _stopped_before(model, state, hooks)
-    tokens = 0
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
     guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
@@ -149,13 +148,8 @@ def train_steps(
             state.metrics.update({"loss": done.loss, **done.figures})
         if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
             stopped = _evaluate(model, state, corpus, hooks, time.monotonic() - started)
-        if not (last or stopped) and (_due(step + 1, save_every) or done.stop_requests[2]):
-            trace.phase(Phase.CHECKPOINT)
-            checkpointer.save(state)
-        for event in checkpointer.poll():
-            hooks.emit(event)
-        _tell_failure(model, hooks)
-        hooks.after_step()
+        due = _due(step + 1, save_every) or done.stop_requests[2]
+        _end_step(model, state, checkpointer, hooks, save=due and not (last or stopped))
     loads.close()
     return Trained(tuple(losses), tokens, time.monotonic() - started, stopped)
 
@@ -196,10 +190,16 @@ def _tell_loads(model: ParallelModel, hooks: Hooks, counted: ExpertLoads | None)
             hooks.emit(counted)
 
 
-def _tell_failure(model: ParallelModel, hooks: Hooks) -> None:
-    """Say, once, that nothing is traced any more."""
+def _end_step(model: ParallelModel, state: JobState, checkpointer: Checkpointer, hooks: Hooks, *, save: bool) -> None:
+    """After a step: save where that is due, and say what came of saves; say once that nothing is traced any more."""
+    if save:
+        model.trace.phase(Phase.CHECKPOINT)
+        checkpointer.save(state)
+    for event in checkpointer.poll():
+        hooks.emit(event)
     if failure := model.trace.failure():
         hooks.emit(Note(f"rank {model.world.index}: {failure}"))
+    hooks.after_step()
 
 
 def _begin(model: ParallelModel, corpus: Corpus, progress: Progress) -> int:
