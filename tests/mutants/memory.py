@@ -7,6 +7,9 @@ _ONE = f"{_EARLY}::test_one_process_has_the_same_losses_to_the_last_digit"
 _RANKS = f"{_EARLY}::test_ranks_have_the_same_losses"
 _STREAM = "tests/training/test_layer_stream.py"
 _MOVED = f"{_STREAM}::test_each_layer_is_moved_twice_and_two_are_there_at_most"
+_PREFERENCES = "tests/training/test_preferences.py"
+_REFERENCE = f"{_PREFERENCES}::test_losses_and_gradients_are_those_of_transformers_and_peft_on_any_mesh"
+_PEAKS = "tests/training/test_layer_peaks.py"
 _OTHERS = "tests/training/test_row_lengths.py::test_rows_of_answers_with_labels_are_as_long_as_a_step_needs"
 _STALE = f"{_STREAM}::test_a_copy_that_is_out_of_date_is_not_used"
 
@@ -52,5 +55,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "cut-off-answers", "training/data/stream.py",
         "_longest_other(corpus, data, samples) if corpus.labelled else 1", "1",
         "another's answer is cut off where rows end", (_OTHERS,),
+    ),
+    Mutant(
+        "copied-while-exchanged", "training/parallel/model.py",
+        "        self.before_write()\n", "",
+        "a checkpoint has the reference's weights, which were there while it was copied", (_REFERENCE,),
+    ),
+    Mutant(
+        "keys-that-nobody-sees", "training/step/layer_peaks.py",
+        "torch.arange(T, device=rows_R.device) > rows_R[:, None]", "torch.arange(T, device=rows_R.device) < 0",
+        "logits of keys behind the query count", (_PEAKS,),
     ),
 )
