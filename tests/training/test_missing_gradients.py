@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tangram.errors import UserError
 from tangram.training.mesh.local_parts import NO_PARTS
@@ -24,6 +24,18 @@ def test_it_is_named_and_what_to_do_is_said() -> None:
     with pytest.raises(
         UserError, match=r'"second.weight" got no gradient: name it in model.freeze if the loss does not'
     ):
+        local_gradients(model, NO_PARTS)
+
+
+def test_layers_that_are_left_out_at_random_are_said_to_be() -> None:
+    """Else who trains OPT with its `layerdrop` would be told to freeze a layer, another one at each try."""
+    config = OPTConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=2, ffn_dim=8, num_attention_heads=2, word_embed_proj_dim=8,
+        max_position_embeddings=8, layerdrop=0.999,
+    )  # fmt: skip
+    model = OPTForCausalLM(config)
+    model(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+    with pytest.raises(UserError, match=r"left out at random \(layerdrop = 0.999\).*set model.change.layerdrop = 0"):
         local_gradients(model, NO_PARTS)
 
 

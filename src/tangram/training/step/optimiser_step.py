@@ -126,6 +126,10 @@ class LocalGradient(NamedTuple):
     """Of one that was used: a float32 scalar."""
 
 
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""How configurations of transformers call the chance of a layer to be left out of a forward (Fan et al., 2019)."""
+
+
 def local_gradients(
     model: nn.Module,
     plain: PlainParts,
@@ -138,16 +142,27 @@ def local_gradients(
     Raises UserError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if missing := next((name for name, p in trained if p.grad is None and name not in used), None):
+        raise UserError(f'the parameter "{missing}" got no gradient: {_why_none(model)}')
     found = [(name, used[name] if name in used else local_gradient(name, p, plain)) for name, p in trained]
     return [one._replace(cut=0) if name in elsewhere else one for name, one in found]
 
 
+def _why_none(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    drops = next((key for key in LAYER_DROPS if getattr(config, key, 0)), None)
+    if drops is None:
+        return "name it in model.freeze if the loss does not depend on it"
+    return (
+        f"layers are left out at random ({drops} = {getattr(config, drops)}), and this version trains all of them in "
+        f"each step: set model.change.{drops} = 0"
+    )
+
+
 def local_gradient(name: str, parameter: Tensor, plain: PlainParts) -> LocalGradient:
     """The same of one parameter."""
-    if (grad := parameter.grad) is None:
-        raise UserError(
-            f'the parameter "{name}" got no gradient: name it in model.freeze if the loss does not depend on it'
-        )
+    grad = parameter.grad
+    assert grad is not None
     parts = plain[name].count if name in plain else 1
     if isinstance(grad, DTensor):
         sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
