@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from tangram.training.step.layer_peaks import QUERIES, largest_logit
+from tangram.training.step.layer_peaks import QUERIES, Calls, largest_logit
 
 S = QUERIES  # each query is looked at
 MASKS: Mapping[str, Mapping[str, Any]] = {
@@ -36,3 +39,18 @@ def test_it_is_the_largest_that_is_seen(kind: str, groups: int) -> None:
 @pytest.mark.parametrize("shapes", [((0, 2, 4, 8), (0, 2, 4, 8)), ((1, 2, 0, 8), (1, 2, 0, 8)), ((4, 8), (4, 8))])
 def test_of_nothing_it_is_nothing(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     assert largest_logit(torch.ones(shapes[0]), torch.ones(shapes[1]), {}) == 0
+
+
+def test_what_a_model_compiles_by_itself_stays_as_it_is() -> None:
+    """Dynamo traces through the mode, and refused what it did there: training would have ended in the fifth step."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def attends(q: Tensor, k: Tensor) -> Tensor:
+        return flex_attention(q, k, k) + scaled_dot_product_attention(query=q, key=k, value=k)
+
+    q, k = torch.randn(2, 1, 2, 128, 16)
+    expected = attends(q, k)
+    with Calls() as mode:
+        assert torch.equal(attends(q, k), expected)
+        scaled_dot_product_attention(query=q, key=k, value=k)
+    assert torch.equal(mode.seen[-1][0], q)

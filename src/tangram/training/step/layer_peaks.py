@@ -31,17 +31,20 @@ QUERIES = 64
 _FUSED = frozenset({F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention, *KEPT["attention"]})
 
 
-class _Calls(TorchFunctionMode):
+class Calls(TorchFunctionMode):
     """Remembers what attention is called with; computes nothing, for within recompute each operator counts."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tensor, Mapping[str, Any]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "overloadpacket", func) in _FUSED:
-            q_BHSE, k_BGTE = args[0].detach(), args[1].detach()
-            self.seen.append((q_BHSE, k_BGTE, _options(func, args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        # What a model compiles by itself is traced through here, and stays as it is.
+        if not torch.compiler.is_compiling() and getattr(func, "overloadpacket", func) in _FUSED:
+            q, k = args[:2] if len(args) > 1 else (kwargs.get("query"), kwargs.get("key"))
+            if type(q) is type(k) is Tensor:
+                self.seen.append((q.detach(), k.detach(), _options(func, args, kwargs)))
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -69,13 +72,13 @@ class _Look:
     """At the forwards of a step: not at those without gradients, as of a reference."""
 
     def __init__(self) -> None:
-        self._modes: list[_Calls] = []
+        self._modes: list[Calls] = []
         self._found: dict[str, list[Tensor]] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
         """A block's forward begins."""
         if module.training and torch.is_grad_enabled():
-            self._modes.append(_Calls())
+            self._modes.append(Calls())
             self._modes[-1].__enter__()
 
     def leave(self, name: str, module: nn.Module, _: Any, result: Any) -> None:
