@@ -47,7 +47,7 @@ def test_a_step_has_several_micro_batches(line: str, size: int) -> None:
 def some(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     folder = tmp_path_factory.mktemp("cells")
     lines = ("dp=2 fsdp=2", "tp=2", "sp=2", "cp=2", "ep=2", "pp=2:1F1B fsdp=2")
-    names = [("Qwen3", line) for line in lines] + [("Gemma 3", "pp=2:1F1B")]
+    names = [("Qwen3", line) for line in lines] + [("Gemma 3", "pp=2:ZBVZeroBubble")]
     return planned(folder, write_text(folder / "text"), names, 3)
 
 
@@ -69,7 +69,7 @@ def test_the_planner_makes_the_plans(some: Planned) -> None:
 
 
 def test_what_makes_no_sense_is_refused_in_a_sentence(some: Planned) -> None:
-    dense, tied = some.cells["Qwen3", "ep=2"], some.cells["Gemma 3", "pp=2:1F1B"]
+    dense, tied = some.cells["Qwen3", "ep=2"], some.cells["Gemma 3", "pp=2:ZBVZeroBubble"]
     assert dense.plan is None
     assert dense.why_not == "no marks are known for a qwen3 model over expert axes"
     assert tied.plan is None
