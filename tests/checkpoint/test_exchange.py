@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tangram.checkpoint.loading import block_source, exchange
@@ -71,6 +71,10 @@ def test_on_a_node_every_wanted_block_is_dealt_once_and_evenly(wants: list[Any])
     assert order == sorted(order)
 
 
+_A, _C = {"a": ((0, 1),), "b": (), "c": ((1, 2),)}, {"a": (), "b": (), "c": ((0, 1),)}
+
+
+@example(([_A, _A, _C, _A, _A], [0, 0, 2, 0, 1], [{*"abc"}, {*"abc"}, {"a"}, {*"abc"}, {"a", "c"}]))  # three nodes
 @given(scattered())
 def test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it(job: tuple[list[Any], list[int], Any]):
     wants, nodes, holds = job

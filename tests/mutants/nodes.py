@@ -40,4 +40,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a node keeps its own share as the copy, and goes with it",
         (_NODES + "the_memory_of_any_one_node_may_be_lost",),
     ),
+    Mutant(
+        "turns-by-what-others-have", "checkpoint/loading/assign_blocks.py",
+        "np.concatenate([wants, wants & held])", "np.concatenate([wants, held])",
+        "of three nodes two mean others to read a block, and wait for ever",
+        ("tests/checkpoint/test_exchange.py::test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it",),
+    ),
 )

@@ -197,7 +197,8 @@ def _between(
         row[at] = node.holder[theirs]
     wants = holders >= 0
     sources, targets = np.full(count, -1, np.int64), [tuple[int, ...]()] * count
-    for some in _alike(np.concatenate([wants, held])):
+    # Only of nodes that want a block: another node may not see the rest, and has to come to the same turns.
+    for some in _alike(np.concatenate([wants, wants & held])):
         rows = np.flatnonzero(wants[:, some[0]])
         if len(rows) < 2:
             continue
