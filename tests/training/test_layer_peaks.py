@@ -27,6 +27,8 @@ MASKS: Mapping[str, Mapping[str, Any]] = {
 def test_it_is_the_largest_that_is_seen(kind: str, groups: int) -> None:
     torch.manual_seed(groups)
     q, k, options = torch.randn(3, 4, S, 8), torch.randn(3, groups, S, 8), MASKS[kind]
+    k[..., -1, :] *= 50  # behind most queries
+    q[..., -1, :] = 0
     logits = q[0] @ k[0].repeat_interleave(4 // groups, 0).mT * options.get("scale", 8**-0.5)
     seen = torch.ones(S, S).bool()
     if options.get("is_causal") or kind == "float":
