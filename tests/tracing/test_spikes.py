@@ -100,7 +100,7 @@ def test_experts_that_are_chosen_as_ever_are_left_in_peace(noise: float, tmp_pat
 
 
 def peaked(folder: Path, peaks: Callable[[int], Mapping[str, tuple[float, float]]], looks: int) -> list[Finding]:
-    """What is found in a run on one rank, whose layers are looked at every fifth step."""
+    """What is found in a run on one rank, whose layers are looked at now and then."""
     recorder = Recorder(TraceFiles(folder, b"r" * 16, 0, 1), {"mesh": "dp=1", "stages": []})
     for look in range(1, looks + 1):
         recorder.step(5 * look)

@@ -44,7 +44,7 @@ def test_of_nothing_it_is_nothing(shapes: tuple[tuple[int, ...], tuple[int, ...]
 
 
 def test_what_a_model_compiles_by_itself_stays_as_it_is() -> None:
-    """Dynamo traces through the mode, and refused what it did there: training would have ended in the fifth step."""
+    """Dynamo traces through the mode, and refused what it did there: training would have ended in the tenth step."""
 
     @torch.compile(fullgraph=True, backend="eager")
     def attends(q: Tensor, k: Tensor) -> Tensor:

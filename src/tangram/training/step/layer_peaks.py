@@ -25,8 +25,8 @@ from tangram.training.mesh.layout_to_torch import named_modules
 from tangram.training.parallel.apply import KEPT, blocks_of
 from tangram.training.parallel.model import ParallelModel
 
-EVERY = 5
-"""Steps from one look to the next: a look costs a pass over the activations, and a share of attention's matmuls."""
+EVERY = 10
+"""Steps from one look to the next. A look took 4.5 % of a step of 1.8 M parameters, most of it Python of the mode."""
 QUERIES = 64
 _FUSED = frozenset({F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention, *KEPT["attention"]})
 
