@@ -111,6 +111,9 @@ def die_after(seconds: float) -> None:
 
 def forked(act: Callable[[], None]) -> int:
     """A process that does this and ends; its number."""
+    # What DTensor has cached for this thread may have the last word on a group of an earlier test: a process that forks
+    # in another thread ends this thread's memory, and waits for ever for threads of gloo that it does not have.
+    torch._C._clear_DTensor_sharding_propagator_cache()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork: new imports would take longest
         pid = os.fork()
