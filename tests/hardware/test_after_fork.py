@@ -48,4 +48,4 @@ def test_a_fork_that_settles_torch_first_computes_gradients() -> None:
 
 def test_the_shim_is_still_wanted() -> None:
     if not crashed("as it is"):
-        pytest.skip("no fork crashed: if no machine shows it any more, tangram.hardware.host.workers can go")
+        pytest.skip("no fork crashed: if no machine shows it any more, settle_torch of hardware.host.workers can go")

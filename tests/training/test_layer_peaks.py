@@ -1,6 +1,8 @@
 """The largest logit of attention is that of the whole product, of any shape of heads and masks."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tangram.training.parallel.apply import KEPT
 from tangram.training.step.layer_peaks import QUERIES, Calls, largest_logit
 
 S = QUERIES  # each query is looked at
@@ -56,3 +60,24 @@ def test_what_a_model_compiles_by_itself_stays_as_it_is() -> None:
         assert torch.equal(attends(q, k), expected)
         scaled_dot_product_attention(query=q, key=k, value=k)
     assert torch.equal(mode.seen[-1][0], q)
+
+
+def test_what_is_recomputed_is_the_same_though_it_was_looked_at() -> None:
+    """Kept results are told apart by their order, so that a matmul of a look within would take another's place."""
+    kept = [one.default for kind in ("matmuls", "attention") for one in KEPT[kind] if hasattr(one, "default")]
+    linear = torch.nn.Linear(8, 8)
+
+    def forward(x: Tensor) -> Tensor:
+        heads = linear(x).view(1, 2, 64, 4)
+        seen = scaled_dot_product_attention(heads, heads, heads)[0]
+        return torch.bmm(seen, seen.mT).sin()
+
+    def gradient(looks: bool) -> Tensor:
+        x = torch.linspace(-1, 1, 512).view(64, 8).requires_grad_()
+        with Calls() if looks else nullcontext():
+            contexts = partial(create_selective_checkpoint_contexts, kept)
+            result = checkpoint(forward, x, use_reentrant=False, context_fn=contexts)
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+        return gradient
+
+    assert torch.equal(gradient(looks=True), gradient(looks=False))

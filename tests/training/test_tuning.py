@@ -14,17 +14,25 @@ from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import Adapters, adapted_layers, add_adapters, merge_adapters, save_adapters
+from tangram.models.lora.adapters import Adapters, adapted_layers, add_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
-from tangram.training.state.build_model import build_unsharded, source_of
+from tangram.training.state.build_model import source_of
 from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.small import SMALL_MODEL
-from tests.training.tuning_tasks import STEPS, Traced, assert_as_expected, oracle, run_each, write_folder
+from tests.training.tuning_tasks import (
+    STEPS,
+    Traced,
+    assert_as_expected,
+    oracle,
+    run_each,
+    saved_and_merged,
+    write_folder,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -103,24 +111,7 @@ def test_a_scale_that_is_dropped_is_seen(
 def test_what_is_saved_is_what_peft_reads_and_merges(
     plans: dict[tuple[str, str], Plan], tmp_path: Path, job: str
 ) -> None:
-    from peft import PeftModel
-
-    plan = plans[job, "one"]
-    model = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True).eval()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-        ids, base = torch.arange(32)[None], str(plan.model.path)
-        logits = model(ids).logits
-        save_adapters(model, tmp_path / "adapter", base)
-        plain = AutoModelForCausalLM.from_pretrained(base).eval()
-        assert (plain(ids).logits - logits).abs().max() > 0.01
-        read: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
-        torch.testing.assert_close(read.eval()(ids).logits, logits)
-        merge_adapters(model)
-        torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    saved_and_merged(plans[job, "one"], tmp_path / "adapter")
 
 
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {

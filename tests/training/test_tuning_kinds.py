@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters, merge_adapters, save_adapters
+from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load
@@ -20,7 +20,7 @@ from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.state.build_model import build_unsharded, source_of
-from tests.training.tuning_tasks import Traced, assert_as_expected, oracle, run_each, write_folder
+from tests.training.tuning_tasks import Traced, assert_as_expected, oracle, run_each, saved_and_merged, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -84,30 +84,29 @@ def test_losses_and_gradients_are_those_of_peft(
 
 @pytest.mark.parametrize("job", JOBS)
 def test_what_is_saved_is_read_merged_and_begun_with(folder: Path, tmp_path: Path, job: str) -> None:
-    from peft import PeftModel
-
-    plan = _plan(folder, JOBS[job][0], "one")
-    model = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True).eval()
-    torch.manual_seed(0)
+    plan, adapter = _plan(folder, JOBS[job][0], "one"), tmp_path / "adapter"
+    ids, logits = saved_and_merged(plan, adapter)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-        ids, base = torch.arange(32)[None], str(plan.model.path)
-        logits = model(ids).logits
-        save_adapters(model, adapter := tmp_path / "adapter", base)
-        plain = AutoModelForCausalLM.from_pretrained(base).eval()
-        assert (plain(ids).logits - logits).abs().max() > 0.01
-        read: Any = PeftModel.from_pretrained(plain, str(adapter))
-        torch.testing.assert_close(read.eval()(ids).logits, logits)
         started = _plan(folder, JOBS[job][0].model_copy(update={"start": str(adapter)}), "one")
         again = build_unsharded(
             started, source_of(started, tokens_of(started)), torch.device("cpu"), values=True
         ).eval()
         torch.testing.assert_close(again(ids).logits, logits)
-        merge_adapters(model)
-        torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
-        assert main(["checkpoint", "convert", base, str(tmp_path / "m"), "--to", "hf", "--adapter", str(adapter)]) == 0
+        assert (
+            main(
+                [
+                    "checkpoint",
+                    "convert",
+                    str(plan.model.path),
+                    str(tmp_path / "m"),
+                    "--to",
+                    "hf",
+                    "--adapter",
+                    str(adapter),
+                ]
+            )
+            == 0
+        )
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
         torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-5)
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters
+from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters, merge_adapters, save_adapters
 from tangram.models.lora.expert_adapters import factors_of
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
@@ -29,6 +29,7 @@ from tangram.training.observe.events import StepDone
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin
+from tangram.training.state.build_model import build_unsharded, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, newest
 from tangram.training.step import loop
 from tests.training.chat import write_chat
@@ -193,6 +194,31 @@ def assert_tied_alike(model: ParallelModel) -> None:
             bits = local(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes()
             dist.all_gather_object(found, bits, group=model.world.devices.get_group("pipeline"))
             assert found[0] == found[-1], name
+
+
+def saved_and_merged(plan: Plan, adapter: Path) -> tuple[Tensor, Tensor]:
+    """Save a job's adapters with values drawn for them, have peft read and ourselves merge them: the same logits.
+
+    Gives the tokens and their logits.
+    """
+    from peft import PeftModel
+
+    model = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+        ids, base = torch.arange(32)[None], str(plan.model.path)
+        logits = model(ids).logits
+        save_adapters(model, adapter, base)
+        plain = AutoModelForCausalLM.from_pretrained(base).eval()
+        assert (plain(ids).logits - logits).abs().max() > 0.01
+        read: Any = PeftModel.from_pretrained(plain, str(adapter))
+        torch.testing.assert_close(read.eval()(ids).logits, logits)
+        merge_adapters(model)
+        torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    return ids, logits
 
 
 def _kept_bytes(model: nn.Module, optimiser: Any) -> int:
