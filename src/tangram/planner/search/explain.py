@@ -17,6 +17,7 @@ from tangram.planner.legality.engine import facts_of, refusals
 from tangram.planner.legality.exclusions import training_rules
 from tangram.planner.search.query import Answer, plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
+from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.recompute import NOTHING, again_of
 from tangram.planner.space.schedule_formulas import SCHEDULES, code
@@ -118,7 +119,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
         raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
     inner = ordered(given.mesh, [name for name, (size, _) in axes.items() if size > 1])
     sizes["context"] = sizes.get("context", 1) * sizes.get("ulysses", 1)
-    group, share = again_of(given.again)
+    group, share = again_of(framework(ask.framework).selective if given.again == "selective" else given.again)
     try:
         expert, expert_tensor = folded if max(folded) > 1 else (int(part) for part in given.experts.split("x"))
     except ValueError:

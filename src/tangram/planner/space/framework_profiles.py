@@ -93,6 +93,7 @@ class Framework:
     reserve: float
     context: float
     communicators: float
+    selective: str
     schedules: tuple[str, ...]
 
     @property
