@@ -63,6 +63,7 @@ class Framework:
     kernels: str
     launch: float
     hooks: float
+    loops_experts: bool
     overlap_reduce: float
     overlap_gather: float
     broadcasts: int
