@@ -5,7 +5,7 @@ The answer to "is my MFU right, what should it be?" and "why does it not run?", 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster
@@ -14,6 +14,7 @@ from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.legality.constraints import reasons
 from tangram.planner.legality.engine import facts_of, refusals
+from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.exclusions import training_rules
 from tangram.planner.search.query import Answer, plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
@@ -69,11 +70,22 @@ def explain(outline: Outline, cluster: Cluster, ask: Ask, given: StrategyRequest
     g = laid_out(cluster, ask, given)
     refused = reasons(outline, g)
     refused += [str(one) for one in refusals(facts_of(outline), g, training_rules(ask.in_backward, ask.rows))]
-    best = plan(outline, cluster, ask)
+    best = _best(outline, cluster, ask)
     if refused:
         return Explained(tuple(refused), None, best)
     setting, limit = setting_of(cluster, ask), limit_of(cluster, ask)
     return Explained((), described(outline, g, setting, ask, limit, published())[0], best)
+
+
+def _best(outline: Outline, cluster: Cluster, ask: Ask) -> Answer:
+    """Of all that the framework is able to run, or of all where that has no layout: the one that is given may be of
+    ranks that its export does not write. Raises UserError where nothing is legal."""
+    try:
+        return plan(outline, cluster, ask)
+    except UserError:
+        if ask.able == ALL:
+            raise
+        return plan(outline, cluster, replace(ask, able=ALL))
 
 
 def _only(kinds: tuple[int, ...]) -> int:
