@@ -122,5 +122,7 @@ def score(seed: int, count: int) -> Score:
 
 
 def false_alarms(count: int) -> int:
-    """Of clean runs, with evaluations and checkpoints, those with a finding."""
-    return sum(bool(outcome(Case(steps=14 + number % 3))) for number in range(count))
+    """Of clean runs, with evaluations and checkpoints, some with rows of several lengths or compiled, those with a
+    finding."""
+    cases = (Case(steps=14 + n % 3, varied=n % 4 == 3, compiled=n % 10 == 9) for n in range(count))
+    return sum(bool(outcome(case)) for case in cases)

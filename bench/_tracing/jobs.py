@@ -43,6 +43,7 @@ class Case:
     """How much slower a slow rank is."""
     varied: bool = False
     """Whether rows are as long as each step needs."""
+    compiled: bool = False
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -73,6 +74,13 @@ class Block(nn.Module):
         if fault == "extra":
             dist.all_reduce(x, group=self.group)
         return x
+
+
+def _block(group: dist.ProcessGroup, *, compiled: bool) -> Block:
+    block = Block(group)
+    if compiled:
+        block.compile(backend="aot_eager")
+    return block
 
 
 class LateWork(dist.Work):
@@ -115,7 +123,7 @@ def train(rank: Rank, case: Case) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     torch.manual_seed(0)
-    blocks = [Block(tp) for _ in range(LAYERS)]
+    blocks = [_block(tp, compiled=case.compiled) for _ in range(LAYERS)]
     net = nn.ModuleList(blocks)
     trace = rank.trace
     trace.label([net])

@@ -25,11 +25,13 @@ from tangram.tracing.files.format import (
 )
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
-from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks
+from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks, steps_without
 from tangram.tracing.spikes import spike_findings
 from tangram.tracing.stacks import Stack, grouped, rank_words
 from tangram.tracing.unlike import not_finite, unlike_calls, unlike_replicas
 
+WORTH = 0.01
+"""Of a step, from which on it is said what slow ranks cost."""
 MOST_COMPARED = 64
 """Ranks that each rank is compared with."""
 STILL_SECONDS = 3.0
@@ -304,25 +306,62 @@ def stack_lines(stacks: Mapping[int, Stack]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _why(one: Slow) -> str:
+def _why(one: Slow, computes: str, its: str) -> str:
     if one.cause == "computes":
-        return f"; it computes for {one.cpu_ms:.1f} ms of them"
-    waits = "its data" if one.phase is Phase.DATA else "something outside, as a disk or a lock"
+        return f"; {computes} for {one.cpu_ms:.1f} ms of them"
+    waits = f"{its} data" if one.phase is Phase.DATA else "something outside, as a disk or a lock"
     other = {"starved": "was starved of CPU: others ran in its place", "waits": f"waited for {waits}"}
-    return f"; it computes for {one.cpu_ms:.1f} ms of them and else {other[one.cause]}" if one.cause else ""
+    return f"; {computes} for {one.cpu_ms:.1f} ms of them and else {other[one.cause]}" if one.cause else ""
+
+
+def _by_host(traces: Sequence[RankTrace], slow: Sequence[Slow]) -> list[tuple[str, list[Slow]]]:
+    """Slow ranks, those of a host all of whose ranks are slow together with its name; the slowest first."""
+    hosts: dict[str, set[int]] = {}
+    for trace in traces:
+        hosts.setdefault(trace.host, set()).add(trace.rank)
+    slow_hosts = {
+        rank: host
+        for host, ranks in hosts.items()
+        if len(hosts) > 1 and len(ranks) > 1 and ranks <= {one.rank for one in slow}
+        for rank in ranks
+    }
+    found: dict[str | int, tuple[str, list[Slow]]] = {}
+    for one in slow:
+        host = slow_hosts.get(one.rank, "")
+        found.setdefault(host or one.rank, (host, []))[1].append(one)
+    return [*found.values()]
+
+
+def _slow_words(host: str, some: Sequence[Slow]) -> str:
+    """Of a rank, or of a host by its slowest."""
+    one, ranks = some[0], rank_words(sorted(each.rank for each in some))
+    who, its, they, computes, most = (
+        (f"host {host}, with {ranks}, is slow", "their", "for them others", "they compute", "up to ")
+        if host
+        else (f"{ranks} is slow", "its", "for it they", "it computes", "")
+    )
+    since = f" since step {one.since}" if one.since > 1 else ""
+    where = f", {they} wait over {one.axes}" if one.axes else ""
+    return (
+        f"{who}{since}: {most}{one.own_ms:.1f} ms a step of {its} own where {its} peers take {one.peers_ms:.1f}, "
+        f"most of it in {one.phase.word}{where}{_why(one, computes, its)}"
+    )
 
 
 def slow_rank_findings(traces: Sequence[RankTrace]) -> list[Finding]:
-    """Ranks with more time of their own than their peers."""
+    """Ranks, or hosts, with more time of their own than their peers, and what a step would take without that."""
     result: list[Finding] = []
-    for one in slow_ranks(traces):
-        since = f" since step {one.since}" if one.since > 1 else ""
-        where = f", for it they wait over {one.axes}" if one.axes else ""
-        text = (
-            f"rank {one.rank} is slow{since}: {one.own_ms:.1f} ms a step of its own where its peers take "
-            f"{one.peers_ms:.1f}, most of it in {one.phase.word}{where}{_why(one)}"
-        )
-        result.append(Finding("slow", (one.rank,), text, one.since, one.axes, cause=one.cause))
+    groups = _by_host(traces, slow_ranks(traces))
+    steps = steps_without(traces, [some for _, some in groups]) if groups else []
+    for (host, some), step in zip(groups, steps, strict=True):
+        one, before = some[0], " and those above" if result else ""
+        text = _slow_words(host, some)
+        if step.without < (1 - WORTH) * step.now:
+            who = "them" if host else "it"
+            text += f". Without {who}{before} a step would take {step.without:,.0f} ms instead of {step.now:,.0f}"
+        ranks = tuple(sorted(each.rank for each in some))
+        cost = {"step_ms": step.now, "without_ms": step.without}
+        result.append(Finding("slow", ranks, text, one.since, one.axes, cause=one.cause, **cost))
     for link in slow_links(traces):
         text = (
             f"calls over {link.axes} take long among {rank_words(link.ranks)}, though none of them comes late: "

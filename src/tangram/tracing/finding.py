@@ -26,6 +26,10 @@ class Finding:
     details: tuple[str, ...] = ()
     cause: str = ""
     """Of a slow rank, where it is known: computes, starved (others have its CPU) or waits (for what is outside)."""
+    step_ms: float = 0.0
+    """Of slow ranks: how long a step takes."""
+    without_ms: float = 0.0
+    """How long it would, had these ranks and those of slow findings before taken what their peers take."""
 
     def as_json(self) -> dict[str, object]:
         lists = {"ranks": [*self.ranks], "details": [*self.details]}
