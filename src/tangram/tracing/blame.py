@@ -360,8 +360,8 @@ def slow_rank_findings(traces: Sequence[RankTrace]) -> list[Finding]:
             who = "them" if host else "it"
             text += f". Without {who}{before} a step would take {step.without:,.0f} ms instead of {step.now:,.0f}"
         ranks = tuple(sorted(each.rank for each in some))
-        cost = {"step_ms": step.now, "without_ms": step.without}
-        result.append(Finding("slow", ranks, text, one.since, one.axes, cause=one.cause, **cost))
+        cost = step.now, step.without
+        result.append(Finding("slow", ranks, text, one.since, one.axes, "", "", (), one.cause, *cost))
     for link in slow_links(traces):
         text = (
             f"calls over {link.axes} take long among {rank_words(link.ranks)}, though none of them comes late: "

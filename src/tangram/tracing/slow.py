@@ -347,7 +347,7 @@ def _waits_of_calls(trace: RankTrace, axes: str, ranks: Sequence[int]) -> dict[i
     return {int(turns[call]): int(waited) for call, waited in some if call in turns}
 
 
-def _waited_over(slow: RankTrace, peers: list[RankTrace]) -> str:
+def _waited_over(slow: RankTrace, peers: Sequence[RankTrace]) -> str:
     """The axes over which the others wait longer than the slow rank, by the most, and by half of that."""
     waits: dict[str, list[float]] = {}
     for trace in peers:
