@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 _HEALTH = "tests/tracing/test_health.py::"
 _WITHOUT = _HEALTH + "test_a_step_without_who_is_slow_is_that_of_the_run_without_the_fault"
 _TWO = _HEALTH + "test_of_two_slow_ranks_the_second_is_taken_away_with_the_first"
-_CALM = _HEALTH + "test_ranks_that_hardly_differ_are_not_slow"
+_CHANCE = _HEALTH + "test_a_rank_that_others_do_not_wait_for_is_not_slow"
 _LEARNED = "tests/training/test_trial.py::test_what_slow_ranks_cost_is_not_learned"
 
 # fmt: off
@@ -16,14 +16,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "a host is blamed for one of its ranks", (_WITHOUT,),
     ),
     Mutant(
+        "slow-at-no-cost", "tracing/blame.py",
+        "if shares[i] - shares[i - 1] > WORTH", "if True",
+        "a rank that fell behind by chance is blamed, though the step waits for another", (_CHANCE,),
+    ),
+    Mutant(
         "slow-share-fixed", "tracing/slow.py",
         "min(max(SIGMAS * sigma, LEAST_SHARE), SHARE)", "SHARE",
         "a rank that is a tenth slower than hundreds of equal ones is not seen", (_WITHOUT,),
-    ),
-    Mutant(
-        "slow-share-of-nothing", "tracing/slow.py",
-        "min(max(SIGMAS * sigma, LEAST_SHARE), SHARE)", "0.0",
-        "noise is a slow rank", (_CALM,),
     ),
     Mutant(
         "step-without-by-own-time", "tracing/slow.py",

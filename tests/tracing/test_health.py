@@ -15,14 +15,14 @@ from bench._tracing.synthetic import Cluster, Planted, drawn, names, step_withou
 from tangram.tracing import recorder as recorder_module
 from tangram.tracing.blame import findings
 from tangram.tracing.conformance import Deviation, Expected, Key
-from tangram.tracing.files.format import OPS, Phase, file_of
+from tangram.tracing.files.format import AXES_AT_MOST, OPS, Phase, file_of
 from tangram.tracing.files.ring import TraceFiles
 from tangram.tracing.planned import CallKind, CallsOfKind, PlanCheck, PlannedCall
 from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
-from tangram.tracing.slow import change, median_of_others, stands_out
+from tangram.tracing.slow import change, median_of_others, slow_ranks, stands_out
 from tangram.tracing.stacks import rank_words
 from tangram.tracing.weights import WeightGroup, looks_finite, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
@@ -198,6 +198,21 @@ def test_of_two_slow_ranks_the_second_is_taken_away_with_the_first(tmp_path: Pat
     assert "Without it and those above a step" in second.text
     assert first.step_ms > first.without_ms > second.without_ms
     assert second.without_ms == pytest.approx(1e3 * step_without(cluster, of, 2), rel=5e-3)
+
+
+def test_a_rank_that_others_do_not_wait_for_is_not_slow(tmp_path: Path) -> None:
+    """As on a machine that others use: in each step some rank is kept from its work for longer than this one is."""
+    rng = np.random.default_rng(1)
+    for rank in range(4):
+        recorder = Recorder(TraceFiles(tmp_path, b"r" * 16, rank, 4), {"mesh": "dp=4", "stages": []})
+        recorder.group("0", "dp", range(4))
+        for step in range(20):
+            own = 2700 + (1800 if rank == 1 else 9000 * (step % 3 == (0, -1, 1, 2)[rank])) + int(rng.integers(100))
+            times = [own * (phase is Phase.FORWARD) for phase in Phase]
+            row = (step + 1, 0, 1, step * 10**9, 19_000_000, 1)
+            recorder.files.row(step, (*row, *times, *([0] * AXES_AT_MOST), 1800, 2000))
+    assert [one.rank for one in slow_ranks(read(tmp_path))] == [1]
+    assert findings(read(tmp_path)) == []
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.015])
