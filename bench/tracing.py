@@ -41,6 +41,8 @@ def rows(quick: bool, only: tuple[str, ...] = (), repeats: int = 0) -> Iterable[
         yield Row(f"of {cases} faults: found", "%", 100 * found.found / cases, target=99.0, better="higher")
         yield Row("put down to the right rank", "%", 100 * found.rank / cases, target=97.0, better="higher")
         yield Row("and to the right cause", "%", 100 * found.cause / cases, target=95.0, better="higher")
+        yield Row("a hang is named and the run ended, after the set time by at most", "s", found.late, target=1.0)
+        yield Row("a wrong call is named, after its step by at most", "steps", found.steps, target=1.0)
         clean = 10 if quick else 200
         yield Row(f"of {clean} clean runs: a false alarm", "runs", faults.false_alarms(clean), target=0.0)
     if not only or "ranks" in only:

@@ -6,6 +6,7 @@ import contextlib
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from tangram.tracing.files.format import (
     ring_bytes,
 )
 from tangram.tracing.finding import Finding
+from tangram.tracing.reading import read
 from tangram.tracing.settings import TraceSettings
 from tangram.tracing.show.report import report
 from tangram.training.run.launch import RankError, run_ranks
@@ -65,6 +67,10 @@ class Score:
     rank: int
     cause: int
     missed: tuple[str, ...]
+    late: float
+    """Seconds after a hang's own time until the run had ended, at most."""
+    steps: int
+    """Steps after that of a wrong call which its finding is of, at most."""
 
 
 def drawn(seed: int, count: int) -> Iterator[Case]:
@@ -79,16 +85,27 @@ def drawn(seed: int, count: int) -> Iterator[Case]:
         yield Case(fault, rank, step, layer, 24 if slow else 14, 0.05, varied)
 
 
+HANGS = frozenset({"stop", "sleep"})
+WRONG_CALLS = frozenset({"skip", "skip-grad", "extra", "reorder", "size", "dtype", "group"})
+
+
 def outcome(case: Case) -> tuple[Finding, ...]:
     """What the report on a job says."""
+    return outcome_after(case)[0]
+
+
+def outcome_after(case: Case) -> tuple[tuple[Finding, ...], float]:
+    """The same, and the seconds from the last that any rank did to the end of the job."""
     folder = Path(tempfile.mkdtemp(prefix="tangram-tracing-"))
     settings = TraceSettings(folder / "trace", mesh=MESH, hang_seconds=HANG, digest_steps=1)
     with contextlib.suppress(RankError):
         run_ranks(train, case, world=4, on_event=lambda event: None, device="cpu", trace=settings)
+    ended = time.monotonic_ns()
+    last = max(int(trace.events["time"].max()) for trace in read(settings.folder))
     if case.fault == "clock-skew":
         other_clock(settings.folder, (case.rank + 1) % 4)
     try:
-        return report(folder).findings
+        return report(folder).findings, (ended - last) / 1e9
     finally:
         shutil.rmtree(folder)
 
@@ -108,17 +125,23 @@ def other_clock(folder: Path, rank: int) -> None:
 
 def score(seed: int, count: int) -> Score:
     """Of so many cases."""
-    found = rank = cause = 0
+    found = rank = cause = steps = 0
+    late = 0.0
     missed: list[str] = []
     for case in drawn(seed, count):
-        first = next(iter(outcome(case)), None)
+        findings, seconds = outcome_after(case)
+        first = next(iter(findings), None)
+        if case.fault in HANGS:
+            late = max(late, seconds - HANG)
+        if case.fault in WRONG_CALLS and first is not None:
+            steps = max(steps, first.step - case.step)
         right = first is not None and first.ranks == case.blamed
         why = SLOW.get(case.fault, "")
         named = first is not None and first.kind in CAUSES[case.fault] and first.cause == why
         found, rank, cause = found + (first is not None), rank + right, cause + (right and named)
         if not right or not named:
             missed.append(f"{case}: {first}")
-    return Score(count, found, rank, cause, tuple(missed))
+    return Score(count, found, rank, cause, tuple(missed), late, steps)
 
 
 def false_alarms(count: int) -> int:
