@@ -1,11 +1,14 @@
 """Traces written, read, and read when they are torn, cut off, of two runs, of a newer version or not there."""
 
+import faulthandler
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -36,6 +39,7 @@ from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report, top
+from tangram.tracing.stacks import SIGNAL
 from tangram.tracing.watch import Watch
 
 RUN = b"r" * 16
@@ -378,3 +382,31 @@ def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
             file.write(struct.pack("<Q", int(seconds * 1e9)))
     (one,) = findings(read(copy), Outside())
     assert (one.kind, one.ranks) == ("stopped", (1,))
+
+
+@pytest.mark.parametrize("spike", ["logit", "high logit", "activation", "loss", "experts", ""])
+def test_a_jump_of_long_ago_is_not_why_a_run_hangs(spike: str, tmp_path: Path) -> None:
+    """All ranks have joined the call that they wait in, as where the network is down."""
+    for rank in range(2):
+        recorder = write(tmp_path, rank, 3)
+        call = recorder.enter(recorder.group("0", "dp", range(2)), 0, 64, torch.float32, -1)
+        recorder.waits(call)
+        if spike and rank:
+            words = {"layer": "layers.0", "times": 9.0, "expert": 0, "before": 1.0, "samples": "a line"}
+            recorder.files.name({"spike": spike, "step": 3, **words})
+    kinds = {one.kind for one in findings(read(tmp_path))}
+    assert len(kinds) == bool(spike)
+    watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.1))
+    assert watch.look() == ([], None)
+    time.sleep(0.15)
+    with (tmp_path / file_of(0, "stacks")).open("wb") as stacks:
+        faulthandler.register(SIGNAL, file=stacks)
+        try:
+            hang = watch.look()[1]
+        finally:
+            faulthandler.unregister(SIGNAL)
+    assert hang is not None
+    assert re.fullmatch(
+        r"no rank has moved for 0 s: rank 0 waits in all-reduce over dp.*, which all have joined", hang.sentence
+    )
+    assert {one.kind for one in hang.findings} == kinds, "the report still has it"

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+WAITED_FOR = frozenset({"died", "stopped", "skipped", "extra", "reordered", "mis-sized", "unlike", "absent"})
+"""Kinds for which others stand still. Whatever else is wrong, as a loss that has jumped, ends no run."""
+
 
 @dataclass(frozen=True)
 class Finding:

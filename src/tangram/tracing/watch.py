@@ -24,7 +24,7 @@ from tangram.errors import UserError
 from tangram.tracing import stacks
 from tangram.tracing.blame import STILL_SECONDS, Outside, deviations, findings, lifeless, noted_by, peers_without
 from tangram.tracing.files.format import PATIENT, End, Phase
-from tangram.tracing.finding import Finding
+from tangram.tracing.finding import WAITED_FOR, Finding
 from tangram.tracing.reading import VERDICT, Peek, RankTrace, read
 from tangram.tracing.settings import TraceSettings
 
@@ -116,7 +116,7 @@ class Watch:
         seen = stacks.request(self._settings.folder, pids, STACK_SECONDS)
         patience = 0.9e9 * min(self._settings.hang_seconds, STILL_SECONDS)
         found = tuple(findings(traces, replace(outside, stacks=seen, still_ns=patience)))
-        blamed = [one for one in found if one.kind not in NO_HANG]
+        blamed = [one for one in found if one.kind in WAITED_FOR]
         rank = blamed[0].ranks[0] if blamed else next((trace.rank for trace in traces if trace.waiting), 0)
         why = (
             "; ".join(one.text for one in blamed)
@@ -154,8 +154,6 @@ class Watch:
             path.with_suffix(".part").replace(path)
 
 
-NO_HANG = frozenset({"slow", "loss spike", "gradient spike", "expert load"})
-"""Findings that no rank stands still for."""
 WATCHERS = 2
 """Ranks of each machine that watch where nobody else does: one may be the rank that stands still."""
 CLAIM = "hang.claim"
