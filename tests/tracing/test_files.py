@@ -23,12 +23,14 @@ from tangram.tracing.files.format import (
     AXES_AT_MOST,
     CHUNK_HEADER,
     EVENTS,
+    HEADER,
     HEADER_BYTES,
     LIVE_AT,
     LOSS_NOT_FINITE,
     ROW_DTYPE,
     ROW_DTYPES,
     ROWS,
+    End,
     Kind,
     Phase,
     file_of,
@@ -410,3 +412,35 @@ def test_a_jump_of_long_ago_is_not_why_a_run_hangs(spike: str, tmp_path: Path) -
         r"no rank has moved for 0 s: rank 0 waits in all-reduce over dp.*, which all have joined", hang.sentence
     )
     assert {one.kind for one in hang.findings} == kinds, "the report still has it"
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["has ended its trace", "another has its number"])
+def test_who_does_not_know_the_signal_is_not_sent_it(gone: bool, tmp_path: Path) -> None:
+    """Asking for a stack would end it: a program that goes on after its recording, or a stranger."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        for rank in range(2):
+            recorder = write(tmp_path, rank, 3)
+            if rank == 0:
+                recorder.waits(recorder.enter(recorder.group("0", "dp", range(2)), 0, 64, torch.float32, -1))
+            elif not gone:
+                recorder.close(End.FINISHED)
+        ring = tmp_path / file_of(1, "ring")
+        data = bytearray(ring.read_bytes())
+        head = [*HEADER.unpack_from(data)]
+        head[4], head[9] = other.pid, head[9] - int(600e9) * gone  # begun long before that process
+        HEADER.pack_into(data, 0, *head)
+        with ring.open("r+b") as file:
+            file.write(data[:HEADER_BYTES])
+        watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.1))
+        watch.look()
+        time.sleep(0.15)
+        with (tmp_path / file_of(0, "stacks")).open("wb") as stacks:
+            faulthandler.register(SIGNAL, file=stacks)
+            try:
+                hang = watch.look()[1]
+            finally:
+                faulthandler.unregister(SIGNAL)
+        alive = other.poll() is None
+        other.kill()
+    assert hang is not None
+    assert alive, "it has been ended"

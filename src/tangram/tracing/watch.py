@@ -112,7 +112,10 @@ class Watch:
         if not outside.stopped and (not any(trace.waiting for trace in traces) or any(excused)):
             return None
         here = os.uname().nodename
-        pids = {one.rank: one.pid for one in traces if one.host == here and one.rank not in outside.stopped}
+        # Who has ended its trace knows the signal no more, and would be ended by it, as would who has the number of one
+        # that is gone.
+        deaf = outside.stopped | outside.gone | {one.rank for one in traces if one.live.end is not End.RUNNING}
+        pids = {one.rank: one.pid for one in traces if one.host == here and one.rank not in deaf}
         seen = stacks.request(self._settings.folder, pids, STACK_SECONDS)
         patience = 0.9e9 * min(self._settings.hang_seconds, STILL_SECONDS)
         found = tuple(findings(traces, replace(outside, stacks=seen, still_ns=patience)))
