@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, cast
 
-from tangram.planner.report.html_page import write_atomically
 from tangram.schema.plan import Plan
+from tangram.text import write_file
 from tangram.training.observe.events import Evaluated, Record, StepDone
 
 FIRST_FEW = (
@@ -159,7 +159,9 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Write the document; under its name there is the whole of it or what was there before."""
-        write_atomically(path, json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        write_file(
+            path, json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", "the summary"
+        )
 
 
 def summarise(*, plan: Plan, record: Record, stopped: str | None = None, **known: Any) -> Summary:
