@@ -1,10 +1,10 @@
 """Tracing: what it costs a step, an event and a disk, and which of many planted faults it names.
 
     cost     a training step with and without, in interleaved pairs; an event; bytes
-    faults   4 ranks, one of which skips a call, makes one too many, in another order, of another size or type or over
-             another group, is stopped, killed, put to sleep, slow, behind a slow link, of another clock, has a bit of
-             its weights flipped or a loss that is not finite: the rank and the cause of the first finding, by a seed
-             (`--repeats N`: N cases of each kind); and clean runs in which nothing may be found
+    faults   2 to 8 ranks, one of which skips a call, makes one too many, in another order, of another size or type or
+             over another group, is stopped, killed, put to sleep, slow, behind a slow link, of another clock, or has
+             a bit of its weights flipped or a loss that is not finite: the rank and the cause of the first finding,
+             by a seed (`--repeats N`: N cases of each kind); and clean runs in which nothing may be found
     ranks    16,384 ranks that never ran, from the planner's time model, with a planted fault: what a report takes
 
 Peers have no figure here: torch's flight recorder keeps no groups and no ends of calls under gloo, and its analyser

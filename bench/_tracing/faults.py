@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench._tracing.jobs import LAYERS, MESH, SLOW, Case, train
+from bench._tracing.jobs import LAYERS, SLOW, Case, train
 from tangram.tracing.files.format import (
     EVENT_DTYPE,
     EVENTS,
@@ -33,6 +33,8 @@ from tangram.tracing.show.report import report
 from tangram.training.run.launch import RankError, run_ranks
 
 HANG = 2.0
+MESHES = ((2, 2), (2, 2), (2, 2), (3, 1), (2, 1), (4, 2), (2, 4))
+"""Sizes of dp and tp."""
 VARIED = 0.25
 """The share of jobs whose rows are as long as each step needs."""
 CAUSES: Mapping[str, frozenset[str]] = {
@@ -81,10 +83,13 @@ def drawn(seed: int, count: int) -> Iterator[Case]:
         fault = kinds[number % len(kinds)]
         slow = fault in SLOW or fault == "slow-link"
         step = draw.randint(1, 3) if slow else draw.randint(2 if fault in ("sleep", "bit-flip") else 1, 12)
-        rank, layer, varied = draw.randrange(4), draw.randrange(LAYERS), draw.random() < VARIED
-        yield Case(fault, rank, step, layer, 24 if slow else 14, 0.05, varied)
+        dp, tp = draw.choice([mesh for mesh in MESHES if fault not in OVER_TP or mesh[1] > 1])
+        rank, layer, varied = draw.randrange(dp * tp), draw.randrange(LAYERS), draw.random() < VARIED
+        yield Case(fault, rank, step, layer, 24 if slow else 14, 0.05, varied, dp=dp, tp=tp)
 
 
+OVER_TP = frozenset({"skip", "extra", "slow-link"})
+"""Which need ranks of tp: a call of one rank alone is none, and of links one of several is found."""
 HANGS = frozenset({"stop", "sleep"})
 WRONG_CALLS = frozenset({"skip", "skip-grad", "extra", "reorder", "size", "dtype", "group"})
 
@@ -97,13 +102,13 @@ def outcome(case: Case) -> tuple[Finding, ...]:
 def outcome_after(case: Case) -> tuple[tuple[Finding, ...], float]:
     """The same, and the seconds from the last that any rank did to the end of the job."""
     folder = Path(tempfile.mkdtemp(prefix="tangram-tracing-"))
-    settings = TraceSettings(folder / "trace", mesh=MESH, hang_seconds=HANG, digest_steps=1)
+    settings = TraceSettings(folder / "trace", mesh=case.mesh, hang_seconds=HANG, digest_steps=1)
     with contextlib.suppress(RankError):
-        run_ranks(train, case, world=4, on_event=lambda event: None, device="cpu", trace=settings)
+        run_ranks(train, case, world=case.ranks, on_event=lambda event: None, device="cpu", trace=settings)
     ended = time.monotonic_ns()
     last = max(int(trace.events["time"].max()) for trace in read(settings.folder))
     if case.fault == "clock-skew":
-        other_clock(settings.folder, (case.rank + 1) % 4)
+        other_clock(settings.folder, (case.rank + 1) % case.ranks)
     try:
         return report(folder).findings, (ended - last) / 1e9
     finally:
@@ -147,5 +152,9 @@ def score(seed: int, count: int) -> Score:
 def false_alarms(count: int) -> int:
     """Of clean runs, with evaluations and checkpoints, some with rows of several lengths or compiled, those with a
     finding."""
-    cases = (Case(steps=14 + n % 3, varied=n % 4 == 3, compiled=n % 10 == 9) for n in range(count))
+    meshes = (MESHES[n % len(MESHES)] for n in range(count))
+    cases = (
+        Case(steps=14 + n % 3, varied=n % 4 == 3, compiled=n % 10 == 9, dp=dp, tp=tp)
+        for n, (dp, tp) in enumerate(meshes)
+    )
     return sum(bool(outcome(case)) for case in cases)

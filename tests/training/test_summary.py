@@ -156,7 +156,7 @@ def test_a_document_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) ->
     with pytest.raises(TypeError):
         replace(summary, predicted={"plan": object()}).write(path)
     assert path.read_text() == "old"
-    with pytest.raises(UserError, match="the summary cannot be written to .*: No such file"):
+    with pytest.raises(UserError, match=r"the summary cannot be written to .*: No such file"):
         summary.write(tmp_path / "nowhere" / "summary.json")
     (tmp_path / "taken").mkdir()
     with pytest.raises(UserError, match="the summary cannot be written to"):

@@ -143,14 +143,16 @@ def _awaited(traces: Sequence[RankTrace], absent: set[int]) -> Call | None:
 def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
     """What ranks have noted themselves, the first of each rank and step, in order of steps.
 
-    What several have noted alike is one finding: they agree on something other than the plan.
+    What several have noted alike is one finding: they agree on something other than the plan. Of calls that were
+    only learned most are right: who does not call with them is to blame, and is found as who has not joined.
     """
     found: dict[tuple[object, ...], Finding] = {}
     noted = noted_by(traces)
     for trace in traces:
         steps: set[int] = set()
         for one in sorted(trace.deviations, key=lambda d: (d["step"], d["kind"] != "reordered", d["deviation"])):
-            if one["step"] in steps or (one.get("learned") and not peers_without(trace, one, noted)):
+            others = len(peers_without(trace, one, noted)) if one.get("learned") else trace.world
+            if one["step"] in steps or 2 * others < len(_ranks_of(trace, one)):
                 continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
@@ -181,8 +183,11 @@ def peers_without(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple
     Where there are none, the ranks agree on a step unlike those that they learned from, as one that logs, the last of
     an epoch with a smaller batch, or what follows the last step: of calls that were only learned that is no fault.
     """
-    ranks = trace.groups.get(one["group"], {}).get("ranks", range(trace.world))
-    return {*ranks} - noted.get((one["step"], _wherever(one)), set())
+    return {*_ranks_of(trace, one)} - noted.get((one["step"], _wherever(one)), set())
+
+
+def _ranks_of(trace: RankTrace, one: Mapping[str, Any]) -> Ranks:
+    return trace.groups.get(one["group"], {}).get("ranks", range(trace.world))
 
 
 def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
@@ -190,22 +195,22 @@ def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     by_rank = {trace.rank: trace for trace in traces}
     waiting = [trace for trace in traces if trace.waiting is not None]
     calls: dict[tuple[Ranks, str], Call] = {}
-    """Of each group the last call that somebody waits in."""
+    """Of each group, by its ranks and name, the last call that somebody waits in."""
     long: dict[tuple[Ranks, str], bool] = {}
     for trace in waiting:
         call = trace.waiting
         assert call is not None
-        known = calls.get((call.ranks, call.axes))
+        known = calls.get((call.ranks, call.name))
         if known is None or known.turn < call.turn:
-            calls[call.ranks, call.axes] = call
-            long[call.ranks, call.axes] = _waits_long(trace, traces, outside)
+            calls[call.ranks, call.name] = call
+            long[call.ranks, call.name] = _waits_long(trace, traces, outside)
     late: dict[int, Call] = {}
     for group, call in calls.items():
         for rank in call.ranks:
             other = by_rank.get(rank)
             # For who has ended nobody need wait long: it never comes.
             ended = other is not None and _has_ended(other)
-            if other is not None and (long[group] or ended) and other.turns(call.ranks, call.axes) < call.turn:
+            if other is not None and (long[group] or ended) and other.turns(call) < call.turn:
                 late.setdefault(rank, call)
     # Who waits for another absent rank is late for that reason.
     culprits = {rank: call for rank, call in late.items() if not _waits_for(by_rank[rank], late)} or late

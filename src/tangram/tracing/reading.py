@@ -92,6 +92,8 @@ class Call:
 
     op: str
     group: int
+    name: str
+    """Of the group, the same on all its ranks: there may be several of the same ranks."""
     axes: str
     ranks: Ranks
     turn: int
@@ -173,6 +175,7 @@ class RankTrace:
         return Call(
             op=op_word(int(event["op"])),
             group=int(event["group"]),
+            name=str(group.get("name", "")),
             axes=str(group.get("axes", "an unknown group")),
             ranks=group.get("ranks", ()),
             turn=int(event["turn"]),
@@ -181,14 +184,16 @@ class RankTrace:
             site=Site(*(str(site.get(part, "")) for part in ("what", "layer", "line"))),
         )
 
-    def turns(self, ranks: Ranks, axes: str) -> int:
-        """How many calls of the group of these ranks it has begun."""
-        for number, group in self.groups.items():
-            if group["ranks"] == ranks and group["axes"] == axes:
-                events = self.events
-                some = events[(events["group"] == number) & (events["kind"] == Kind.ENTER)]
-                return int(some["turn"].max()) if len(some) else 0
-        return 0
+    def same_group(self, call: Call) -> int | None:
+        """The number here of the group of another rank's call."""
+        alike = (n for n, one in self.groups.items() if one["ranks"] == call.ranks and one["name"] == call.name)
+        return next(alike, None)
+
+    def turns(self, call: Call) -> int:
+        """How many calls of the group of another rank's call it has begun."""
+        events = self.events
+        some = events[(events["group"] == self.same_group(call)) & (events["kind"] == Kind.ENTER)]
+        return int(some["turn"].max()) if len(some) else 0
 
 
 def op_word(op: int) -> str:

@@ -328,7 +328,7 @@ def _confirmed(axes: str, at: int, groups: Sequence[Sequence[int]], by_rank: Map
 
 def _least_of_calls(axes: str, ranks: Sequence[int], by_rank: Mapping[int, RankTrace]) -> float | None:
     """The mean over calls, as far as rings go back, of what the rank of a group waits that waits least; ns."""
-    waits: dict[int, list[int]] = {}
+    waits: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         for turn, waited in _waits_of_calls(by_rank[rank], axes, ranks).items():
             waits.setdefault(turn, []).append(waited)
@@ -336,15 +336,16 @@ def _least_of_calls(axes: str, ranks: Sequence[int], by_rank: Mapping[int, RankT
     return float(np.mean(least)) if len(least) >= FEWEST else None
 
 
-def _waits_of_calls(trace: RankTrace, axes: str, ranks: Sequence[int]) -> dict[int, int]:
-    """By a call's turn in its group how long the rank waited for it, ns."""
-    numbers = [n for n, group in trace.groups.items() if group["axes"] == axes and group["ranks"] == ranks]
+def _waits_of_calls(trace: RankTrace, axes: str, ranks: Sequence[int]) -> dict[tuple[str, int], int]:
+    """By the name of a call's group and its turn there how long the rank waited for it, ns."""
+    names = {n: one["name"] for n, one in trace.groups.items() if one["axes"] == axes and one["ranks"] == ranks}
     events = trace.events
-    events = events[np.isin(events["group"], numbers)]
+    events = events[np.isin(events["group"], [*names])]
     enters, exits = (events[events["kind"] == kind] for kind in (Kind.ENTER, Kind.EXIT))
-    turns = dict(zip((enters["number"] & 0xFFFFFFFF).tolist(), enters["turn"].tolist(), strict=True))
+    places = zip((names[one] for one in enters["group"].tolist()), enters["turn"].tolist(), strict=True)
+    turns = dict(zip((enters["number"] & 0xFFFFFFFF).tolist(), places, strict=True))
     some = zip(exits["site"].tolist(), exits["size"].tolist(), strict=True)
-    return {int(turns[call]): int(waited) for call, waited in some if call in turns}
+    return {turns[call]: int(waited) for call, waited in some if call in turns}
 
 
 def _waited_over(slow: RankTrace, peers: Sequence[RankTrace]) -> str:
