@@ -144,15 +144,15 @@ def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
     """What ranks have noted themselves, the first of each rank and step, in order of steps.
 
     What several have noted alike is one finding: they agree on something other than the plan. Of calls that were
-    only learned most are right: who does not call with them is to blame, and is found as who has not joined.
+    only learned most are right, where the others have noted nothing: who does not call with them is to blame, and is
+    found as who has not joined.
     """
     found: dict[tuple[object, ...], Finding] = {}
     noted = noted_by(traces)
     for trace in traces:
         steps: set[int] = set()
         for one in sorted(trace.deviations, key=lambda d: (d["step"], d["kind"] != "reordered", d["deviation"])):
-            others = len(peers_without(trace, one, noted)) if one.get("learned") else trace.world
-            if one["step"] in steps or 2 * others < len(_ranks_of(trace, one)):
+            if one["step"] in steps or (one.get("learned") and _as_most(trace, one, noted)):
                 continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
@@ -161,6 +161,13 @@ def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
             text = f"{rank_words(ranks)} {one['text']}"
             found[key] = Finding(one["kind"], ranks, text, one["step"], axes, one["layer"], one["line"])
     return sorted(found.values(), key=lambda one: one.step)
+
+
+def _as_most(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple[int, str], set[int]]) -> bool:
+    """Whether most ranks of a deviation's group have noted the same, and the others nothing else in that step."""
+    others = peers_without(trace, one, noted)
+    of_step = {rank for (step, _), ranks in noted.items() if step == one["step"] for rank in ranks}
+    return 2 * len(others) < len(_ranks_of(trace, one)) and not others & of_step
 
 
 def noted_by(traces: Sequence[RankTrace]) -> dict[tuple[int, str], set[int]]:
