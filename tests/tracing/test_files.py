@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
+from tangram.tracing import reading
 from tangram.tracing.blame import Outside, calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
     AXES_AT_MOST,
@@ -42,7 +44,7 @@ from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report, top
 from tangram.tracing.stacks import SIGNAL
-from tangram.tracing.watch import Watch
+from tangram.tracing.watch import Watch, watched
 
 RUN = b"r" * 16
 
@@ -371,6 +373,31 @@ def test_a_look_tells_what_a_whole_reading_tells(tmp_path: Path) -> None:
     looked = Peek(tmp_path, RUN).look()
     (tmp_path / file_of(2, "ring")).unlink()
     assert [(last, live.step) for last, live in looked] == [(trace.last, trace.live.step) for trace in read(tmp_path)]
+
+
+def test_of_many_ranks_no_events_are_read_to_see_that_they_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at 16,384 ranks read 2.7 GB, on two ranks of each machine."""
+    monkeypatch.setattr(reading, "KEPT_RANKS", 1)
+    recorder = write(tmp_path, 0, 4)
+    write(tmp_path, 1, 4)
+    looked = Peek(tmp_path, RUN).look()
+    assert [last for last, _ in looked] == [0, 0]
+    watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.2))
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.6:  # longer than the time of a hang
+        call = recorder.enter(0, 0, 64, torch.float32, -1)
+        recorder.waits(call)
+        assert watch.look()[1] is None
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("place", "watches"), [((0, 1), True), ((1, 0), True), ((2, 0), False), ((0, 2), False)])
+def test_a_few_ranks_of_two_machines_watch(place: tuple[int, int], watches: bool, tmp_path: Path) -> None:
+    before = {*threading.enumerate()}
+    with watched(TraceSettings(tmp_path), place, 4096, lambda hang: None):
+        assert any(one.name == "tangram-watch" for one in {*threading.enumerate()} - before) is watches
 
 
 def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:

@@ -317,23 +317,29 @@ def live_of(data: bytes | mmap.mmap) -> Live:
 
 
 class Peek:
-    """The rings of ranks of one run, looked into again and again for next to nothing."""
+    """The rings of ranks of one run, looked into again and again for next to nothing.
+
+    Of more than `KEPT_RANKS` no events are read, which for 16,384 ranks are gigabytes of a file system that all share:
+    what a rank says over and over (its step, phase, and the call that it waits for) tells whether it has moved.
+    """
 
     def __init__(self, folder: Path, run: bytes) -> None:
         self._folder, self._run = folder, run
         self._rings: dict[Path, mmap.mmap] = {}
         self._events: dict[Path, int] = {}
+        self._world = 1
 
     def look(self) -> list[tuple[int, Live]]:
-        """Of each rank that has begun, in order: the number of its last event, and what it says now."""
-        for path in sorted(self._folder.glob("rank-*.ring")):
+        """Of each rank that has begun, in order: the number of its last event, 0 of many ranks; what it says now."""
+        for path in sorted(self._folder.glob("rank-*.ring")) if len(self._rings) < self._world else ():
             if path not in self._rings and path.stat().st_size >= HEADER_BYTES:
                 with path.open("rb") as file:
                     ring = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                _, version, _, _, _, events, rows, run, *_ = HEADER.unpack_from(ring)
+                _, version, _, world, _, events, rows, run, *_ = HEADER.unpack_from(ring)
                 if run == self._run and version in ROW_DTYPES and len(ring) >= ring_bytes(events, rows, version):
-                    self._rings[path], self._events[path] = ring, events
-        return [(self._last(path), live_of(ring)) for path, ring in sorted(self._rings.items())]
+                    self._rings[path], self._events[path], self._world = ring, events, world
+        few = self._world <= KEPT_RANKS
+        return [(self._last(path) if few else 0, live_of(ring)) for path, ring in sorted(self._rings.items())]
 
     def _last(self, path: Path) -> int:
         numbers = np.frombuffer(self._rings[path], EVENT_DTYPE, self._events[path], HEADER_BYTES)["number"]

@@ -56,7 +56,7 @@ class Watch:
         """By rank, how many of its deviations have been looked at and need not be again."""
         self._reported: set[tuple[int, int]] = set()
         """Rank and step of those that were told of."""
-        self._state: list[int] = []
+        self._state: list[tuple[int, ...]] = []
         self._moved = time.monotonic_ns()
         self._cpu: list[int] = []
         self._hangs: Hang | None = None
@@ -67,7 +67,7 @@ class Watch:
         fresh = (
             self._news() if any(live.deviations > self._noted.get(i, 0) for i, (_, live) in enumerate(ranks)) else []
         )
-        state = [last for last, _ in ranks]
+        state = [(last, live.step, live.phase, live.waiting) for last, live in ranks]
         if state != self._state or not state:
             self._state, self._moved, self._cpu = state, now, [live.cpu for _, live in ranks]
         still = (now - self._moved) / 1e9
@@ -158,7 +158,7 @@ class Watch:
 
 
 WATCHERS = 2
-"""Ranks of each machine that watch where nobody else does: one may be the rank that stands still."""
+"""Machines that watch where nobody else does, and ranks of each: one may be what stands still."""
 CLAIM = "hang.claim"
 
 
@@ -181,14 +181,15 @@ def _may_be_shared(
 
 @contextlib.contextmanager
 def watched(
-    settings: TraceSettings | None, local_index: int, world: int, end: Callable[[Hang], None]
+    settings: TraceSettings | None, place: tuple[int, int], world: int, end: Callable[[Hang], None]
 ) -> Generator[None]:
     """Look after all ranks from a thread of this one, where nobody outside of them does, as under torchrun.
 
-    Of those that see a hang the first calls `end`, which is to end its process. A run on several machines is watched
-    where all of its traces are in one folder.
+    `place`: which machine this is, and which of its ranks. Of those that see a hang the first calls `end`, which is to
+    end its process. A run on several machines is watched where all of its traces are in one folder, by a few alone:
+    thousands that read what thousands write would keep its file system busy.
     """
-    if settings is None or not settings.hang_seconds or local_index >= WATCHERS:
+    if settings is None or not settings.hang_seconds or max(place) >= WATCHERS:
         yield
         return
     over = threading.Event()
