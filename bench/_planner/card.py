@@ -61,7 +61,7 @@ MISSES = """
   0.83, 1.00, 1.00, 0.96 and 0.88. Of 41 and 42 the frameworks of that month are the reason, as their sources say: the
   handbook gave `from_pretrained` a device (until its pull request 115), so that each rank had both models whole in
   float32 before they were divided, 54 GiB of 45; and TRL 0.7.2 set ZeRO's stage to 0 in the one configuration that the
-  policy has, too (until its 957, three days later), which is 116 GiB. 40 ran for some steps first: rows of unlike
+  policy has, too (until its 957, three days later), which is 228 GiB. 40 ran for some steps first: rows of unlike
   lengths leave fragments, beside 75 of 79 GiB. 50 ran out before its first step with the bytes that 51 has, which
   fitted. 57 is the other way: its rows are mostly shorter.
 - Questions 58 to 90 were typed before their outcomes were compared: 25 of 33 were right then, three refused for names.
