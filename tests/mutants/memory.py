@@ -103,4 +103,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "    refuse_misspelt(model)\n", "",
         "a misspelt key is told after five seconds", (f"{_KEYS}::test_a_misspelt_key_is_told_before_torch_is_loaded",),
     ),
+    Mutant(
+        "experts-all-at-once", "planner/cost/block_time.py",
+        "if experts and self.setting.framework.loops_experts else 1.0", "if experts < 0 else 1.0",
+        "experts that are modules of their own are started as one",
+        ("tests/planner/test_kernels_and_hosts.py::test_experts_that_are_modules_of_their_own_are_started_one_by_one",),
+    ),
+    Mutant(
+        "selective-as-megatron-has-it", "planner/search/explain.py",
+        'framework(ask.framework).selective if given.again == "selective" else given.again', "given.again",
+        "torchtitan's selective recompute is taken for nothing",
+        ("tests/planner/test_again.py::test_selective_means_what_the_framework_means_by_it",),
+    ),
+    Mutant(
+        "refused-for-the-ranking", "planner/search/explain.py",
+        "        return plan(outline, cluster, replace(ask, able=ALL))\n", "        raise\n",
+        "a strategy is refused since its framework's export has no other",
+        ("tests/planner/test_ulysses.py::test_what_is_given_is_explained_where_its_frameworks_own_layouts_are_none",),
+    ),
 )
