@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from tangram import tracing
+from tangram.errors import UserError
 from tangram.tracing.files.format import Phase
 from tangram.tracing.files.ring import TraceFiles
 from tangram.tracing.recorder import Recorder
@@ -195,3 +196,12 @@ def test_a_rank_that_others_wait_for_in_a_second_group_of_the_same_ranks_is_name
     start_failing(_two_groups, tmp_path, ranks=3)
     first = report(tmp_path / "trace").findings[0]
     assert (first.kind, first.ranks, first.step) == ("absent", (1,), 5), first
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"), [("dp=4", 'the mesh "dp=4" has 4 ranks, and there are 1'), ("dp:4", "dp:4")]
+)
+def test_a_mesh_that_is_not_this_runs_is_refused(mesh: str, words: str, tmp_path: Path) -> None:
+    """Groups were called by axes that they are not of."""
+    with pytest.raises(UserError, match=words), tracing.record(tmp_path / "trace", mesh):
+        pass

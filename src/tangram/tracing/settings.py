@@ -111,12 +111,15 @@ def record(folder: Path | str, mesh: str = "", stages: Sequence[str] = ("pp",)) 
 
     `mesh`: as "dp=2 tp=2" over all ranks, so that groups are called by its axes. `stages`: which of these are of
     pipeline stages, whose ranks do unlike work and are not held against each other. Raises UserError where the folder
-    cannot be written, or for no mesh.
+    cannot be written, or for a mesh of other than all ranks.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     attempt = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", "")
     run = uuid.uuid5(uuid.NAMESPACE_URL, f"{folder} {attempt}").bytes
-    of_stages = tuple(axis for axis in stages if mesh and axis in Mesh.parse(mesh).axes)
+    devices = Mesh.parse(mesh) if mesh else None
+    if devices is not None and devices.size != world:
+        raise UserError(f'the mesh "{mesh}" has {devices.size} ranks, and there are {world}: give that of this run')
+    of_stages = tuple(axis for axis in stages if devices is not None and axis in devices.axes)
     settings = TraceSettings(Path(folder), run, mesh, of_stages)
     with traced_rank(settings, rank, world, "gloo") as traced:
         if traced.note:
