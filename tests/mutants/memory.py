@@ -90,7 +90,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "like-nobody", "planner/space/framework_profiles.py",
         "{**usual, **like, **table,", "{**usual, **table,",
-        "a trainer of transformers' models is taken as one that says nothing", (_ENDS,),
+        "a trainer of transformers' models is taken as one that says nothing",
+        (f"{_MEANS}::test_an_entry_that_is_like_another_differs_in_what_it_says",),
     ),
     Mutant(
         "keys-of-one-class", "models/building/config_keys.py",

@@ -110,6 +110,13 @@ def test_embedding_and_head_beside_a_base_in_few_bits_are_as_those_who_prepare_i
     assert found - trained == pytest.approx((LLAMA_65B.numbers - ends) * kind.nbytes + ends * each, rel=1e-4)
 
 
+def test_an_entry_that_is_like_another_differs_in_what_it_says() -> None:
+    usual = vars(framework("transformers"))
+    for name, says in (("ms-swift", {"frozen_end_bytes"}), ("transformers-4", {"loops_experts"})):
+        other = vars(framework(name))
+        assert {key for key in usual if usual[key] != other[key]} == {"name", "names", *says}
+
+
 def test_autograd_keeps_what_torchs_own_operators_unpack() -> None:
     """The 16 bits of a frozen weight, of every micro-batch of which the inputs are kept; with the layers recomputed of
     one layer. bitsandbytes has a function of its own for the product, which keeps the 4 bits."""
