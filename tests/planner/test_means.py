@@ -123,7 +123,7 @@ def test_autograd_keeps_what_torchs_own_operators_unpack() -> None:
     flow, codes = torch.randn(4, 64, dtype=torch.bfloat16, requires_grad=True), torch.randint(16, (64, 32))
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.numel() * 2) or one, lambda one: one):
-        flow @ (codes * torch.ones(32, dtype=torch.bfloat16))
+        torch.matmul(flow, codes * torch.ones(32, dtype=torch.bfloat16))
     assert saved == [2 * 64 * 32]
 
     outline, g = adapted(LLAMA_65B, 8), grid(batch=16, sequence=512, micro=[1, 1], recompute=[0, int(Group.BLOCK)])
