@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from tangram.errors import UserError
-from tangram.models.building.strict import mistakes
+from tangram.models.building.config_keys import known_keys
+from tangram.models.building.strict import known, mistakes
 from tangram.models.outlines.catalogue import active_numbers, catalogue, in_catalogue, no_model
 from tangram.models.outlines.outlined import outlined
 
@@ -81,6 +84,39 @@ def test_keys_that_are_misspelt_and_numbers_that_contradict_are_told() -> None:
     assert wrong(num_key_value_heads=5) == ["num_key_value_heads of 5 do not divide num_attention_heads of 32"]
     both = wrong(num_local_experts=4, num_experts_per_tok=8, num_key_value_heads=5)
     assert len(both) == 2
+
+
+def test_keys_of_a_type_are_those_of_its_class() -> None:
+    """Read from its source; as the class itself says when it is imported, with those that it is made of."""
+    assert {"hidden_size", "num_hidden_layers", "head_dim", "id2label"} <= (known_keys("qwen3") or frozenset())
+    assert known_keys("my-own") is None
+    assert known_keys("../llama") is None
+    some = ("llama", "qwen3_moe", "deepseek_v3", "gemma3", "gpt2", "mixtral", "bamba", "gpt_oss", "llama4", "qwen2_vl")
+    for kind in some:
+        assert known_keys(kind) == known(CONFIG_MAPPING[kind]), kind
+
+
+@pytest.mark.slow
+def test_keys_of_all_types_are_those_of_their_classes() -> None:
+    types = {kind: keys for kind in CONFIG_MAPPING if (keys := known_keys(kind)) is not None}
+    assert len(types) > 300
+    assert sorted(kind for kind, keys in types.items() if keys != known(CONFIG_MAPPING[kind])) == [
+        "layoutlm",
+        "patchtst",
+    ]
+
+
+def test_a_misspelt_key_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """It took what importing torch and transformers takes, 5 s; with what contradicts in the file itself."""
+    numbers = {"num_attention_heads": 24, "num_key_value_heads": 7}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hiden_size": 1024, **numbers}))
+    command = ["plan", "cluster", str(tmp_path), "--cluster", "h100x8", "--tokens-per-batch", "64k", "--seq", "4k"]
+    script = f"import sys; from tangram.cli import main; print(main({command!r}), 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout == "2 False\n"
+    assert (
+        "did you mean 'hidden_size'?); num_key_value_heads of 7 do not divide num_attention_heads of 24" in told.stderr
+    )
 
 
 def test_a_file_that_is_strange_is_refused(tmp_path: Path) -> None:

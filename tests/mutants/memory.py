@@ -1,4 +1,4 @@
-"""Mistakes planted in updates in the backward and in streamed layers, by file."""
+"""Mistakes planted in updates in the backward, in streamed layers, and in bytes that the planner counts, by file."""
 
 from tests.mutants.mutant import Mutant
 
@@ -12,6 +12,10 @@ _REFERENCE = f"{_PREFERENCES}::test_losses_and_gradients_are_those_of_transforme
 _PEAKS = "tests/training/test_layer_peaks.py"
 _OTHERS = "tests/training/test_row_lengths.py::test_rows_of_answers_with_labels_are_as_long_as_a_step_needs"
 _STALE = f"{_STREAM}::test_a_copy_that_is_out_of_date_is_not_used"
+_TASKS = "tests/planner/test_tasks.py"
+_MEANS = "tests/planner/test_means.py"
+_ENDS = f"{_MEANS}::test_embedding_and_head_beside_a_base_in_few_bits_are_as_those_who_prepare_it_leave_them"
+_KEYS = "tests/models/test_catalogue.py"
 
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
@@ -65,5 +69,57 @@ MUTANTS: tuple[Mutant, ...] = (
         "keys-that-nobody-sees", "training/step/layer_peaks.py",
         "torch.arange(T, device=rows_R.device) > rows_R[:, None]", "torch.arange(T, device=rows_R.device) < 0",
         "logits of keys behind the query count", (_PEAKS,),
+    ),
+    Mutant(
+        "logits-copied-by-nobody", "planner/space/framework_profiles.py",
+        '{"eager": 20.0, "eager-copies": 20.0}', '{"eager": 16.0, "eager-copies": 16.0}',
+        "the copy that log_softmax makes of rows that are no one piece is forgotten",
+        (f"{_TASKS}::test_bytes_of_a_pairs_logits_are_those_that_torch_allocates",),
+    ),
+    Mutant(
+        "unpacked-for-a-moment", "planner/cost/kept_activations.py",
+        "    if setting.base.stays:\n", "    if setting.base.moved < 0:\n",
+        "weights that autograd keeps in 16 bits are taken as kept in 4",
+        (f"{_MEANS}::test_autograd_keeps_what_torchs_own_operators_unpack",),
+    ),
+    Mutant(
+        "ends-of-the-framework", "planner/space/setting.py",
+        "self.base.ends or self.framework.frozen_end_bytes", "self.framework.frozen_end_bytes",
+        "peft is taken to bring a GPTQ model's embedding to float32", (_ENDS,),
+    ),
+    Mutant(
+        "like-nobody", "planner/space/framework_profiles.py",
+        "{**usual, **like, **table,", "{**usual, **table,",
+        "a trainer of transformers' models is taken as one that says nothing",
+        (f"{_MEANS}::test_an_entry_that_is_like_another_differs_in_what_it_says",),
+    ),
+    Mutant(
+        "keys-of-one-class", "models/building/config_keys.py",
+        "            yield from _names(path, base.id)\n", "            pass\n",
+        "keys that all configurations have are strange to each",
+        (f"{_KEYS}::test_keys_of_a_type_are_those_of_its_class",),
+    ),
+    Mutant(
+        "told-after-torch", "cli/plan/inputs.py",
+        "    refuse_misspelt(model)\n", "",
+        "a misspelt key is told after five seconds", (f"{_KEYS}::test_a_misspelt_key_is_told_before_torch_is_loaded",),
+    ),
+    Mutant(
+        "experts-all-at-once", "planner/cost/block_time.py",
+        "if experts and self.setting.framework.loops_experts else 1.0", "if experts < 0 else 1.0",
+        "experts that are modules of their own are started as one",
+        ("tests/planner/test_kernels_and_hosts.py::test_experts_that_are_modules_of_their_own_are_started_one_by_one",),
+    ),
+    Mutant(
+        "selective-as-megatron-has-it", "planner/search/explain.py",
+        'framework(ask.framework).selective if given.again == "selective" else given.again', "given.again",
+        "torchtitan's selective recompute is taken for nothing",
+        ("tests/planner/test_again.py::test_selective_means_what_the_framework_means_by_it",),
+    ),
+    Mutant(
+        "refused-for-the-ranking", "planner/search/explain.py",
+        "        return plan(outline, cluster, replace(ask, able=ALL))\n", "        raise\n",
+        "a strategy is refused since its framework's export has no other",
+        ("tests/planner/test_ulysses.py::test_what_is_given_is_explained_where_its_frameworks_own_layouts_are_none",),
     ),
 )

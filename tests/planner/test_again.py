@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import UserError
+from tangram.hardware.catalogue.cluster import builtin
 from tangram.hardware.catalogue.devices import device
 from tangram.models.outlines.outline import Dims, Group, decoder
 from tangram.planner.cost.calibration import PARTS
@@ -18,6 +19,8 @@ from tangram.planner.cost.step_time import seconds
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search.branch_and_bound import search
 from tangram.planner.search.evaluate import CutRequest
+from tangram.planner.search.explain import StrategyRequest, laid_out
+from tangram.planner.search.strategy import Ask
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid, joined
 from tangram.planner.space.optimisers_and_offload import offloads_of
@@ -157,3 +160,11 @@ def test_ladders_of_names() -> None:
     assert Ladder.of((NOTHING, SOME), None) == Ladder(None, with_all=False)
     assert Ladder.of((NOTHING, ALL_BLOCKS), None) == Ladder((0.0, 1.0))
     assert Ladder.of((NOTHING, SOME, ALL_BLOCKS), (0.5, 0.25)) == Ladder((0.0, 0.25, 0.5, 1.0))
+
+
+@pytest.mark.parametrize(("name", "means"), [("torchtitan", "every second matmul"), ("megatron-core", "selective")])
+def test_selective_means_what_the_framework_means_by_it(name: str, means: str) -> None:
+    """torchtitan's was taken for Megatron's of the attention core, which is nothing where attention is one kernel."""
+    ask = Ask(8 * 4096, 4096, framework=name, devices=8)
+    told, taken = (laid_out(builtin("h100x8"), ask, StrategyRequest("dp=8", again=one)) for one in ("selective", means))
+    assert told.recompute == taken.recompute == [int(EXPLAINED[means])]

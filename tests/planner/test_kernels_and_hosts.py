@@ -1,9 +1,12 @@
 """What kernels and hosts of a framework do to a step: attention, quick matmuls, norms, casts and hooks of Python."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench._planner import threads
 from bench._planner.predict import known, runs
@@ -11,6 +14,7 @@ from bench._planner.rows import cases, read
 from tangram.hardware.catalogue import curves
 from tangram.hardware.catalogue.devices import device
 from tangram.models.outlines.outline import Dims, decoder
+from tangram.planner.cost.block_time import Ways
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
@@ -53,6 +57,48 @@ def test_frameworks_on_torchs_attention_are_slower_on_hopper_alone() -> None:
     newest = replace(fsdp, attention_kernel=curves.NEWEST)
     assert step(SMALL, of, "h100", fsdp) > 1.2 * step(SMALL, of, "h100", newest)
     assert step(SMALL, of, "a100", fsdp) == step(SMALL, of, "a100", newest)
+
+
+class _Started(TorchDispatchMode):
+    """Counts operators that start a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_that_are_modules_of_their_own_are_started_one_by_one() -> None:
+    """As transformers had them until 2025; what each starts is counted in torch, by a loop written as theirs was."""
+    tokens, experts, width = torch.randn(64, 16), 8, 24
+    (up, gate), down = torch.randn(2, experts, width, 16), torch.randn(experts, 16, width)
+    weights, chosen = torch.randn(64, experts).softmax(-1).topk(2)
+    where, found = torch.nn.functional.one_hot(chosen, experts).permute(2, 1, 0), torch.zeros(64, 16)
+    with _Started() as started:
+        for at in range(experts):
+            way, rows = torch.where(where[at])
+            flow = tokens[None, rows].reshape(-1, 16)
+            flow = (torch.nn.functional.silu(flow @ gate[at].T) * (flow @ up[at].T)) @ down[at].T
+            found.index_add_(0, rows, flow * weights[rows, way, None])
+
+    def kernels(name: str, of: Grid) -> float:
+        ways = Ways(MIXED.runs[0][0], MIXED.hidden, of, Setting(device("h100"), framework(name)))
+        return float(sum(np.sum(times) for _, times in ways.kernels()))
+
+    for ranks in (1, 8):
+        of = one(data=8, expert=ranks)
+        more = kernels("transformers-4", of) - kernels("transformers", of)
+        assert more / (128 / ranks - 1) == pytest.approx(started.count / experts, rel=0.25)
+    assert kernels("transformers-4.57", one()) == kernels("deepspeed-transformers-4", one())
+    of = one(data=16, batch=16, zero=3, recompute=31)
+    waits = [step(MIXED, of, "a100", framework(name)) for name in ("deepspeed", "deepspeed-transformers-4")]
+    assert waits[1] - waits[0] > 3 * 8 * 2 * 127 * framework("deepspeed").hooks * 0.9  # three passes of so many modules
+    assert step(SMALL, of, "a100", framework("deepspeed")) == step(
+        SMALL, of, "a100", framework("deepspeed-transformers-4")
+    )
 
 
 @pytest.mark.parametrize("name", ["mi300x", "mi325x", "mi355x", "gaudi3", "gaudi2"])

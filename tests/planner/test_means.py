@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import load
 from tangram.hardware.catalogue.devices import device
 from tangram.models.lora.outline import adapted, frozen_flops
-from tangram.models.outlines.outline import Dims, decoder
+from tangram.models.outlines.outline import Dims, Group, decoder
 from tangram.planner.cost.block_time import Ways
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
@@ -30,6 +31,7 @@ from tangram.planner.space.optimisers_and_offload import (
     OPTIMISERS,
     Offload,
     away_share_of,
+    base_of,
     moved_of,
     offload_words,
     offloads_of,
@@ -57,8 +59,9 @@ def drawn(data: st.DataObject) -> Grid:
 # ---------------------------------------------------------------- weights in fewer bits
 
 KEPT: tuple[tuple[dict[str, Any], int, str], ...] = (
-    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4, "nf4"),
-    ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8, "int8"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4, "gptq"),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8, "gptq-int8"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 4, "awq"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 4, "nf4"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8, "int8"),
     ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, 8, "int8"),
@@ -90,6 +93,46 @@ def test_what_a_configuration_says_of_its_weights_is_told_and_taken_beside_adapt
         == f"the configuration keeps weights in {bits} bits ({said['quant_method']}): planned with the base {base}"
     )
     assert "planned as trained in full" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "each"),
+    [("transformers", "nf4", 4), ("transformers", "awq", 4), ("transformers", "gptq", 2), ("ms-swift", "nf4", 2)],
+)
+def test_embedding_and_head_beside_a_base_in_few_bits_are_as_those_who_prepare_it_leave_them(
+    name: str, base: str, each: float
+) -> None:
+    """peft brings them to float32 unless they are GPTQ's; other trainers do not call it, or bring them back."""
+    outline, kind, g = adapted(LLAMA_65B, 8), base_of(base), grid(batch=8, sequence=512)
+    found = memory(outline, g, Setting(None, framework(name), base=kind)).first.parameters[0]
+    ends = 2 * LLAMA_65B.vocab * LLAMA_65B.hidden
+    trained = (outline.numbers - LLAMA_65B.numbers) * framework(name).parameter_bytes
+    assert found - trained == pytest.approx((LLAMA_65B.numbers - ends) * kind.nbytes + ends * each, rel=1e-4)
+
+
+def test_an_entry_that_is_like_another_differs_in_what_it_says() -> None:
+    usual = vars(framework("transformers"))
+    for name, says in (("ms-swift", {"frozen_end_bytes"}), ("transformers-4", {"loops_experts"})):
+        other = vars(framework(name))
+        assert {key for key in usual if usual[key] != other[key]} == {"name", "names", *says}
+
+
+def test_autograd_keeps_what_torchs_own_operators_unpack() -> None:
+    """The 16 bits of a frozen weight, of every micro-batch of which the inputs are kept; with the layers recomputed of
+    one layer. bitsandbytes has a function of its own for the product, which keeps the 4 bits."""
+    flow, codes = torch.randn(4, 64, dtype=torch.bfloat16, requires_grad=True), torch.randint(16, (64, 32))
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.numel() * 2) or one, lambda one: one):
+        torch.matmul(flow, codes * torch.ones(32, dtype=torch.bfloat16))
+    assert saved == [2 * 64 * 32]
+
+    outline, g = adapted(LLAMA_65B, 8), grid(batch=16, sequence=512, micro=[1, 1], recompute=[0, int(Group.BLOCK)])
+    kept, remade = (memory(outline, g, Setting(None, framework("llama-factory"), base=base_of(one))).first
+                    for one in ("gptq", "nf4"))  # fmt: skip
+    one = 2 * sum(part.inputs * part.outputs for part in LLAMA_65B.runs[0][0].products)
+    more = [kept.activations - remade.activations, kept.passing - remade.passing]
+    assert more[0].tolist() == pytest.approx([80 * one, 0.0])
+    assert more[1].tolist() == pytest.approx([0.0, one], rel=0.02)
 
 
 # ---------------------------------------------------------------- optimisers

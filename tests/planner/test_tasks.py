@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tangram.cli import main
 from tangram.hardware.catalogue.cluster import builtin
@@ -22,7 +25,7 @@ from tangram.planner.search.explain import StrategyRequest, explain
 from tangram.planner.search.heterogeneous import over_parts, parts_of
 from tangram.planner.search.query import plan
 from tangram.planner.search.strategy import Ask, setting_of
-from tangram.planner.space.framework_profiles import framework
+from tangram.planner.space.framework_profiles import BESIDE_REFERENCE, LOSSES, framework
 from tangram.planner.space.grid import grid
 from tangram.planner.space.optimisers_and_offload import BASES
 from tangram.planner.space.tasks import TASKS, beside
@@ -67,15 +70,60 @@ def test_a_reference_is_one_more_model_and_one_more_forward(zero: int) -> None:
 
 
 def test_the_policys_logits_are_there_while_a_reference_works_behind_it() -> None:
-    """Of TRL: both models' in float32 with the logarithms of shares; of Tangram, whose reference is first, no more
-    than without one; nor of a loss that makes no logits at once."""
+    """Of LLaMA-Factory: both models' in float32 with the logarithms of shares; of Tangram, whose reference is first,
+    and of TRL, which takes row by row, no more than without one; nor of a loss that makes no logits at once."""
     g = grid(data=8, batch=32, micro=4, sequence=1024, zero=3, shard=8)
     logits = 4 * 1024 * 32000
-    for name, loss, more in (("trl", "", 2.0), ("deepspeed", "", 2.0), ("tangram", "", 0.0), ("trl", "chunked", 0.0)):
+    behind = (("llama-factory", "", 6.0), ("deepspeed", "", 6.0), ("torchtune", "eager", 6.0))
+    for name, loss, more in (*behind, ("trl", "", 0.0), ("tangram", "", 0.0), ("llama-factory", "chunked", 0.0)):
         one = setting_of(NODE, asked("orpo", 32, framework=name, loss=loss))
         two = replace(one, beside=beside(1, MODEL))
         passing = [float(memory(MODEL, g, setting).last.passing[0]) for setting in (one, two)]
         assert passing[1] - passing[0] == more * logits, name
+
+
+def _shares(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the labels' shares by log_softmax, as LLaMA-Factory and torchtune have them."""
+    return rows[:, :-1].log_softmax(-1).gather(2, labels[:, 1:, None]).sum((1, 2))
+
+
+def _by_rows(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As TRL has them since 2025."""
+    rows = rows[:, :-1]
+    chosen = rows.gather(2, labels[:, 1:, None]).squeeze(2)  # before the sums: the backward goes the other way
+    return (chosen - torch.stack([one.logsumexp(-1) for one in rows])).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("shares", "reference", "most"),
+    [(_shares, True, BESIDE_REFERENCE["eager"]), (_shares, False, LOSSES["eager"]), (_by_rows, True, LOSSES["eager"])],
+)
+def test_bytes_of_a_pairs_logits_are_those_that_torch_allocates(
+    shares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], reference: bool, most: float
+) -> None:
+    """The policy first, then what it began as, then the backward; the most that is there at once, by the profiler."""
+    vocab, tokens = 8192, 256
+    head, flow = (torch.randn(size, 8, dtype=torch.bfloat16, requires_grad=True) for size in (vocab, 2 * tokens))
+    labels = torch.randint(vocab, (2, tokens))
+
+    def logits() -> torch.Tensor:
+        return (flow @ head.T).float().view(2, tokens, vocab)
+
+    def losses() -> torch.Tensor:
+        rows = logits()
+        margin = shares(rows, labels)
+        if reference:
+            with torch.no_grad():
+                before = shares(logits(), labels)
+            margin = margin - before
+        return (margin[1] - margin[0]).sigmoid()
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        losses().backward()
+    counted: Any = profile.profiler
+    changes = [int(one.nbytes()) for one in counted.kineto_results.events() if one.name() == "[memory]"]
+    peak = max(accumulate(changes)) / (2 * tokens * vocab)
+    assert most - 2.5 < peak <= most + 0.1, peak
 
 
 def test_of_adapters_the_reference_is_the_base_that_is_there() -> None:

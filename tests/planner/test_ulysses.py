@@ -20,10 +20,11 @@ from tangram.planner.cost.block_time import Ways
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.exports.numbers import numbers_of
-from tangram.planner.exports.targets import EXPORTS, written
+from tangram.planner.exports.targets import EXPORTS, able_of, written
 from tangram.planner.legality.constraints import legal, reasons
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search.explain import StrategyRequest, explain, laid_out
+from tangram.planner.search.query import plan
 from tangram.planner.search.strategy import Ask, mesh_of
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import grid
@@ -107,6 +108,18 @@ def test_able_and_meshes_in_words() -> None:
     assert found.choice.parts["context"] > 0
     refused = explain(GROUPED, H100, ask, StrategyRequest("dp=2 heads=32"))
     assert any("the 16 attention heads (num_attention_heads) do not divide by" in reason for reason in refused.refused)
+
+
+def test_what_is_given_is_explained_where_its_frameworks_own_layouts_are_none() -> None:
+    """DeepSpeed's export has DP ranks alone, of which 2 samples have 2: Ulysses over 8 was refused for it."""
+    ask = Ask(2 * 65536, 65536, framework="deepspeed", devices=8)
+    few = replace(ask, able=able_of("deepspeed", GROUPED))
+    given = StrategyRequest("heads=4 tp=2", zero=3, again="full")
+    found = explain(GROUPED, H100, few, given)
+    assert found.choice is not None
+    assert found == explain(GROUPED, H100, ask, given)
+    with pytest.raises(UserError, match="have no legal layout"):
+        plan(GROUPED, H100, few)
 
 
 def test_exports_write_it_or_say_that_they_cannot() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar, cast
 
 from lark import Lark, Token, Transformer, Tree
@@ -221,7 +221,6 @@ class _Build(Transformer[Token, Any]):
 
 
 _STARTS = ["mesh", "layout", "statement", "index", "region", "rule"]
-_LARK = Lark(GRAMMAR, parser="lalr", start=_STARTS, maybe_placeholders=True, propagate_positions=True)
 _BUILD = _Build()
 
 _WORDS = {
@@ -233,9 +232,15 @@ _WORDS = {
 }  # fmt: skip
 
 
+@cache
+def _lark() -> Lark:
+    """Made when the first text is parsed, which takes a tenth of a second that many commands need not spend."""
+    return Lark(GRAMMAR, parser="lalr", start=_STARTS, maybe_placeholders=True, propagate_positions=True)
+
+
 def _parse(start: str, text: str, end: str = "the end of the text") -> Any:
     try:
-        return _BUILD.transform(_LARK.parse(text, start=start))
+        return _BUILD.transform(_lark().parse(text, start=start))
     except UnexpectedInput as error:
         raise NotationError(text, _position(error, text), _reason(error, text, end)) from None
     except VisitError as error:
@@ -250,7 +255,7 @@ def _parse(start: str, text: str, end: str = "the end of the text") -> Any:
 
 def _find(start: str, text: str, rule: str, which: Callable[[Tree[Token]], bool] = lambda _: True) -> int:
     """Where the first such rule of a text that parses begins: for errors that the grammar cannot see."""
-    tree = _LARK.parse(text, start=start)
+    tree = _lark().parse(text, start=start)
     return min(node.meta.start_pos for node in tree.find_data(rule) if which(node))
 
 
@@ -326,7 +331,7 @@ def parse_layout(text: str) -> LayoutWords:
             position = _find("layout", text, "named_map", _is_unknown_map)
             raise NotationError(text, position, f"no index map {cut.map!r}; there are {known}")
     if any(n.name == REST and (n is not dim or n.cuts) for dim in dims for n in dim.nodes):
-        top = cast("Tree[Token]", _LARK.parse(text, start="layout").children[0])
+        top = cast("Tree[Token]", _lark().parse(text, start="layout").children[0])
         plain = {d.meta.start_pos for d in cast("list[Tree[Token]]", top.children) if _is_plain_rest(d)}
         position = _find("layout", text, "rest", lambda node: node.meta.start_pos not in plain)
         raise NotationError(text, position, "'...' stands for whole dims, without brackets and cuts")

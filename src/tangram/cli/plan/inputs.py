@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tangram.cli.plan.exports import ExportRequest
 from tangram.cli.plan.options import Common, Taking, TrainingOptions
 from tangram.errors import UserError
+from tangram.models.building.strict import refuse_misspelt
 from tangram.models.outlines.catalogue import in_catalogue
 from tangram.models.outlines.outline import Outline
 from tangram.planner.search.strategy import Ask
@@ -68,6 +69,7 @@ def read_outline(model: str) -> Outline:
     known = None if Path(model).exists() else in_catalogue(model)
     if known is not None:
         return known
+    refuse_misspelt(model)
     from tangram.models.outlines.outlined import outlined  # loads torch and transformers
 
     return outlined(model)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, cast
-
-from transformers import PreTrainedConfig
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from tangram.errors import UserError
+from tangram.models.building.config_keys import BESIDE, known_keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 NEAR = 0.85
 """How alike two keys are of which one is taken for the other misspelt: two letters of ten, at most."""
@@ -24,6 +27,19 @@ POSITIVE = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "num_key_value_heads",
     "head_dim", "moe_intermediate_size",
 )  # fmt: skip
+
+
+def refuse_misspelt(name: str) -> None:
+    """The same of what is seen before torch and transformers are loaded: keys, and what the file's own numbers say."""
+    path = Path(name)
+    try:
+        read: Any = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # which is told by those who read it as what it is
+        return
+    fields = cast("dict[str, Any]", read) if isinstance(read, dict) else {}
+    kind = str(fields.get("model_type"))
+    if found := [*_misspelt(fields, kind, known_keys(kind) or frozenset(fields))]:
+        raise UserError(f"{name}: {'; '.join([*found, *_numbers(SimpleNamespace(**fields))])}")
 
 
 def refuse_strange(name: str, config: PreTrainedConfig) -> None:
@@ -36,24 +52,30 @@ def refuse_strange(name: str, config: PreTrainedConfig) -> None:
 
 def mistakes(fields: Mapping[str, Any], config: PreTrainedConfig) -> Iterator[str]:
     """What is wrong with the fields of a configuration, each in a sentence."""
-    known = _known(config)
-    absent = sorted(known - set(fields))
-    for key in fields:
-        if key not in known and (near := difflib.get_close_matches(key, absent, 1, NEAR)):
-            yield f'the key "{key}" is none of {config.model_type} (did you mean {near[0]!r}?)'
+    yield from _misspelt(fields, config.model_type, known(type(config)))
     text = config.get_text_config()
     for part, said in ((fields, config), (fields.get("text_config"), text)):
         if isinstance(part, Mapping) and (part is fields) == (said is text):
             yield from _numbers(said)
 
 
-def _known(config: PreTrainedConfig) -> set[str]:
-    kinds = type(config).__mro__
+def _misspelt(fields: Mapping[str, Any], kind: str, keys: Set[str]) -> Iterator[str]:
+    absent = sorted(keys - set(fields))
+    for key in fields:
+        if key not in keys and (near := difflib.get_close_matches(key, absent, 1, NEAR)):
+            yield f'the key "{key}" is none of {kind} (did you mean {near[0]!r}?)'
+
+
+def known(kind: type[PreTrainedConfig]) -> set[str]:
+    """Keys of a class and of those that it is made of."""
+    from transformers import PreTrainedConfig
+
+    kinds = kind.__mro__
     named = {name for kind in kinds for name in (*inspect.signature(kind).parameters, *inspect.get_annotations(kind))}
-    return named | set(config.attribute_map) | set(PreTrainedConfig().to_dict()) | {"torch_dtype", "dtype"}
+    return named | set(kind.attribute_map) | set(PreTrainedConfig().to_dict()) | BESIDE
 
 
-def _numbers(config: PreTrainedConfig) -> Iterator[str]:
+def _numbers(config: PreTrainedConfig | SimpleNamespace) -> Iterator[str]:
     def number(key: str) -> int:
         value = getattr(config, key, None)
         return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -291,17 +291,26 @@ class Ways:
         each module's hooks, those of norms as well."""
         each = 0.0 if self.setting.graphs else self.setting.framework.launch * passes
         hooks = self.setting.framework.hooks * (self.g.zero >= 3)
-        modules = [*(one.group for one in self.block.products), *[Group.NORM] * round(self.block.halves)]
-        return [(group, each * times) for group, times in self.kernels()] + [(group, hooks) for group in modules]
+        modules: list[tuple[Group, Any]] = [(one.group, self.alone(one.experts)) for one in self.block.products]
+        modules += [(Group.NORM, 1.0)] * round(self.block.halves)
+        found = [(group, each * times) for group, times in self.kernels()]
+        return found + [(group, hooks * times) for group, times in modules]
+
+    def alone(self, experts: int) -> Any:
+        """How often an operator of so many experts is started: once, or by each of a rank's for itself."""
+        return np.maximum(experts / self.g.expert, 1.0) if experts and self.setting.framework.loops_experts else 1.0
 
     def kernels(self) -> list[tuple[Group, Any]]:
         """How many the host starts in a forward, by the group they are of."""
         fused, alone = self.setting.framework.fused_streams, self.setting.framework.fused_attention
         scores, streams = "scores" if alone else "unfused scores", "stream" if fused else "unfused stream"
-        found = [(one.group, KERNELS["product"]) for one in self.block.products]
+        found: list[tuple[Group, Any]] = [
+            (one.group, KERNELS["product"] * self.alone(one.experts)) for one in self.block.products
+        ]
         found += [(one.group, KERNELS[scores]) for one in self.block.scores]
         found += [(one.group, KERNELS["product"]) for one in self.block.batched]
-        found += [(one.group, KERNELS[streams]) for one in self.block.streams]
+        routed = self.alone(self.block.experts)
+        found += [(one.group, KERNELS[streams] * (routed if one.routed else 1.0)) for one in self.block.streams]
         over = np.where(self.g.tensor > 1, KERNELS["exchange"], 0.0)
         dealt = np.where(self.g.ulysses > 1, KERNELS["exchange"], 0.0)
         return [*found, (Group.ATTENTION, over + dealt), (Group.MLP, over)]

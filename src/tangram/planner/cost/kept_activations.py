@@ -6,6 +6,7 @@ eager       beside these, what single kernels keep: norms compute in float32 and
 8, 4 bits   where a framework keeps inputs of products as products take them (Transformer Engine), these are of a byte,
             or of half a byte and a scale for every 16; what attention gives is kept in 16 bits as well
 experts     their outputs are kept where they are weighted after their last product, and not where before it
+frozen      weights in few bits that torch's own operators unpack (`Base.stays`) are kept in 16 for the backward
 """
 
 from __future__ import annotations
@@ -49,10 +50,23 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
     if (g.ulysses > 1).any():
         more = _exchanged(block, g, setting)
         full, left = full + more, left + more * ((g.recompute & int(Group.ATTENTION)) == 0)
+    if setting.base.stays:
+        weights = _unpacked(block, g, setting)
+        full, left = full + weights, left + weights
     blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
     inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
     return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+
+
+def _unpacked(block: Block, g: Grid, setting: Setting) -> Array:
+    """Bytes of a rank's frozen weights of a block as products take them."""
+    found = np.zeros(len(g))
+    for one in block.products:
+        ranks = 1.0 if not one.cut else g.expert_tensor if one.experts else g.tensor
+        experts = np.maximum(one.experts / g.expert, 1.0)
+        found = found + one.frozen * setting.flow_bytes * experts * one.inputs * one.outputs / ranks
+    return found
 
 
 def _exchanged(block: Block, g: Grid, setting: Setting) -> Array:

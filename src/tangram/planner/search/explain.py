@@ -5,7 +5,7 @@ The answer to "is my MFU right, what should it be?" and "why does it not run?", 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster
@@ -14,9 +14,11 @@ from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
 from tangram.planner.legality.constraints import reasons
 from tangram.planner.legality.engine import facts_of, refusals
+from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.exclusions import training_rules
 from tangram.planner.search.query import Answer, plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, setting_of
+from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.recompute import NOTHING, again_of
 from tangram.planner.space.schedule_formulas import SCHEDULES, code
@@ -68,11 +70,22 @@ def explain(outline: Outline, cluster: Cluster, ask: Ask, given: StrategyRequest
     g = laid_out(cluster, ask, given)
     refused = reasons(outline, g)
     refused += [str(one) for one in refusals(facts_of(outline), g, training_rules(ask.in_backward, ask.rows))]
-    best = plan(outline, cluster, ask)
+    best = _best(outline, cluster, ask)
     if refused:
         return Explained(tuple(refused), None, best)
     setting, limit = setting_of(cluster, ask), limit_of(cluster, ask)
     return Explained((), described(outline, g, setting, ask, limit, published())[0], best)
+
+
+def _best(outline: Outline, cluster: Cluster, ask: Ask) -> Answer:
+    """Of all that the framework is able to run, or of all where that has no layout: the one that is given may be of
+    ranks that its export does not write. Raises UserError where nothing is legal."""
+    try:
+        return plan(outline, cluster, ask)
+    except UserError:
+        if ask.able == ALL:
+            raise
+        return plan(outline, cluster, replace(ask, able=ALL))
 
 
 def _only(kinds: tuple[int, ...]) -> int:
@@ -118,7 +131,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
         raise UserError(f'the mesh "{given.mesh}" has {ranks} ranks, and there are {request.devices} devices')
     inner = ordered(given.mesh, [name for name, (size, _) in axes.items() if size > 1])
     sizes["context"] = sizes.get("context", 1) * sizes.get("ulysses", 1)
-    group, share = again_of(given.again)
+    group, share = again_of(framework(ask.framework).selective if given.again == "selective" else given.again)
     try:
         expert, expert_tensor = folded if max(folded) > 1 else (int(part) for part in given.experts.split("x"))
     except ValueError:

@@ -69,9 +69,16 @@ class Base:
     source: str
     moved: float = 0.0
     """Bytes that single kernels move to bring a number to 16 bits; 0: what is read and written. Of bitsandbytes' nf4 by
-    Lightning-AI/litgpt's tutorials/resource-tables.md: 6.2 to 7.9 ms for 1e9 numbers on an A100, at 1.3B to 13B."""
+    Lightning-AI/litgpt's tutorials/resource-tables.md: 6.2 to 7.9 ms for 1e9 numbers on an A100, at 1.3B to 13B; of
+    AutoGPTQ as its kernels are written: shifted to 32 bits, narrowed, masked, less the zero point, times the scale."""
+    ends: float = 0.0
+    """Bytes of a frozen number of embedding and head; 0: as the framework has them."""
+    stays: bool = False
+    """Whether the 16 bits are kept for the backward, since autograd sees the product alone."""
 
 
+GROUP = (2 + 0.5) / 128
+"""Bytes of a number for the scale and the zero point of 128, as checkpoints in 4 bits are published."""
 BASES = (
     Base("bf16", 2.0, unpacked=False, source="16 bits"),
     Base("int8", 1.0 + 4 / 4096, unpacked=True, source="Dettmers et al. 2022: a float32 for each row"),
@@ -82,6 +89,9 @@ BASES = (
         source="Dettmers et al. 2023: double quantisation, 4.127 bits",
         moved=10.0,
     ),
+    Base("gptq", 0.5 + GROUP, unpacked=True, source="Frantar et al. 2022, AutoGPTQ", moved=16.5, ends=2.0, stays=True),
+    Base("gptq-int8", 1 + GROUP + 0.5 / 128, unpacked=True, source="the same", moved=23.0, ends=2.0, stays=True),
+    Base("awq", 0.5 + GROUP, unpacked=True, source="Lin et al. 2023: one kernel unpacks, which keeps the 4 bits"),
 )
 FULL = BASES[0]
 
@@ -148,10 +158,14 @@ def base_of(name: str) -> Base:
 
 
 def kept_base(outline: Outline) -> Base:
-    """What frozen weights are kept in as a model's configuration says: 4 bits as nf4, more as int8; else 16 bits."""
+    """What frozen weights are kept in as a model's configuration says: by its method, else 4 bits as nf4, more as int8;
+    of a configuration that says nothing 16 bits."""
     if outline.kept is None or not outline.adapted:
         return FULL
-    return base_of("nf4" if outline.kept.bits <= 4 else "int8")
+    few, method = outline.kept.bits <= 4, outline.kept.method
+    if method in ("gptq", "awq") and (few or method == "gptq"):
+        return base_of(method if few else "gptq-int8")
+    return base_of("nf4" if few else "int8")
 
 
 def kept_words(outline: Outline, base: Base) -> tuple[str, ...]:

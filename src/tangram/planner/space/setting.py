@@ -215,7 +215,8 @@ class Setting:
     @property
     def frozen_end_bytes(self) -> float:
         """Of a frozen number of embedding and head, which nothing brings to fewer bits."""
-        return self.base_bytes if self.base is FULL else max(self.framework.frozen_end_bytes, self.flow_bytes)
+        ends = self.base.ends or self.framework.frozen_end_bytes
+        return self.base_bytes if self.base is FULL else max(ends, self.flow_bytes)
 
     @property
     def flow_bytes(self) -> float:
