@@ -163,6 +163,23 @@ def test_steps_that_have_diverged_are_skipped_where_the_plan_says_so() -> None:
     assert guard.skipped == 2
 
 
+def test_who_goes_on_judges_as_who_was_never_interrupted() -> None:
+    plan = job(run={"diverged": DIVERGED, "on_nonfinite": "skip", "skips_in_a_row": 2})
+    given = [9.0, *[4.0] * 6, 9.0, 9.0, 9.0, 9.0, 4.0, 9.0, 9.0, 9.0, 9.0]
+
+    def judged(*, interrupted: bool) -> list[str | None]:
+        guard, found = Guard(plan), list[str | None]()
+        for loss in given:
+            found.append(guard.judge(loss, 1.0))
+            if interrupted:
+                guard = Guard(plan, skipped=guard.skipped, judged=guard.judged)
+        with pytest.raises(AstrayError, match="2 steps in a row were skipped already"):
+            guard.judge(9.0, 1.0)
+        return found
+
+    assert judged(interrupted=True) == judged(interrupted=False)
+
+
 def test_losses_are_not_compared_unless_the_plan_says_so() -> None:
     guard = Guard(job())
     assert all(guard.judge(10.0**n, 1.0) is None for n in range(60))

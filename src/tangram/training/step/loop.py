@@ -70,6 +70,8 @@ class Hooks:
     """Steps from one save to the next, 0 for none; None: as the plan says."""
     spent: float = 0.0
     """Seconds of `run.max_seconds` that are over, as where a run goes on after a failure."""
+    reached: int = 0
+    """The steps that were told of by then: those that are done again are done whatever the time."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,17 @@ def train_steps(
     if model.reference is not None:
         model.reference.before_write = checkpointer.fence  # its forward comes before the optimiser, which waits, too
     started = time.monotonic()
-    first, before = state.progress.step, state.progress.seconds
+    begun, first = state.progress, state.progress.step
     losses, tokens = list[float](), 0
     stopped = _stopped_before(model, state, hooks)
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
-    guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
+    guard = Guard(plan, begun.scale, begun.good, begun.skipped, begun.judged)
     while state.progress.step < plan.run.steps and stopped is None:
         step, trace = state.progress.step, model.trace
         length = _begin(model, corpus, state.progress)
         batches = _batches(corpus, state.progress, plan, world, length)
-        late = world.index == 0 and time.monotonic() - started + hooks.spent >= plan.run.max_seconds
+        late = _late(model, hooks, step + 1, time.monotonic() - started)
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         stops = (late, hooks.stop_requested(), checkpointer.due())
         assert len(stops) == WISHES  # what a trace expects with the norm
@@ -133,7 +135,7 @@ def train_steps(
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
-        state.progress = _advanced(state.progress, batches.counted, plan, guard, before + seconds)
+        state.progress = _advanced(state.progress, batches.counted, plan, guard, begun.seconds + seconds)
         if world.index == 0:
             hooks.emit(
                 skipped_event(done, hooks.folder, corpus, plan, state.progress, guard)
@@ -174,7 +176,17 @@ def _stopped_before(model: ParallelModel, state: JobState, hooks: Hooks) -> str 
     stopped = _used_up(state, model.plan)
     if stopped and model.world.index == 0:
         hooks.emit(Note("the held-out loss had fallen no further before: to go on, raise run.patience"))
-    return stopped
+    if stopped or not hooks.reached or math.isinf(model.plan.run.max_seconds):
+        return stopped
+    late = torch.tensor([float(_late(model, hooks, state.progress.step, 0.0))], device=model.world.device)
+    return "time" if sum_over(model.world.group, late) == [1.0] else None
+
+
+def _late(model: ParallelModel, hooks: Hooks, step: int, seconds: float) -> bool:
+    """Whether this step is the last for its time, so many seconds after training began; the first rank's clock says
+    so."""
+    spent = hooks.spent + seconds
+    return model.world.index == 0 and step >= hooks.reached and spent >= model.plan.run.max_seconds
 
 
 def _used_up(state: JobState, plan: Plan) -> str | None:
@@ -242,6 +254,7 @@ def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, second
         scale=guard.scale.value if guard.scaled else 0.0,
         good=guard.scale.good,
         skipped=guard.skipped,
+        judged=guard.judged,
     )
 
 
