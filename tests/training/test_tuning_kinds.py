@@ -16,6 +16,7 @@ from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapter
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load
+from tangram.schema.parallelism import LayoutsPlan
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
@@ -117,11 +118,18 @@ def test_what_is_saved_is_read_merged_and_begun_with(folder: Path, tmp_path: Pat
 @pytest.mark.slow  # another model for two ranks
 def test_what_begins_as_weights_are_is_theirs_where_ranks_have_unlike_parts(tmp_path: Path) -> None:
     """Lengths of rows (DoRA), and rows of embeddings: of weights that TP does not cut evenly."""
-    own = write_folder(tmp_path, family="qwen2", fields={"intermediate_size": 45})
+    own = write_folder(tmp_path, family="qwen2", fields={"num_attention_heads": 3, "num_key_value_heads": 3})
     lora = LoraPlan(rank=4, dora=True, tokens=(10, 256))
     plan = _plan(own, lora, "tp")
+    heads = {"*.[qkv]_proj.weight": "(heads/tp d) h", "*.[qkv]_proj.bias": "(heads/tp d)"}
+    heads |= {"*.o_proj.weight": "h (heads/tp d)"}
+    marks = {name: text for name, text in heads.items() if "bias" not in name}
+    layouts = LayoutsPlan(parameters={**heads, "*": "..."}, marks=marks, sizes={"d": 8})
+    plan = plan.model_copy(update={"layouts": layouts})
     ((_, ranks),) = run_each({("dora", "tp"): plan}, tmp_path / "runs").items()
-    assert_as_expected(ranks, oracle(_plan(own, lora, "one"), trainable_token_indices=[10, 256]), "tp", STEPS)
+    expected = oracle(_plan(own, lora, "one"), trainable_token_indices=[10, 256])
+    assert ranks[0].losses == pytest.approx(expected.losses, rel=1e-5)
+    assert ranks[0].norms == pytest.approx(expected.norms, rel=1e-4)
 
 
 def test_a_normal_begin_has_the_spread_of_peft(folder: Path) -> None:
