@@ -14,7 +14,7 @@ from tangram.schema.job import Job
 from tangram.training.data import BYTES, open_corpus, prepare, sample_ids
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
 from tangram.training.state.checkpointer import Progress
-from tangram.training.step.loop import StepResult, skipped_event
+from tangram.training.step.bad_steps import skipped_event
 from tests.training.policies import OVERFLOWS, SCALE, Found
 from tests.training.small import small_plan, small_tables, write_text
 
@@ -213,7 +213,7 @@ def test_samples_of_a_skipped_step_are_those_of_where_the_run_stands(tmp_path: P
     plan = small_plan(write_text(tmp_path / "text"), run={"on_nonfinite": "skip"})
     prepare(plan.data, BYTES, lambda event: None)
     corpus = open_corpus(plan.data, BYTES)
-    done = StepResult(float("nan"), 1.0, (), "the loss is nan", astray=True)
+    done = ("the loss is nan", True)
     # After a resume with another global batch a step's first sample is not its number times the batch.
     progress = Progress(step=6, samples=100)
     event = skipped_event(done, tmp_path, corpus, plan, progress, Guard(plan))

@@ -82,7 +82,7 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
         judged: Any = found.get("judged", {})
         losses = tuple(map(float, judged.get("losses", ())))
         before = Judged(int(judged.get("astray", 0)), int(judged.get("high", 0)), losses)
-        return Progress(*counted, float(found["seconds"]), *guarded, before)
+        return Progress(*counted, float(found["seconds"]), *guarded, before, int(found.get("measured", found["step"])))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f'the checkpoint "{path}" is of no `tangram train`: its {MANIFEST} does not say how far it was ({error!r})'

@@ -51,6 +51,8 @@ class Progress:
     """Steps that were not applied; `step` counts them."""
     judged: Judged = field(default_factory=Judged)
     """By what the next step is judged."""
+    measured: int = 0
+    """The step after which the held-out loss was measured last."""
 
 
 @dataclass
