@@ -61,6 +61,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (_RUN + "where_the_time_is_spent_when_a_rank_is_lost_nothing_more_is_trained",),
     ),
     Mutant(
+        "another-rank-another-error", "resilience/policy.py",
+        're.sub(r"\\d[\\d.,]*", "0", self.words)', "self.words",
+        "what runs out of memory again is another error, as it had some bytes more",
+        ("tests/resilience/test_policy.py::test_an_error_that_comes_again_at_the_same_step_stops_it",),
+    ),
+    Mutant(
         "judged-anew", "training/objective/step_guard.py",
         "deque(before.losses, maxlen=plan.window)", "deque(maxlen=plan.window)",
         "after a lost rank nothing has diverged until there are as many losses again",
