@@ -56,7 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one-step-too-late", "training/step/loop.py",
-        "if stopped or not hooks.reached or", "if stopped or hooks.reached or",
+        "if not stopped and hooks.reached and", "if not stopped and not hooks.reached and",
         "a run whose time is spent trains a step more for each lost rank",
         (_RUN + "where_the_time_is_spent_when_a_rank_is_lost_nothing_more_is_trained",),
     ),
@@ -74,7 +74,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "stopped-and-begun-again", "resilience/supervise.py",
-        "                if self._asked():\n", "                if False:\n",
+        "                if self._must_stop():\n", "                if False:\n",
         "who is asked to stop between two attempts begins another",
         (_RUN + "who_is_asked_to_stop_between_two_attempts_begins_none",),
     ),

@@ -32,10 +32,10 @@ from tangram.tracing.settings import fresh_folder
 from tangram.training.mesh.world import axes_of
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed, StopRequested
 from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
-from tangram.training.run.launch import RankError, interrupt, run_ranks
+from tangram.training.run.launch import RankError, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS
-from tangram.training.run.signals import POLITE, on_signals
+from tangram.training.run.signals import POLITE, interrupt, on_signals
 from tangram.training.run.torchrun import Meeting
 from tangram.training.step.loop import Trained
 
@@ -156,9 +156,9 @@ class _Run:
                     resume = self._newest()
                     if resume is None:
                         raise
-                elif not self._asked():
+                elif not self._must_stop():
                     resume = self._after(error)
-                if self._asked():
+                if self._must_stop():
                     return self._stopped(error)
             else:
                 self._last_to_disk()
@@ -168,7 +168,7 @@ class _Run:
         """Note that a signal asks the run to stop: it may come in the midst of anything."""
         self.stopping = True
 
-    def _asked(self) -> bool:
+    def _must_stop(self) -> bool:
         """Whether the run was asked to stop, alike on all nodes."""
         if self.nodes is not None:
             self.stopping = any(self.nodes.words(self.stopping))

@@ -16,11 +16,9 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
-import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
@@ -42,8 +40,8 @@ from tangram.tracing.trace import UNTRACED, Trace
 from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note, StopRequested
 from tangram.training.run.environment import Among
-from tangram.training.run.fork_server import Inherited, context_of_ranks, fork_spare, signals_deferred
-from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, on_signals
+from tangram.training.run.fork_server import Inherited, context_of_ranks, end_with_parent, fork_spare, signals_deferred
+from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, interrupt, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -281,11 +279,6 @@ def run_ranks(
     return [job.results[index] for index in among.ranks]
 
 
-def interrupt(name: str) -> NoReturn:
-    """What the second signal does."""
-    raise KeyboardInterrupt
-
-
 def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: int) -> None:
     """Raise the earliest failure, after a short wait for one that was earlier but slower to be told."""
     if not job.failures:
@@ -326,7 +319,7 @@ def _rank_main(
     stop = Stop(orders, heard=lambda name: _send(line, _Request(name)))
     try:
         spare = fork_spare() if start.spare else None  # before there are threads, or a device
-        _end_with_parent(start.store.parents[1])
+        end_with_parent(start.store.parents[1])
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
@@ -392,20 +385,3 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with_parent(folder: Path) -> None:
-    """End this process as soon as its parent is gone, however it went, and with it the folder that it has left.
-
-    In that folder the ranks meet, and the fork server has its address.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do so, too
-        os._exit(1)
-
-    threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()

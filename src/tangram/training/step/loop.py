@@ -112,9 +112,7 @@ def train_steps(
     started = time.monotonic()
     begun, first = state.progress, state.progress.step
     losses, tokens = list[float](), 0
-    stopped = _stopped_before(model, state, hooks)
-    if stopped is None and begun.measured < first < plan.run.steps and _due(first, _evaluations(plan)):
-        stopped = _evaluate(model, state, corpus, hooks, 0.0)  # it was left out, as somebody asked to stop
+    stopped = _stopped_before(model, state, corpus, hooks)
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
     guard = Guard(plan, begun.scale, begun.good, begun.skipped, begun.judged)
@@ -174,15 +172,19 @@ def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hook
     return _used_up(state, model.plan)
 
 
-def _stopped_before(model: ParallelModel, state: JobState, hooks: Hooks) -> str | None:
-    """Why a run that goes on has nothing more to train; the first rank says so."""
+def _stopped_before(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks) -> str | None:
+    """Why a run that goes on has nothing more to train; the first rank says so. What was to be measured where it was
+    stopped is measured now."""
     stopped = _used_up(state, model.plan)
     if stopped and model.world.index == 0:
         hooks.emit(Note("the held-out loss had fallen no further before: to go on, raise run.patience"))
-    if stopped or not hooks.reached or math.isinf(model.plan.run.max_seconds):
-        return stopped
-    late = torch.tensor([float(_late(model, hooks, state.progress.step, 0.0))], device=model.world.device)
-    return "time" if sum_over(model.world.group, late) == [1.0] else None
+    if not stopped and hooks.reached and not math.isinf(model.plan.run.max_seconds):
+        late = torch.tensor([float(_late(model, hooks, state.progress.step, 0.0))], device=model.world.device)
+        stopped = "time" if sum_over(model.world.group, late) == [1.0] else None
+    step = state.progress.step
+    if not stopped and state.progress.measured < step < model.plan.run.steps and _due(step, _evaluations(model.plan)):
+        return _evaluate(model, state, corpus, hooks, 0.0)
+    return stopped
 
 
 def _late(model: ParallelModel, hooks: Hooks, step: int, seconds: float) -> bool:
