@@ -83,12 +83,14 @@ def slow_ranks(traces: Sequence[RankTrace]) -> list[Slow]:
 
 
 def peers_of(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
-    """Ranks with the same work, together."""
+    """Ranks with the same work, together. Without a mesh nobody knows of which who sends to single others is one."""
     places: dict[tuple[int, ...], list[RankTrace]] = {}
     for trace in traces:
         stages = trace.about.get("stages", ())
         place = coords_of(trace) if stages else {}
-        places.setdefault(tuple(place.get(axis, 0) for axis in stages), []).append(trace)
+        alone = not trace.about.get("mesh") and any(site["op"] in ("send", "recv") for site in trace.sites.values())
+        key = (-1, trace.rank) if alone else tuple(place.get(axis, 0) for axis in stages)
+        places.setdefault(key, []).append(trace)
     return [some for some in places.values() if len(some) > 1]
 
 
@@ -309,7 +311,10 @@ def _slow_among(
             and _confirmed(axes, i, [ranks for ranks, _ in groups], by_rank)
         ):
             own, usual = (float(np.median(some[i, since:])) / 1e3 for some in (every, others))
-            found.append(SlowLink(groups[i][0], axes, own, usual))
+            # Who is short of CPU sees late that a call is over.
+            ready = [np.median(by_rank[rank].rows["ready_us"][at[rank]][since:]) for rank in groups[i][0]]
+            if own - usual > IDLE * float(np.median(ready)) / 1e3:
+                found.append(SlowLink(groups[i][0], axes, own, usual))
     return found
 
 
