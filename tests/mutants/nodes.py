@@ -70,7 +70,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "judged-anew", "training/objective/step_guard.py",
         "deque(before.losses, maxlen=plan.window)", "deque(maxlen=plan.window)",
         "after a lost rank nothing has diverged until there are as many losses again",
-        (_RUN + "what_loses_are_judged_by_outlives_a_rank",),
+        ("tests/training/test_guard.py::test_who_goes_on_judges_as_who_was_never_interrupted",),
     ),
     Mutant(
         "stopped-and-begun-again", "resilience/supervise.py",
