@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _DEAL = "tests/checkpoint/test_exchange.py::test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it"
 _NODES = "tests/resilience/test_nodes.py::test_"
+_RUN = "tests/resilience/test_supervise.py::test_"
 
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
@@ -45,5 +46,36 @@ MUTANTS: tuple[Mutant, ...] = (
         "np.concatenate([wants, wants & held])", "np.concatenate([wants, held])",
         "of three nodes two mean others to read a block, and wait for ever",
         ("tests/checkpoint/test_exchange.py::test_every_wanted_block_is_read_once_and_comes_to_all_who_want_it",),
+    ),
+    Mutant(
+        "last-steps-unheard", "training/run/launch.py",
+        "                if isinstance(message, _Event):\n                    on_event(message.value)\n",
+        "                assert message\n",
+        "steps that a snapshot has are missing in what is told of the run",
+        (_RUN + "steps_that_were_still_to_be_heard_of_are_told",),
+    ),
+    Mutant(
+        "one-step-too-late", "training/step/loop.py",
+        "if not stopped and hooks.reached and", "if not stopped and not hooks.reached and",
+        "a run whose time is spent trains a step more for each lost rank",
+        (_RUN + "where_the_time_is_spent_when_a_rank_is_lost_nothing_more_is_trained",),
+    ),
+    Mutant(
+        "another-rank-another-error", "resilience/policy.py",
+        're.sub(r"\\d[\\d.,]*", "0", self.words)', "self.words",
+        "what runs out of memory again is another error, as it had some bytes more",
+        ("tests/resilience/test_policy.py::test_an_error_that_comes_again_at_the_same_step_stops_it",),
+    ),
+    Mutant(
+        "judged-anew", "training/objective/step_guard.py",
+        "deque(before.losses, maxlen=plan.window)", "deque(maxlen=plan.window)",
+        "after a lost rank nothing has diverged until there are as many losses again",
+        ("tests/training/test_guard.py::test_who_goes_on_judges_as_who_was_never_interrupted",),
+    ),
+    Mutant(
+        "stopped-and-begun-again", "resilience/supervise.py",
+        "                if self._must_stop():\n", "                if False:\n",
+        "who is asked to stop between two attempts begins another",
+        (_RUN + "who_is_asked_to_stop_between_two_attempts_begins_none",),
     ),
 )

@@ -23,6 +23,8 @@ def test_an_error_that_comes_again_at_the_same_step_stops_it() -> None:
     assert "would come again" in verdict([raised(3), raised(3)], Limits())
     assert verdict([raised(3), raised(4)], Limits()) == ""
     assert verdict([raised(3), raised(3, "OSError: disk")], Limits()) == ""
+    one, other = (f"rank {n} of 2 ended the job: NoMemoryError: what flows took {n + 1.5} MB" for n in range(2))
+    assert "would come again" in verdict([raised(3, one), raised(3, other)], Limits()), "other ranks, other figures"
 
 
 def test_failures_without_a_new_step_stop_it() -> None:

@@ -193,8 +193,10 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
         monkeypatch.setattr(tiers, "SHARED", small)
         seen, folder = Run(), text.parent / "full"
         run(job_of(folder, text, **TABLES), seen)
+        left = [*small.iterdir()]
     finally:
         subprocess.run(["umount", small], check=True)
+    assert not left, "what is full is not filled further"
     assert seen.losses == undisturbed.losses
     assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
@@ -294,3 +296,84 @@ def test_who_was_asked_to_stop_does_not_begin_again(text: Path) -> None:
     (*_, (_, marker)) = committed(folder / "checkpoint")
     assert marker.step == report.step >= 15
     assert not (memory_of(folder) or folder).exists()
+
+
+class KillingWhenSaved(Run):
+    """A rank is killed as soon as the snapshot of a step is there, which is within the next one."""
+
+    def started(self, pids: list[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().started(pids)
+        if self.starts == 1:
+            threading.Thread(target=self._when_saved).start()
+
+    def _when_saved(self) -> None:
+        assert self.memory is not None
+        while not any(self.memory.glob("attempt-1/step-*[3-9]/tangram.json")):
+            time.sleep(0.0005)
+        os.kill(self.pids[1], signal.SIGKILL)
+
+
+def test_where_the_time_is_spent_when_a_rank_is_lost_nothing_more_is_trained(text: Path) -> None:
+    """But for steps that were told of, which the state at the end must have."""
+    limit = 3.0
+
+    def wait(note: str) -> None:
+        if note.startswith("after step"):
+            time.sleep(limit)
+
+    changes = {**TABLES, "run": {"steps": 100_000, "max_seconds": limit}}
+    seen = KillingWhenSaved(on_note=wait)
+    report = run(job_of(text.parent / "late", text, **changes), seen)
+    assert seen.starts == 2
+    (before,) = [int(note.split()[2].strip(":")) for note in seen.notes if note.startswith("after step")]
+    assert (report.trained.stopped, report.step, len(seen.steps)) == ("time", before, before)
+
+
+def test_what_loses_are_judged_by_outlives_a_rank(text: Path) -> None:
+    """Steps that have diverged are skipped: which, goes by the losses before, wherever a rank was lost."""
+    diverged = {"above": 1.001, "steps": 1, "window": 9}
+    changes = {"run": {"steps": STEPS, "on_nonfinite": "skip", "skips_in_a_row": STEPS, "diverged": diverged}}
+    alone = Run()
+    run(job_of(text.parent / "judged_alone", text, **changes), alone)
+    assert STEPS // 6 < len(alone.steps) < STEPS - 5, "some are skipped, and some are not"
+    seen = Run(at={20: 1, 40: 0})
+    run(job_of(text.parent / "judged", text, **changes), seen)
+    assert seen.starts == 3
+    assert [(one.step, one.loss) for one in seen.steps] == [(one.step, one.loss) for one in alone.steps]
+
+
+def test_who_is_asked_to_stop_between_two_attempts_begins_none(text: Path) -> None:
+    def ask(note: str) -> None:
+        if note.startswith("after step"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    folder, seen = text.parent / "between", Run(at={3: 1}, on_note=ask)
+    late = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: late.append(number))
+    try:
+        report = run(job_of(folder, text, **{**TABLES, "run": {"steps": 300}}), seen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not late, "it was heard"
+    assert (seen.starts, report.trained.stopped) == (1, "signal")
+    (*_, (_, marker)) = committed(folder / "checkpoint")
+    assert marker.step == report.step >= 3
+    assert not (memory_of(folder) or folder).exists()
+
+
+def test_steps_that_were_still_to_be_heard_of_are_told(text: Path, undisturbed: Run) -> None:
+    """Whoever is told is slow, as a terminal or a disk may be, and meanwhile the ranks go on, and one dies."""
+
+    class Slow(Run):
+        def __call__(self, event: object) -> None:
+            super().__call__(event)
+            if isinstance(event, StepDone) and event.step == 5 and self.starts == 1:
+                time.sleep(1)
+                os.kill(self.pids[1], signal.SIGKILL)
+                time.sleep(0.3)
+
+    seen = Slow()
+    run(job_of(text.parent / "slow", text, **TABLES), seen)
+    assert seen.starts == 2
+    assert [one.step for one in seen.steps] == [*range(1, STEPS + 1)]
+    assert seen.losses == undisturbed.losses

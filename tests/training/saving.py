@@ -16,6 +16,7 @@ from torch.optim import AdamW
 
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import make_world
+from tangram.training.objective.step_guard import Judged
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
 from tangram.training.parallel.apply import apply
 from tangram.training.run.launch import Rank
@@ -26,6 +27,7 @@ Values = dict[str, npt.NDArray[Any]]
 Events = list[CheckpointSaved | SaveFailed | Note]
 ROWS, COLUMNS, COPIES = {"*": "_/dp ..."}, {"*": "... _/dp"}, {"*": "..."}
 TENSOR = {"blocks.*.weight": "o/tp i", "blocks.*.bias": "o/tp", "*": "..."}
+PROGRESS = Progress(2, 16, 128, 1.5, judged=Judged(1, 2, (0.1, 3.0)))
 LAYOUTS = {"rows": ROWS, "columns": COLUMNS, "copies": COPIES, "tensor": TENSOR}
 
 
@@ -147,7 +149,7 @@ def two_ranks(rank: Rank, folder: Path) -> Seen:
     state, checkpointer = _start(rank, plan_of(ROWS, keep=3), folder / "rows")
     assert state.optimiser is not None
     step(state.model, state.optimiser, 2, seed=rank.index)
-    state.progress = Progress(2, 16, 128, 1.5)
+    state.progress = PROGRESS
     seen = Seen(values(state))
     checkpointer.save(state)
     step(state.model, state.optimiser, 1, seed=rank.index)  # waits before it writes
@@ -161,7 +163,7 @@ def two_ranks(rank: Rank, folder: Path) -> Seen:
     for name, layout in LAYOUTS.items():
         other, again = _start(rank, plan_of(layout), folder / f"again-{name}", seed=9)
         progress = load(folder / "rows" / "step-00000002", other, *_place(rank, plan_of(layout)))
-        assert progress == other.progress == Progress(2, 16, 128, 1.5)
+        assert progress == other.progress == PROGRESS
         seen.loaded[name] = values(other)
         again.save(other, wait=True)
 

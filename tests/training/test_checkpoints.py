@@ -17,7 +17,19 @@ from tangram.errors import UserError
 from tangram.training.observe.events import CheckpointSaved, SaveFailed
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress, load, newest
-from tests.training.saving import LAYOUTS, Seen, net, plan_of, same, step, trainable, two_ranks, values, whole_state
+from tests.training.saving import (
+    LAYOUTS,
+    PROGRESS,
+    Seen,
+    net,
+    plan_of,
+    same,
+    step,
+    trainable,
+    two_ranks,
+    values,
+    whole_state,
+)
 
 ONE = plan_of(ranks=1)
 
@@ -56,7 +68,7 @@ def test_two_ranks_to_one_process(warm: tuple[Path, Sequence[Seen]]) -> None:
     folder, seen = warm
     state = other()
     assert not same(values(state), seen[0].saved)
-    assert load(folder / "rows" / "step-00000002", state, ONE, None) == Progress(2, 16, 128, 1.5)
+    assert load(folder / "rows" / "step-00000002", state, ONE, None) == PROGRESS
     assert same(values(state), seen[0].saved), "and not what training made of it while it was written"
     assert state.model.get_parameter("head.weight") is state.model.get_parameter("embed.weight")
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tangram.cli import main
 from tangram.schema.files import load
+from tangram.training.observe.steps_file import read_steps
 from tangram.training.state.export_hf import byte_tokenizer
 from tests.training.causal_models import write_config
 from tests.training.small import small_tables, write_text
@@ -96,13 +97,18 @@ def test_a_run_stops_early_where_the_held_out_loss_falls_no_further(
 def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     shared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, out = shared / "plan.toml", shared / "cut"
-    whole, _ = train(capsys, plan, "--out", shared / "uncut")
-    cut, _ = train(capsys, plan, "--resume", "--out", out, "--set", "run.max_seconds=1e-6")  # begins, too
+    plan, out, each = shared / "plan.toml", shared / "cut", ("--set", "run.evaluate_every=1")
+    whole, _ = train(capsys, plan, "--out", shared / "uncut", *each)
+    cut, _ = train(capsys, plan, "--resume", "--out", out, *each, "--set", "run.max_seconds=1e-6")  # begins, too
     assert (cut["stopped_early"], cut["steps"]) == ("time", 1)
     rest, _ = train(capsys, "--resume", "--out", out, "--set", "run.max_seconds=inf")
     assert (rest["resumed_from"], rest["steps"]) == (1, 6)
     assert rest["eval_loss"] == whole["eval_loss"]
+    of_whole, of_both = (
+        {step: found.get("held_out_loss") for step, found in read_steps(folder).items()}
+        for folder in (shared / "uncut", out)
+    )
+    assert of_both == of_whole, "the one that was due when it was cut, too"
     assert rest["train_loss"] != whole["train_loss"]  # the mean of other steps: those of this run
     assert (out / "plan-1.toml").exists()
     assert main(["train", "--resume", "--out", str(out)]) == 2

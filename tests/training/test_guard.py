@@ -14,7 +14,7 @@ from tangram.schema.job import Job
 from tangram.training.data import BYTES, open_corpus, prepare, sample_ids
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
 from tangram.training.state.checkpointer import Progress
-from tangram.training.step.loop import StepResult, skipped_event
+from tangram.training.step.bad_steps import skipped_event
 from tests.training.policies import OVERFLOWS, SCALE, Found
 from tests.training.small import small_plan, small_tables, write_text
 
@@ -163,6 +163,23 @@ def test_steps_that_have_diverged_are_skipped_where_the_plan_says_so() -> None:
     assert guard.skipped == 2
 
 
+def test_who_goes_on_judges_as_who_was_never_interrupted() -> None:
+    plan = job(run={"diverged": DIVERGED, "on_nonfinite": "skip", "skips_in_a_row": 2})
+    given = [9.0, *[4.0] * 6, 9.0, 9.0, 9.0, 9.0, 4.0, 9.0, 9.0, 9.0, 9.0]
+
+    def judged(*, interrupted: bool) -> list[str | None]:
+        guard, found = Guard(plan), list[str | None]()
+        for loss in given:
+            found.append(guard.judge(loss, 1.0))
+            if interrupted:
+                guard = Guard(plan, skipped=guard.skipped, judged=guard.judged)
+        with pytest.raises(AstrayError, match="2 steps in a row were skipped already"):
+            guard.judge(9.0, 1.0)
+        return found
+
+    assert judged(interrupted=True) == judged(interrupted=False)
+
+
 def test_losses_are_not_compared_unless_the_plan_says_so() -> None:
     guard = Guard(job())
     assert all(guard.judge(10.0**n, 1.0) is None for n in range(60))
@@ -196,7 +213,7 @@ def test_samples_of_a_skipped_step_are_those_of_where_the_run_stands(tmp_path: P
     plan = small_plan(write_text(tmp_path / "text"), run={"on_nonfinite": "skip"})
     prepare(plan.data, BYTES, lambda event: None)
     corpus = open_corpus(plan.data, BYTES)
-    done = StepResult(float("nan"), 1.0, (), "the loss is nan", astray=True)
+    done = ("the loss is nan", True)
     # After a resume with another global batch a step's first sample is not its number times the batch.
     progress = Progress(step=6, samples=100)
     event = skipped_event(done, tmp_path, corpus, plan, progress, Guard(plan))

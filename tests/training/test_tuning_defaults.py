@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.models.lora.adapters import initial_adapters, save_adapters
+from tangram.models.lora.adapter_files import save_adapters
+from tangram.models.lora.adapters import initial_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load

@@ -16,6 +16,7 @@ from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapter
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load
+from tangram.schema.parallelism import LayoutsPlan
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
 from tangram.training.data import prepare, tokens_of
@@ -45,6 +46,9 @@ JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
             "exclude_modules": r".*\.down_proj|.*layers\.0\.mlp\..*", "init_lora_weights": "gaussian",
         },
     ),
+    "all biases": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), biases="all"), {"bias": "all"}),
+    "biases beside": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), biases="lora_only"), {"bias": "lora_only"}),
+    "rows": (LoraPlan(rank=4, targets=("v_proj",), tokens=(256, 10, 7)), {"trainable_token_indices": [256, 10, 7]}),
     "layers": (LoraPlan(rank=4, targets=LINEAR, layers=(1,)), {"layers_to_transform": [1]}),
 }  # fmt: skip
 """In a job's words and in peft's."""
@@ -66,7 +70,7 @@ def _plan(folder: Path, lora: LoraPlan, way: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> dict[tuple[str, str], list[Traced]]:
-    some = {"bias": WAYS, "patterns": WAYS, "layers": ("one",)}
+    some = {job: ("one",) if job in ("layers", "biases beside") else WAYS for job in JOBS}
     plans = {(job, way): _plan(folder, JOBS[job][0], way) for job, ways in some.items() for way in ways}
     return run_each(plans, folder / "runs")
 
@@ -111,6 +115,23 @@ def test_what_is_saved_is_read_merged_and_begun_with(folder: Path, tmp_path: Pat
         torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # another model for two ranks
+def test_what_begins_as_weights_are_is_theirs_where_ranks_have_unlike_parts(tmp_path: Path) -> None:
+    """Lengths of rows (DoRA), and rows of embeddings: of weights that TP does not cut evenly."""
+    own = write_folder(tmp_path, family="qwen2", fields={"num_attention_heads": 3, "num_key_value_heads": 3})
+    lora = LoraPlan(rank=4, dora=True, tokens=(10, 256))
+    plan = _plan(own, lora, "tp")
+    heads = {"*.[qkv]_proj.weight": "(heads/tp d) h", "*.[qkv]_proj.bias": "(heads/tp d)"}
+    heads |= {"*.o_proj.weight": "h (heads/tp d)"}
+    marks = {name: text for name, text in heads.items() if "bias" not in name}
+    layouts = LayoutsPlan(parameters={**heads, "*": "..."}, marks=marks, sizes={"d": 8})
+    plan = plan.model_copy(update={"layouts": layouts})
+    ((_, ranks),) = run_each({("dora", "tp"): plan}, tmp_path / "runs").items()
+    expected = oracle(_plan(own, lora, "one"), trainable_token_indices=[10, 256])
+    assert ranks[0].losses == pytest.approx(expected.losses, rel=1e-5)
+    assert ranks[0].norms == pytest.approx(expected.norms, rel=1e-4)
+
+
 def test_a_normal_begin_has_the_spread_of_peft(folder: Path) -> None:
     model = build_on_meta(source_of(*_of_job(folder)).config)
     add_adapters(model, Adapters(rank=16, alpha=16.0, init="gaussian", ranks={"q_proj": 4}))
@@ -132,6 +153,8 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "no such layer": ({"layers": [7]}, "lora.layers names 7, and the layers that lora.targets names are 0, 1"),
     "nothing left": ({"exclude": ["model.layers"]}, "leave no layer of lora.targets"),
+    "no such row": ({"tokens": [9999]}, "lora.tokens has 9999, and there are 259 tokens"),
+    "rows twice": ({"tokens": [1], "targets": ["embed_tokens"]}, "and lora.tokens trains rows of it"),
     "no rank": ({"ranks": {"q_prj": 2}}, 'lora.ranks names "q_prj", which fits no module'),
     "not there": ({"exclude": ["vision"]}, 'lora.exclude names "vision"'),
 }

@@ -20,7 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tangram.models.building.build import build_on_meta
-from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters, merge_adapters, save_adapters
+from tangram.models.lora.adapter_files import merge_adapters, save_adapters
+from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters
 from tangram.models.lora.expert_adapters import factors_of
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of

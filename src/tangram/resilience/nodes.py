@@ -142,9 +142,12 @@ class Nodes:
         world, first = self.count * self.ranks, self.index * self.ranks
         return Among(world, first, self.ranks, address, f"{self._run}/attempt-{attempt}", elsewhere)
 
-    def settled(self, attempt: int, error: Exception | None, reached: int) -> tuple[Exception | None, int]:
-        """How an attempt ended, alike on all: by the error that came first, or without one; and the furthest step."""
-        if isinstance(error, RankError) and error.stopping:  # whoever asked, as torchrun, will not wait for long
+    def settled(
+        self, attempt: int, error: Exception | None, reached: int, *, stopping: bool = False
+    ) -> tuple[Exception | None, int]:
+        """How an attempt ended, alike on all: by the error that came first, or without one; and the furthest step.
+        `stopping`: whether this node was asked to stop."""
+        if stopping and error is not None:  # whoever asked, as torchrun, will not wait for long
             self._patience = min(STILL, HURRY)
         with self._store_there():
             if error is not None:

@@ -5,6 +5,7 @@ failures in a row between which no step was done that had not been done before. 
 model stay, and a snapshot is loaded into any layout: so each step is what it would have been, its loss within rounding.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -35,6 +36,11 @@ class Failure:
     step: int
     """Steps of the run that had been done by then, or more in an attempt before."""
 
+    @property
+    def error(self) -> object:
+        """What it has in common with the same one at another time: not which rank was first, nor how much was there."""
+        return self.cause, re.sub(r"\d[\d.,]*", "0", self.words), self.step
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -49,7 +55,7 @@ def verdict(failures: Sequence[Failure], limits: Limits) -> str:
     """Why the job stops after these failures, as the end of a sentence; "" where it goes on. `failures`: at least one,
     in order."""
     last = failures[-1]
-    same = [one for one in failures if (one.cause, one.words, one.step) == (last.cause, last.words, last.step)]
+    same = [one for one in failures if one.error == last.error]
     if last.cause is Cause.RAISED and len(same) > 1:
         return f"the same error came twice after step {last.step}, so it would come again"
     if len(failures) > limits.restarts:

@@ -11,6 +11,7 @@ Every attempt has a folder and a store of its own, so nothing of a dead one is t
 restarts fail by that (pytorch#135712, #167288). Of several nodes each has its launcher (`resilience.nodes`).
 """
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,11 +30,12 @@ from tangram.resilience.seen import MEMORY, FailureLog, Recovered, Seen
 from tangram.resilience.tiers import Tiers, memory_of
 from tangram.tracing.settings import fresh_folder
 from tangram.training.mesh.world import axes_of
-from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed
+from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed, StopRequested
 from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS
+from tangram.training.run.signals import POLITE, interrupt, on_signals
 from tangram.training.run.torchrun import Meeting
 from tangram.training.step.loop import Trained
 
@@ -90,10 +92,11 @@ def supervised(
         except UserError as error:
             job = _shrunk(job, settings.min_ranks, str(error), on_event)
     run = _Run(job, on_event, settings, on_start, nodes)
-    try:
-        return run.to_its_end()
-    finally:
-        run.close()
+    with on_signals(POLITE, run.ask, interrupt):  # between two attempts; within one the ranks hear of them
+        try:
+            return run.to_its_end()
+        finally:
+            run.close()
 
 
 @dataclass
@@ -115,6 +118,8 @@ class _Run:
     """Whether something happened here of which other nodes do not know yet."""
     newest: CheckpointSaved | None = None
     """The newest snapshot of this attempt."""
+    stopping: bool = False
+    """Whether somebody has asked the run to stop."""
 
     def __post_init__(self) -> None:
         plan, folder = self.job.plan, self.job.folder
@@ -141,25 +146,38 @@ class _Run:
             began = self.seen.reached
             try:
                 report = self._agreed(resume)
-            except RankError as error:
-                if error.stopping and (report := self._stopped(error)) is not None:
-                    return report
-                resume = self._after(_failure_of(error, self.seen.reached), error)
-            except _SnapshotsEnd as error:
-                self.tiers = replace(self.tiers, memory=None)
-                resume = self._after(Failure(Cause.STORE, str(error), self.seen.reached), None)
-            except UserError as error:
-                if resume in (None, self.job.resume) or self.seen.reached > began:
-                    raise
-                assert resume is not None
-                self.bad.add(_id(resume))  # as a damaged one: an older one may do
-                self.on_event(Note(f"cannot go on from {resume}: {error}"))
-                resume = self._newest()
-                if resume is None:
-                    raise
+            except (RankError, _SnapshotsEnd, UserError) as error:
+                if isinstance(error, UserError):
+                    if resume in (None, self.job.resume) or self.seen.reached > began:
+                        raise
+                    assert resume is not None
+                    self.bad.add(_id(resume))  # as a damaged one: an older one may do
+                    self.on_event(Note(f"cannot go on from {resume}: {error}"))
+                    resume = self._newest()
+                    if resume is None:
+                        raise
+                elif not self._must_stop():
+                    resume = self._after(error)
+                if self._must_stop():
+                    return self._stopped(error)
             else:
                 self._last_to_disk()
                 return self._with_all_steps(report)
+
+    def ask(self, name: str) -> None:
+        """Note that a signal asks the run to stop: it may come in the midst of anything."""
+        self.stopping = True
+
+    def _must_stop(self) -> bool:
+        """Whether the run was asked to stop, alike on all nodes."""
+        if self.nodes is not None:
+            self.stopping = any(self.nodes.words(self.stopping))
+        return self.stopping
+
+    def _started(self, processes: Sequence[int]) -> None:
+        if self.stopping:  # before there was anybody to hear of it
+            signal.raise_signal(signal.SIGTERM)
+        self.on_start(processes)
 
     def close(self) -> None:
         """Leave nothing in memory; of a run that did not come to its end the newest snapshot goes to the disk.
@@ -193,7 +211,8 @@ class _Run:
         except (RankError, UserError, _SnapshotsEnd, ElsewhereError) as caught:
             error = caught
         if self.nodes is not None:
-            error, self.seen.reached = self.nodes.settled(self.attempts, error, self.seen.reached)
+            reached, stopping = self.seen.reached, self.stopping
+            error, self.seen.reached = self.nodes.settled(self.attempts, error, reached, stopping=stopping)
         self.apart = False
         if error is not None:
             raise error
@@ -217,7 +236,8 @@ class _Run:
         if memory is None:
             self.tiers = replace(self.tiers, memory=None)
         snapshots = memory and Snapshots(memory, self.settings.snapshot_every, nodes and nodes.place)
-        job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace, spent=self.seen.spent())
+        job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace)
+        job = replace(job, spent=self.seen.spent(), reached=self.seen.reached)
         self.seen.begin(
             "the beginning" if resume is None else "the disk" if resume.parent == self.tiers.disk else MEMORY
         )
@@ -227,18 +247,18 @@ class _Run:
             world=job.plan.ranks if nodes is None else nodes.among(self.attempts),
             on_event=self._hear,
             device=job.plan.run.device,
-            on_start=self.on_start,
+            on_start=self._started,
             spare=True,
             trace=trace,
         )
         return results[0]
 
-    def _stopped(self, error: RankError) -> RankReport | None:
+    def _stopped(self, error: Exception) -> RankReport:
         """Of ranks that had been asked to stop and were lost: they are not started again, and the newest state goes to
-        the disk. None where there is none. Raises UserError where the disk takes none."""
+        the disk. Raises the error where there is none, and UserError where the disk takes none."""
         self.tiers.settle()
         if (newest := self._newest()) is None:
-            return None
+            raise error
         step, packing = read_marker(newest).step, packing_of(newest)
         self.on_event(Note(f"{error}, after it had been asked to stop: its newest state is of step {step}"))
         self.promoter.close()
@@ -247,9 +267,17 @@ class _Run:
         trained = Trained((), 0, self.seen.spent(), "signal")
         return self._with_all_steps(RankReport(trained, 0, step, None, None, 0.0, 0.0, packing))
 
-    def _after(self, failure: Failure, error: Exception | None) -> Path | None:
+    def _after(self, error: RankError | _SnapshotsEnd) -> Path | None:
         """Where the run goes on from after a failure. Raises what the policy stops at."""
-        self.seen.failed_at = time.monotonic()
+        self.seen.failed_at, step = time.monotonic(), self.seen.reached
+        if isinstance(error, RankError):
+            failure = Failure(Cause.RAISED if error.details else Cause.KILLED, str(error), step)
+        else:
+            failure = Failure(Cause.STORE, str(error), step)
+            self.tiers.settle()
+            if why := self._rescued():
+                self.on_event(Note(why))
+            self.tiers = replace(self.tiers, memory=None)
         self.failures.append(failure)
         self.log.failed(failure)
         of_size, limits, least = self.failures[self.begun :], self.settings.limits, self.settings.min_ranks
@@ -282,6 +310,9 @@ class _Run:
     def _hear(self, event: object) -> None:
         self.pass_on()
         match event:
+            case StopRequested():
+                self.stopping = True
+                self.on_event(event)
             case CheckpointSaved() if self.tiers.memory is not None:
                 self._snapshot(event)
             case SaveFailed() if self.tiers.memory is not None:
@@ -356,8 +387,3 @@ def _id(path: Path) -> str:
         return read_marker(path).id
     except UserError:
         return str(path)
-
-
-def _failure_of(error: RankError, step: int) -> Failure:
-    cause = Cause.RAISED if error.details else Cause.KILLED
-    return Failure(cause, str(error), step)

@@ -78,12 +78,17 @@ class LoraPlan(TomlTable):
     """How A is drawn: uniformly by its inputs, or normally, with 1 / rank. B begins as 0."""
     bias: bool = False
     """Add a bias that is trained to what B gives, beside layers that have one."""
+    biases: Literal["none", "all", "lora_only"] = "none"
+    """Which biases of the model are trained, too, and saved with the adapters: all, or those of layers that have
+    adapters."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) (Kalajdzievski 2023)."""
     dora: bool = False
     """Train the length of each output's weights, too (Liu et al. 2024)."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of names of modules that are trained whole, and saved with the adapters."""
+    tokens: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Numbers of tokens whose rows of the embeddings are trained, too (peft's trainable_token_indices)."""
     base: Literal["parameters", "nf4", "int8", "fp8"] = "parameters"
     """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
     or 8 bits with scales (`models.lora.bases`), dequantised whenever a layer is used."""
@@ -216,7 +221,8 @@ def packed(name: str) -> tuple[str, int]:
 
 
 _OWN = re.compile(
-    r"(?P<module>.+?)\.(?:base_layer\.|original_module\.|modules_to_save\.default\.)(?P<rest>.+)"
+    r"(?P<module>.+?)\.(?:(?:token_adapter\.)?base_layer\.|original_module\.|modules_to_save\.default\.)(?P<rest>.+)"
+    r"|(?P<table>.+)\.token_adapter\.trainable_tokens_delta\.default"
     r"|(?P<beside>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)\.default(?P<end>\.weight|\.bias)?"
     r"|(?P<experts>.+)\.lora_(?P<side>left|right)\.(?P<weight>.+)"
 )
@@ -224,8 +230,8 @@ _OWN = re.compile(
 
 def base_of(name: str) -> tuple[str, str]:
     """The tensor of the model without adapters that one is, or is beside; and which part it is: "" for the tensor
-    itself or a copy that is trained, else "A", "B", "bias" (of B), "embedding_A", "embedding_B", "magnitude_vector", or
-    "left" or "right" of experts that lie in one tensor."""
+    itself or a copy that is trained, else "A", "B", "bias" (of B), "embedding_A", "embedding_B", "magnitude_vector",
+    "rows" (of embeddings), or "left" or "right" of experts that lie in one tensor."""
     name = packed(name)[0]
     found = _OWN.fullmatch(name)
     if found is None:
@@ -234,6 +240,8 @@ def base_of(name: str) -> tuple[str, str]:
         return f"{found['beside']}.weight", "bias" if found["end"] == ".bias" else found["part"]
     if found["side"]:
         return f"{found['experts']}.{found['weight']}", found["side"]
+    if found["table"]:
+        return f"{found['table']}.weight", "rows"
     return f"{found['module']}.{found['rest']}", ""
 
 
@@ -256,6 +264,7 @@ def layout_beside(text: str, part: str, data: Collection[str]) -> str:
         "B": (one, Dim(VOID)),
         "embedding_A": (Dim(VOID), one),  # of an embedding the first dim is what comes in
         "embedding_B": (two, Dim(VOID)),
+        "rows": (Dim(VOID), two),
         "magnitude_vector": (one,),
         "bias": (one,),
         "left": (one, two, Dim(VOID)),

@@ -14,30 +14,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tangram.errors import UserError
 from tangram.models.lora import expert_adapters
 
 ALL = "all-linear"
-LIKE: Mapping[str, str] = MappingProxyType(
-    {
-        "rank": "r", "alpha": "lora_alpha", "ranks": "rank_pattern", "alphas": "alpha_pattern", "rslora": "use_rslora",
-        "dora": "use_dora", "bias": "lora_bias",
-    }
-)  # fmt: skip
-"""What adapters that others begin with have to be like, by key and by peft's field."""
-PREFIX = "base_model.model."
-"""Before the names of tensors in peft's files."""
 _ADAPTED = (nn.Linear, nn.Embedding, Conv1D)
 
 
@@ -58,8 +45,11 @@ class Adapters:
     rslora: bool = False
     dora: bool = False
     bias: bool = False
+    biases: str = "none"
     init: str = "kaiming"
     modules_to_save: Sequence[str] = ()
+    tokens: Sequence[int] = ()
+    """Of which the rows of the embeddings are trained."""
 
     def rank_of(self, name: str) -> int:
         """The rank beside a layer, or a weight of experts."""
@@ -89,7 +79,7 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
     """
     if getattr(model, "peft_config", None) is not None:
         return
-    peft = _peft()
+    peft = peft_module()
     names = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     stacked = list(expert_adapters.stacked_weights(model))
     some = (own.targets,) if isinstance(own.targets, str) else tuple(own.targets)
@@ -104,16 +94,19 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
     if both := set(adapted) & set(saved):
         raise UserError(f"{min(both)} is in lora.targets and in lora.modules_to_save: give it in one of them")
     _refuse_tied(model, {*adapted, *saved}, names)
+    if own.tokens:
+        _refuse_rows(own.tokens, model, {*adapted, *saved})
     everywhere = some == (ALL,) and not stacked and len(adapted) == len(_linear(model, names))
     config = peft.LoraConfig(
         r=own.rank, lora_alpha=own.alpha, lora_dropout=own.dropout, use_rslora=own.rslora, use_dora=own.dora,
-        lora_bias=own.bias, task_type="CAUSAL_LM", init_lora_weights=True if own.init == "kaiming" else own.init,
+        lora_bias=own.bias, bias=own.biases, task_type="CAUSAL_LM",
+        init_lora_weights=True if own.init == "kaiming" else own.init,
         rank_pattern=_as_regex(own.ranks), alpha_pattern=_as_regex(own.alphas),
         target_modules=ALL if everywhere else sorted(set(adapted)),
-        modules_to_save=sorted(set(saved)) or None,
+        modules_to_save=sorted(set(saved)) or None, trainable_token_indices=[*own.tokens] or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in names.values()),
     )  # fmt: skip
-    if adapted or saved or not experts:
+    if adapted or saved or own.tokens or not experts:
         try:
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -123,8 +116,12 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
             ) from None
         _refuse_experts(config, stacked)
     else:
-        model.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(own.biases == "all" and name.endswith(".bias"))
         cast(Any, model).peft_config = {"default": config}
+    for module in model.modules():
+        if hasattr(module, "trainable_tokens_original"):  # rows as they were, for who takes them out again
+            cast(Any, module).trainable_tokens_original.clear()
     config.target_parameters = sorted(experts) or None
     expert_adapters.adapt(model, {name: (own.rank_of(name), own.scale_of(name)) for name in experts})
 
@@ -152,6 +149,19 @@ def _refuse_unfit(
     for key, patterns in (("ranks", own.ranks), ("alphas", own.alphas)):
         for pattern in patterns:
             named_by(pattern, key, dict.fromkeys([*adapted, *experts]))
+
+
+def _refuse_rows(tokens: Sequence[int], model: nn.Module, others: set[str]) -> None:
+    """Raise UserError for rows that the embeddings have not, and where these are trained otherwise."""
+    table: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(table, nn.Embedding):
+        raise UserError(f"lora.tokens names rows of embeddings, and a {type(model).__name__} has none")
+    if max(tokens) >= table.num_embeddings or len({*tokens}) < len(tokens):
+        raise UserError(
+            f"lora.tokens has {max(tokens)}, and there are {table.num_embeddings} tokens: give each once, from 0"
+        )
+    if both := [name for name in others if name and model.get_submodule(name) is table]:
+        raise UserError(f"{both[0]} has adapters or is trained whole, and lora.tokens trains rows of it: take one")
 
 
 def _as_regex(patterns: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,88 +198,6 @@ def initial_adapters(
             yield name, torch.zeros(shape)
 
 
-def stored_adapters(
-    model: nn.Module, folder: Path, *, all_of_it: bool, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-) -> Iterator[tuple[str, Tensor]]:
-    """The values of adapters in a directory that peft has written, whole and by the names that they have in a model.
-
-    Its configuration has been read before (`checkpoint.conversion.adapter_config`), which refuses what is no LoRA.
-    `all_of_it`: the model has all of its modules, and no stage; `shapes`: as of `initial_adapters`. Raises UserError
-    for adapters that do not fit it.
-    """
-    said = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")))
-    config = cast(Any, model).peft_config["default"]
-    for key, name in LIKE.items():
-        own, its = getattr(config, name), said.get(name) or type(getattr(config, name))()
-        if own != its:
-            raise UserError(f'the adapters in "{folder}" have {key} {its}, and lora.{key} is {own}: take theirs')
-    of_experts = {factor.name: factor for factor in expert_adapters.factors_of(model)}
-    names = {_stored_name(n, of_experts): n for n, p in model.named_parameters() if p.requires_grad}
-    file = folder / "adapter_model.safetensors"
-    try:
-        with cast(Any, safe_open(file, framework="pt")) as stored:
-            there = {str(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
-            missing, surplus = sorted(names.keys() - there), sorted(there - names.keys()) if all_of_it else []
-            if missing or surplus:
-                what = f"lack {missing[0]}" if missing else f"have {surplus[0]}, which these have not"
-                raise UserError(
-                    f'the adapters in "{folder}" {what}: give the targets and modules_to_save in [lora] that they have'
-                )
-            for name, own in names.items():
-                value = cast(Tensor, stored.get_tensor(name))
-                full, factor = shapes.get(own, tuple(model.get_parameter(own).shape)), of_experts.get(own)
-                if tuple(value.shape) != (shape := full if factor is None else factor.matrix_shape(full)):
-                    raise UserError(
-                        f'{name} in "{folder}" has the shape {list(value.shape)}, not {list(shape)}: they are '
-                        "adapters of another model"
-                    )
-                yield own, value if factor is None else factor.value(value, full[0])
-    except (OSError, SafetensorError) as error:
-        raise UserError(f'"{file}" cannot be read: {error}') from None
-
-
-def merge_adapters(model: PreTrainedModel) -> None:
-    """Add the adapters of a model that is whole in this process to its weights, in place; it is without them then."""
-    peft = _peft()
-    for name, module in list(cast("Iterator[tuple[str, Any]]", model.named_modules())):
-        if isinstance(module, peft.utils.other.ModulesToSaveWrapper):
-            model.set_submodule(name, cast(nn.Module, module.modules_to_save["default"]))
-        elif isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
-            module.merge(safe_merge=True)
-            model.set_submodule(name, cast(nn.Module, module.get_base_layer()))
-    expert_adapters.merge(model)
-    del cast(Any, model).peft_config
-    model.requires_grad_(True)
-
-
-def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
-    """Write the adapters of a model that is whole in this process as peft does; `base`: the directory beside."""
-    peft, config = _peft(), cast(Any, model).peft_config["default"]
-    own = model.state_dict()  # of one that peft asks for itself it takes biases for parts that were not gathered
-    found: Any = peft.get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
-    state = cast("dict[str, Tensor]", found)
-    for factor in expert_adapters.factors_of(model):
-        state[f"{factor.stored}.weight"] = factor.matrix(model.get_parameter(factor.name))
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {PREFIX + name: value.detach().cpu().contiguous() for name, value in state.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(str(folder))
-    config.inference_mode = False
-
-
-def _stored_name(name: str, of_experts: Mapping[str, expert_adapters.Factor]) -> str:
-    """The name in peft's files of a parameter that is trained beside others."""
-    if name in of_experts:
-        return f"{PREFIX}{of_experts[name].stored}.weight"
-    if name.endswith(".lora_B.default.bias"):
-        return f"{PREFIX}{name.replace('.default.', '.')}"
-    plain = name.replace(".modules_to_save.default.", ".").replace(".default.weight", ".default")
-    bare = plain.removesuffix(".default")
-    weight = "" if bare == plain or ".lora_embedding_" in bare or ".lora_magnitude_vector" in bare else ".weight"
-    return f"{PREFIX}{bare}{weight}"
-
-
 def adapted_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     """Of a model with adapters the layers that have some, and the linear ones and experts that have none: ends of
     names."""
@@ -300,7 +228,7 @@ def _all_linear(model: nn.Module, names: Mapping[str, nn.Module]) -> list[str]:
     from peft.tuners import tuners_utils as tuners
     from peft.utils import transformers_weight_conversion as weights
 
-    config = _peft().LoraConfig(target_modules=[name for name in _linear(model, names) if name != "lm_head"])
+    config = peft_module().LoraConfig(target_modules=[name for name in _linear(model, names) if name != "lm_head"])
     if hasattr(model, "config"):
         conversions = weights.get_model_conversion_mapping(cast(Any, model))
         weights.convert_peft_config_for_transformers(config, model, conversions)
@@ -380,7 +308,7 @@ def _stream(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
 
 
-def _peft() -> Any:
+def peft_module() -> Any:
     try:
         import peft
     except ImportError:

@@ -10,8 +10,8 @@ all ranks. So no rank has to be asked, and all skip alike: an overflow on one ra
     diverged    losses above `run.diverged.above` times the median of the last ones: the same
 
 A skipped step counts as a step: its samples are not given again, and the learning rate goes on with the steps. The
-optimiser has not seen it. The scale and the good steps since it changed are in a checkpoint; the losses of which the
-median is taken are not, and are gathered anew after a resume.
+optimiser has not seen it. What steps are judged by, the scale and the losses of which the median is taken, is in a
+checkpoint, so a run that goes on judges as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -44,6 +44,18 @@ class Scale:
         return replace(self, good=self.good + 1)
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What is kept of steps that were judged, beside the scale."""
+
+    astray: int = 0
+    """Steps in a row that were skipped, but for overflows that lower the scale."""
+    high: int = 0
+    """Losses in a row that were far above the median."""
+    losses: tuple[float, ...] = ()
+    """Of which the median is taken."""
+
+
 class AstrayError(FloatingPointError):
     """A step that the plan stops at: its loss or its gradient is not finite, or its loss has diverged."""
 
@@ -51,8 +63,10 @@ class AstrayError(FloatingPointError):
 class Guard:
     """What a job knows of the steps before, to judge the next one by. The same on every rank."""
 
-    def __init__(self, plan: Job, scale: float = 0.0, good: int = 0, skipped: int = 0) -> None:
-        """`scale`, `good` and `skipped` as a run left them; 0: as a run begins."""
+    def __init__(
+        self, plan: Job, scale: float = 0.0, good: int = 0, skipped: int = 0, judged: Judged = Judged()
+    ) -> None:
+        """`scale`, `good`, `skipped` and `judged` as a run left them; 0: as a run begins."""
         self._policy, self._plan = plan.run, plan.precision.scale
         self.scale = Scale(1.0)
         """Of the next step."""
@@ -62,9 +76,14 @@ class Guard:
         """Steps in the whole run."""
         self.scaled = scaled
         """Whether the loss is scaled at all."""
-        self.astray = 0
+        self.astray = judged.astray
         """Steps in a row that were skipped, but for overflows that lower the scale."""
-        self._losses = Losses(plan.run.diverged)
+        self._losses = Losses(plan.run.diverged, judged)
+
+    @property
+    def judged(self) -> Judged:
+        """For whoever goes on."""
+        return Judged(self.astray, self._losses.high, (*self._losses.last,))
 
     def judge(self, loss: float, norm: float) -> str | None:
         """Why a step of this loss and norm (before clipping, of the unscaled gradient) is skipped; None: it is applied.
@@ -103,26 +122,28 @@ def _not_finite(loss: float, norm: float) -> str | None:
 class Losses:
     """The last losses, to say whether another one has diverged from them."""
 
-    def __init__(self, plan: DivergencePlan) -> None:
+    def __init__(self, plan: DivergencePlan, before: Judged) -> None:
         self._plan = plan
-        self._last: deque[float] = deque(maxlen=plan.window)
-        self._high = 0
+        self.last: deque[float] = deque(before.losses, maxlen=plan.window)
+        self.high = before.high
 
     def diverged(self, loss: float) -> str | None:
         """Why this one has: it and as many before it as the plan says are above a multiple of the median."""
-        if not self._plan.above or len(self._last) < self._plan.window:
-            self._last.append(loss)
+        if not self._plan.above:
             return None
-        usual = median(self._last)
+        if len(self.last) < self._plan.window:
+            self.last.append(loss)
+            return None
+        usual = median(self.last)
         if loss <= self._plan.above * usual:
-            self._high = 0
-            self._last.append(loss)
+            self.high = 0
+            self.last.append(loss)
             return None
-        self._high += 1
-        if self._high < self._plan.steps:
+        self.high += 1
+        if self.high < self._plan.steps:
             return None
         return (
-            f"the loss has diverged: it is {loss:.4g}, and in {self._high} steps in a row it was above "
+            f"the loss has diverged: it is {loss:.4g}, and in {self.high} steps in a row it was above "
             f"{self._plan.above:g} times the median of {usual:.4g} before"
         )
 

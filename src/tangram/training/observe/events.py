@@ -13,6 +13,10 @@ class Note:
     text: str
 
 
+class StopRequested(Note):
+    """Somebody wants the run to stop after its step."""
+
+
 @dataclass(frozen=True)
 class Doing:
     """What goes on for some seconds now; of interest only while it does."""

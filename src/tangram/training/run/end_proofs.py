@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from tangram.hardware.host.machine import pick_device
 from tangram.models.building.build import Source
 from tangram.models.capturing.attention import exactly
-from tangram.models.lora.adapters import merge_adapters, save_adapters
+from tangram.models.lora.adapter_files import merge_adapters, save_adapters
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus, Tokens, held_out_batches
 from tangram.training.objective.model_inputs import logits_in_order, token_order

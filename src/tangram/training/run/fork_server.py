@@ -13,14 +13,17 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Mapping
 from multiprocessing import reduction, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, cast
@@ -184,3 +187,20 @@ def _alone(link: socket.socket) -> None:
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
     settle_torch(threads=1)  # it sums and writes in threads of its own
+
+
+def end_with_parent(folder: Path) -> None:
+    """End this process as soon as its parent is gone, however it went, and with it the folder that it has left.
+
+    In that folder the ranks meet, and the fork server has its address.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do so, too
+        os._exit(1)
+
+    threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()

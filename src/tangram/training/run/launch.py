@@ -16,11 +16,9 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
-import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
@@ -40,10 +38,10 @@ from tangram.hardware.host.workers import Detached
 from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.trace import UNTRACED, Trace
 from tangram.tracing.watch import LOOK_SECONDS, Watch
-from tangram.training.observe.events import Note
+from tangram.training.observe.events import Note, StopRequested
 from tangram.training.run.environment import Among
-from tangram.training.run.fork_server import Inherited, context_of_ranks, fork_spare, signals_deferred
-from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, on_signals
+from tangram.training.run.fork_server import Inherited, context_of_ranks, end_with_parent, fork_spare, signals_deferred
+from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, interrupt, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -56,13 +54,12 @@ _KILLED = float("-inf")  # when a rank failed that was killed: before whatever o
 class RankError(Exception):
     """A rank died: which one, its first error as one sentence, and the stack trace when there is one."""
 
-    def __init__(self, rank: int, world: int, error: str, details: str, *, stopping: bool = False) -> None:
-        """`stopping`: whether the ranks had been asked to stop."""
+    def __init__(self, rank: int, world: int, error: str, details: str) -> None:
         super().__init__(f"rank {rank} of {world} ended the job: {error}")
-        self.rank, self.world, self.error, self.details, self.stopping = rank, world, error, details, stopping
+        self.rank, self.world, self.error, self.details = rank, world, error, details
 
     def __reduce__(self) -> Any:
-        return RankError, (self.rank, self.world, self.error, self.details), {"stopping": self.stopping}
+        return RankError, (self.rank, self.world, self.error, self.details)
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ class _Job(Generic[Result]):
         if self.stopping:
             return
         self.stopping = True
-        on_event(Note(note))
+        on_event(StopRequested(note))
         for order in self.orders:
             with contextlib.suppress(OSError):  # a rank that is done
                 order.send(name)
@@ -194,6 +191,18 @@ class _Job(Generic[Result]):
         if hang is not None:
             details = "\n".join(line for one in hang.findings for line in (one.text, *one.details))
             self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False)
+
+    def drain(self, on_event: Callable[[object], None]) -> None:
+        """End every process and hear the events that ranks had told of by then: of a step, say, that a snapshot has."""
+        self.end()
+        for line in self.lines:
+            while line.poll():
+                try:
+                    message = pickle.loads(line.recv_bytes())
+                except (EOFError, OSError):  # its end, or a message that was not sent to its end
+                    break
+                if isinstance(message, _Event):
+                    on_event(message.value)
 
     def say_in_trace(self, rank: int, failure: _Failure) -> None:
         if self.watch is not None:
@@ -235,7 +244,7 @@ def run_ranks(
     watch = None if trace is None or among.first else Watch(trace)
     job = _Job[Result](among.world, wishes, watch=watch)
     with (
-        on_signals(POLITE, wish.send, _interrupt),
+        on_signals(POLITE, wish.send, interrupt),
         tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,
     ):
         try:
@@ -262,15 +271,12 @@ def run_ranks(
                 job.listen(on_event, pause)
                 job.look(on_event)
                 if not job.failures and (error := among.elsewhere()) is not None:
+                    job.drain(on_event)
                     raise error
             _raise_first(job, on_event, among.world)
         finally:
             job.end()
     return [job.results[index] for index in among.ranks]
-
-
-def _interrupt(name: str) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: int) -> None:
@@ -281,11 +287,12 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     deadline = time.monotonic() + (0 if silent else LAST_WORDS_SECONDS)
     while job.lines and (left := deadline - time.monotonic()) > 0:
         job.listen(on_event, timeout=left)
+    job.drain(on_event)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
     job.say_in_trace(rank, first)
     if first.by_user:
         raise UserError(first.error)
-    raise RankError(rank, world, first.error, first.details, stopping=job.stopping)
+    raise RankError(rank, world, first.error, first.details)
 
 
 @dataclass(frozen=True)
@@ -312,7 +319,7 @@ def _rank_main(
     stop = Stop(orders, heard=lambda name: _send(line, _Request(name)))
     try:
         spare = fork_spare() if start.spare else None  # before there are threads, or a device
-        _end_with_parent(start.store.parents[1])
+        end_with_parent(start.store.parents[1])
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
@@ -378,20 +385,3 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with_parent(folder: Path) -> None:
-    """End this process as soon as its parent is gone, however it went, and with it the folder that it has left.
-
-    In that folder the ranks meet, and the fork server has its address.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do so, too
-        os._exit(1)
-
-    threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()

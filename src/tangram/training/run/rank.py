@@ -87,6 +87,8 @@ class RankJob:
     """Whoever starts the ranks brings some of them to the folder of checkpoints."""
     spent: float = 0.0
     """Seconds that training has taken before, which count for `run.max_seconds`."""
+    reached: int = 0
+    """The steps that were told of by then."""
     trace: TraceSettings | None = None
     """None: nothing is traced."""
 
@@ -184,7 +186,9 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, to.every or 0, job.spent)
+        hooks = loop.Hooks(
+            rank.emit, rank.stop.requested, after_step, job.folder, to.every or 0, job.spent, job.reached
+        )
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     rank.trace.phase(Phase.CHECKPOINT)

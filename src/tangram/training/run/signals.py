@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import NoReturn
 
 from tangram.relayout.exchange.peers import lost_peer
 
@@ -86,6 +87,11 @@ def on_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt(name: str) -> NoReturn:
+    """What the second signal does."""
+    raise KeyboardInterrupt
 
 
 def _leave_terminal() -> None:

@@ -147,4 +147,4 @@ def _fill(
     if values:
         load_pretrained(Path(source.weights or ""), model, plan, world, plain)
         if plan.lora is not None:
-            begin_adapters(model, plan, plain)
+            begin_adapters(model, plan, world, plain)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +27,8 @@ from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement
 from tangram.models.building.build import build_on_meta
 from tangram.models.building.conversions import Conversion, Part, read_conversion
-from tangram.models.lora.adapters import initial_adapters, stored_adapters
+from tangram.models.lora.adapter_files import stored_adapters
+from tangram.models.lora.adapters import initial_adapters
 from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
 from tangram.relayout.quantised.table import GROUP_CODECS
@@ -35,7 +37,7 @@ from tangram.schema.tuning import base_of, of_adapters, packed
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts, local
 from tangram.training.mesh.world import World
 from tangram.training.objective.step_guard import is_finite
-from tangram.training.parallel.apply import fill, put
+from tangram.training.parallel.apply import fill
 from tangram.training.parallel.quantised_base import QuantisedWeight, quantised_weights
 from tangram.training.state import new_embedding_rows
 from tangram.training.state.state import JobState, StateEntry, TensorPlaces, entries
@@ -203,8 +205,9 @@ def _planned(
 
 
 @torch.no_grad()
-def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -> None:
-    """Give the adapters of a model whose weights are there the values that they begin with. Collective for DoRA."""
+def begin_adapters(model: nn.Module, plan: Plan, world: World | None, plain: PlainParts = NO_PARTS) -> None:
+    """Give the adapters of a model whose weights are there the values that they begin with. Collective for DoRA, and
+    for rows of embeddings."""
     lora = plan.lora
     assert lora is not None
     shapes = {name: part.shape for name, part in plain.items()}
@@ -214,14 +217,31 @@ def begin_adapters(model: nn.Module, plan: Plan, plain: PlainParts = NO_PARTS) -
             copied = model.get_parameter(name.replace(".modules_to_save.default.", ".original_module."))
             local(parameter).copy_(local(copied))
         elif ".lora_magnitude_vector." in name:
-            layer: Any = model.get_submodule(name.partition(".lora_")[0])
-            weight = cast(Tensor, layer.get_base_layer().weight)
-            full = cast(Any, weight).full_tensor() if isinstance(weight, DTensor) else weight
-            put(parameter, cast(Tensor, torch.linalg.norm(full.T if layer.fan_in_fan_out else full, dim=1)))
+            module = name.partition(".lora_")[0]
+            full, turned = _gathered(model, f"{module}.base_layer.weight", world, plain), model.get_submodule(module)
+            lengths = cast(Tensor, torch.linalg.norm(full.T if cast(Any, turned).fan_in_fan_out else full, dim=1))
+            fill(model, [(name, lengths)], plain)
+        elif ".trainable_tokens_delta." in name:
+            full = _gathered(model, f"{name.partition('.trainable_')[0]}.base_layer.weight", world, plain)
+            fill(model, [(name, full[[*lora.tokens]])], plain)
     if lora.start is not None:
         whole = plan.pipeline is None
         read_config(Path(lora.start))  # refuses other kinds, and those that changed the weights that they stand beside
         fill(model, stored_adapters(model, Path(lora.start), all_of_it=whole, shapes=shapes), plain)
+
+
+def _gathered(model: nn.Module, name: str, world: World | None, plain: PlainParts) -> Tensor:
+    """A parameter of which ranks have parts, on all of them."""
+    weight = model.get_parameter(name)
+    own = cast(Tensor, cast(Any, weight).full_tensor()) if isinstance(weight, DTensor) else weight
+    part = plain.get(name)
+    if part is None or world is None:
+        return own
+    full = own.new_zeros(part.shape)
+    full.view(-1)[part.of(torch.arange(full.numel()).view(part.shape)).to(own.device)] = own
+    for axis in part.axes:
+        dist.all_reduce(full, group=world.over((axis,)).get_group())
+    return full
 
 
 def _not_finite(folder: Path, name: str, sources: Sequence[Piece], read: Callable[[Hashable, str], Tensor]) -> str:

@@ -16,6 +16,7 @@ from tangram.errors import UserError
 from tangram.relayout import TensorSpec
 from tangram.schema.plan import Plan
 from tangram.training.mesh.world import World
+from tangram.training.objective.step_guard import Judged
 from tangram.training.state.state import JobState, Progress, TensorPlaces, entries, frozen
 
 
@@ -78,7 +79,10 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
     try:
         counted = int(found["step"]), int(found["samples"]), int(found["tokens"])
         guarded = float(found.get("scale", 0)), int(found.get("good", 0)), int(found.get("skipped", 0))
-        return Progress(*counted, float(found["seconds"]), *guarded)
+        judged: Any = found.get("judged", {})
+        losses = tuple(map(float, judged.get("losses", ())))
+        before = Judged(int(judged.get("astray", 0)), int(judged.get("high", 0)), losses)
+        return Progress(*counted, float(found["seconds"]), *guarded, before, int(found.get("measured", found["step"])))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f'the checkpoint "{path}" is of no `tangram train`: its {MANIFEST} does not say how far it was ({error!r})'

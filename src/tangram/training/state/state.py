@@ -28,6 +28,7 @@ from tangram.schema.plan import Plan
 from tangram.training.mesh.local_parts import PlainPart, PlainParts, local
 from tangram.training.mesh.mapped_tensors import mapped
 from tangram.training.mesh.world import World
+from tangram.training.objective.step_guard import Judged
 from tangram.training.parallel.fsdp import reshard
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
 from tangram.training.updates.update_rules import ADAMW_STATES
@@ -48,6 +49,10 @@ class Progress:
     """Steps that were applied since the scale changed."""
     skipped: int = 0
     """Steps that were not applied; `step` counts them."""
+    judged: Judged = field(default_factory=Judged)
+    """By what the next step is judged."""
+    measured: int = 0
+    """The step after which the held-out loss was measured last."""
 
 
 @dataclass

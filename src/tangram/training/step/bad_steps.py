@@ -17,7 +17,8 @@ from tangram.text import write_file
 from tangram.training.data import Corpus, RankBatches, sample_ids
 from tangram.training.data.corpus import is_single
 from tangram.training.mesh.world import World
-from tangram.training.objective.step_guard import AstrayError
+from tangram.training.objective.step_guard import AstrayError, Guard
+from tangram.training.observe.events import StepSkipped
 from tangram.training.state.state import Progress
 
 
@@ -85,3 +86,21 @@ def located(
         except (OSError, UserError) as failure:
             words.append(f"{said}; its samples could not be written: {failure}")
     return AstrayError(world.peers.from_first(words[0] if words else ""))
+
+
+def skipped_event(
+    skipped: tuple[str, bool], folder: Path | None, corpus: Corpus, plan: Plan, progress: Progress, guard: Guard
+) -> StepSkipped:
+    """A step that was not applied, and where its samples are written; those of an overflow are not.
+
+    `skipped`: why, and whether for another reason than an overflow; `progress`: as it is after the step. Samples that
+    cannot be written stop nothing: the event says why.
+    """
+    (reason, astray), path = skipped, ""
+    if astray and folder is not None:
+        first = progress.samples - plan.data.global_batch
+        try:
+            path = str(write_samples(folder, corpus, plan, progress.step - 1, first, reason))
+        except (OSError, UserError) as failure:
+            reason = f"{reason}; its samples could not be written: {failure}"
+    return StepSkipped(progress.step, reason, guard.skipped, path)

@@ -13,7 +13,7 @@ bit for bit.
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -34,12 +34,12 @@ from tangram.training.mesh.drawing import drawn_apart
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
-from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone, StepSkipped
+from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone
 from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.backward import backward, early_updates
-from tangram.training.step.bad_steps import located, rank_samples, write_samples
+from tangram.training.step.bad_steps import located, rank_samples, skipped_event
 from tangram.training.step.evaluate import held_out, sum_over
 from tangram.training.step.layer_peaks import looking
 from tangram.training.step.objectives import LossSum, count_of, objective_of
@@ -70,6 +70,8 @@ class Hooks:
     """Steps from one save to the next, 0 for none; None: as the plan says."""
     spent: float = 0.0
     """Seconds of `run.max_seconds` that are over, as where a run goes on after a failure."""
+    reached: int = 0
+    """The steps that were told of by then: those that are done again are done whatever the time."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,17 @@ def train_steps(
     if model.reference is not None:
         model.reference.before_write = checkpointer.fence  # its forward comes before the optimiser, which waits, too
     started = time.monotonic()
-    first, before = state.progress.step, state.progress.seconds
+    begun, first = state.progress, state.progress.step
     losses, tokens = list[float](), 0
-    stopped = _stopped_before(model, state, hooks)
+    stopped = _stopped_before(model, state, corpus, hooks)
     loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
     save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
-    guard = Guard(plan, state.progress.scale, state.progress.good, state.progress.skipped)
+    guard = Guard(plan, begun.scale, begun.good, begun.skipped, begun.judged)
     while state.progress.step < plan.run.steps and stopped is None:
         step, trace = state.progress.step, model.trace
         length = _begin(model, corpus, state.progress)
         batches = _batches(corpus, state.progress, plan, world, length)
-        late = world.index == 0 and time.monotonic() - started + hooks.spent >= plan.run.max_seconds
+        late = _late(model, hooks, step + 1, time.monotonic() - started)
         lr = lr_at(step, plan.run.steps, plan.optimiser)
         stops = (late, hooks.stop_requested(), checkpointer.due())
         assert len(stops) == WISHES  # what a trace expects with the norm
@@ -133,10 +135,10 @@ def train_steps(
         losses.append(done.loss)
         tokens += batches.counted
         seconds = time.monotonic() - started
-        state.progress = _advanced(state.progress, batches.counted, plan, guard, before + seconds)
+        state.progress = _advanced(state.progress, batches.counted, plan, guard, begun.seconds + seconds)
         if world.index == 0:
             hooks.emit(
-                skipped_event(done, hooks.folder, corpus, plan, state.progress, guard)
+                skipped_event((done.skipped, done.astray), hooks.folder, corpus, plan, state.progress, guard)
                 if done.skipped is not None
                 else _event_of(plan, costs, done, step + 1, first + 1, batches, seconds, guard)
             )
@@ -146,7 +148,7 @@ def train_steps(
         _tell_draws(model, hooks, all_ranks=world.stages > 1 and (step == first or last))
         if done.skipped is None:
             state.metrics.update({"loss": done.loss, **done.figures})
-        if not last and plan.data.held_out and _due(step + 1, plan.run.evaluate_every):
+        if not last and _due(step + 1, _evaluations(plan)):
             stopped = _evaluate(model, state, corpus, hooks, time.monotonic() - started)
         due = _due(step + 1, save_every) or done.stop_requests[2]
         _end_step(model, state, checkpointer, hooks, save=due and not (last or stopped))
@@ -160,6 +162,7 @@ def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hook
     model.trace.phase(Phase.EVALUATION)
     found, metrics = held_out(model, corpus), state.metrics
     metrics.update({"held_out_loss": found.loss, **{f"held_out_{key}": x for key, x in found.figures.items()}})
+    state.progress = replace(state.progress, measured=state.progress.step)
     if model.plan.run.patience:
         fell = found.loss < metrics.get(BEST, math.inf)
         metrics.update({BEST: found.loss, SINCE: 0.0} if fell else {SINCE: metrics.get(SINCE, 0.0) + 1})
@@ -169,12 +172,26 @@ def _evaluate(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hook
     return _used_up(state, model.plan)
 
 
-def _stopped_before(model: ParallelModel, state: JobState, hooks: Hooks) -> str | None:
-    """Why a run that goes on has nothing more to train; the first rank says so."""
+def _stopped_before(model: ParallelModel, state: JobState, corpus: Corpus, hooks: Hooks) -> str | None:
+    """Why a run that goes on has nothing more to train; the first rank says so. What was to be measured where it was
+    stopped is measured now."""
     stopped = _used_up(state, model.plan)
     if stopped and model.world.index == 0:
         hooks.emit(Note("the held-out loss had fallen no further before: to go on, raise run.patience"))
+    if not stopped and hooks.reached and not math.isinf(model.plan.run.max_seconds):
+        late = torch.tensor([float(_late(model, hooks, state.progress.step, 0.0))], device=model.world.device)
+        stopped = "time" if sum_over(model.world.group, late) == [1.0] else None
+    step = state.progress.step
+    if not stopped and state.progress.measured < step < model.plan.run.steps and _due(step, _evaluations(model.plan)):
+        return _evaluate(model, state, corpus, hooks, 0.0)
     return stopped
+
+
+def _late(model: ParallelModel, hooks: Hooks, step: int, seconds: float) -> bool:
+    """Whether this step is the last for its time, so many seconds after training began; the first rank's clock says
+    so."""
+    spent = hooks.spent + seconds
+    return model.world.index == 0 and step >= hooks.reached and spent >= model.plan.run.max_seconds
 
 
 def _used_up(state: JobState, plan: Plan) -> str | None:
@@ -234,7 +251,8 @@ def _batches(corpus: Corpus, progress: Progress, plan: Plan, world: World, lengt
 
 def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, seconds: float) -> Progress:
     """By a step that has counted so many tokens. `seconds`: over all runs."""
-    return Progress(
+    return replace(
+        progress,
         step=progress.step + 1,
         samples=progress.samples + plan.data.global_batch,
         tokens=progress.tokens + counted,
@@ -242,6 +260,7 @@ def _advanced(progress: Progress, counted: int, plan: Plan, guard: Guard, second
         scale=guard.scale.value if guard.scaled else 0.0,
         good=guard.scale.good,
         skipped=guard.skipped,
+        judged=guard.judged,
     )
 
 
@@ -277,21 +296,9 @@ def _event_of(
     )
 
 
-def skipped_event(
-    done: "StepResult", folder: Path | None, corpus: Corpus, plan: Plan, progress: Progress, guard: Guard
-) -> StepSkipped:
-    """A step that was not applied, and where its samples are written; those of an overflow are not.
-
-    `progress`: as it is after the step. Samples that cannot be written stop nothing: the event says why.
-    """
-    reason, path = f"{done.skipped}", ""
-    if done.astray and folder is not None:
-        first = progress.samples - plan.data.global_batch
-        try:
-            path = str(write_samples(folder, corpus, plan, progress.step - 1, first, reason))
-        except (OSError, UserError) as failure:
-            reason = f"{reason}; its samples could not be written: {failure}"
-    return StepSkipped(progress.step, reason, guard.skipped, path)
+def _evaluations(plan: Plan) -> int:
+    """Steps from one to the next; 0 for none."""
+    return plan.run.evaluate_every if plan.data.held_out else 0
 
 
 def _due(step: int, every: int) -> bool:
