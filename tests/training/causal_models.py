@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.models.building.build import initial_tensors
+from tangram.models.building.initial import initial_tensors
 from tangram.planner.local import strategies
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted

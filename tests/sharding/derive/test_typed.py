@@ -57,7 +57,7 @@ def test_a_mesh_that_is_no_text(mesh: Any) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("forward", [False, True])
 def test_a_model_that_was_compiled_before(inside: bool, forward: bool) -> None:
-    """A part of it, and its forward alone, are found as the model is; `module.compile()` compiles the call, and stays."""
+    """A part of it, and its forward alone, are found as the model is; `module.compile()` compiles the call."""
     model = two()
     part: Any = model[0] if inside else model
     if forward:
@@ -67,8 +67,8 @@ def test_a_model_that_was_compiled_before(inside: bool, forward: bool) -> None:
         model = nn.Sequential(compiled, *model[1:]) if inside else compiled
     with pytest.raises(UserError) as caught:
         tangram.derive(model, "tp=2", ["0.weight: o/tp i"], inputs=INPUTS)
-    what = "0" if inside else "the model"
-    assert str(caught.value) == f"{what} is compiled by torch.compile: make it parallel first, and compile it after that"
+    sentence = "is compiled by torch.compile: make it parallel first, and compile it after that"
+    assert str(caught.value) == f"{'0' if inside else 'the model'} {sentence}"
 
 
 class Gated(nn.Module):

@@ -123,7 +123,8 @@ def layer_drops(module: Any) -> list[str]:
     random (Fan et al., 2019).
     """
     config: Any = getattr(module, "config", None)
-    return [] if config is None else [key for key, chance in vars(config).items() if key.endswith("layerdrop") and chance]
+    fields: dict[str, Any] = {} if config is None else vars(config)
+    return [key for key, chance in fields.items() if key.endswith("layerdrop") and chance]
 
 
 def _line_of(error: BaseException) -> TracebackType | None:
