@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tangram.models.capturing.called import caller, short
 
@@ -123,7 +123,7 @@ def layer_drops(module: Any) -> list[str]:
     random (Fan et al., 2019).
     """
     config: Any = getattr(module, "config", None)
-    fields: dict[str, Any] = {} if config is None else vars(config)
+    fields = {} if config is None else cast("dict[str, Any]", vars(config))
     return [key for key, chance in fields.items() if key.endswith("layerdrop") and chance]
 
 
