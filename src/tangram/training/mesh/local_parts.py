@@ -253,13 +253,23 @@ def own_part(full: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]
 
 def refuse_written(model: nn.Module, graph: Graph) -> None:
     """Raise UserError where a forward that has gradients writes into a parameter that has one: the module sees a view
-    of the DTensor then, and autograd knows no writes into such."""
-    written = {graph.values[v].name for v in Writes.of(graph).nodes if graph.values[v].kind == "parameter"}
+    of the DTensor then, and autograd knows no writes into such. Of what is written through `.data` it knows nothing.
+    """
+    written = {
+        graph.values[v].name
+        for v, nodes in Writes.of(graph).nodes.items()
+        if graph.values[v].kind == "parameter" and not all(_through_data(graph, i) for i in nodes)
+    }
     for name, p in model.named_parameters():
         if name in written and p.requires_grad and isinstance(p, DTensor) and torch.is_grad_enabled():
             raise UserError(
                 f"a forward writes into {name}, which is trained: write into it after the optimiser's step instead"
             )
+
+
+def _through_data(graph: Graph, write: int) -> bool:
+    renews = graph.nodes[write].renews
+    return renews is not None and graph.nodes[renews[1]].operator is torch.ops.aten.detach.default
 
 
 @dataclass(frozen=True)
