@@ -6,13 +6,14 @@ import contextlib
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench._tracing.jobs import LAYERS, MESH, SLOW, Case, train
+from bench._tracing.jobs import LAYERS, SLOW, Case, train
 from tangram.tracing.files.format import (
     EVENT_DTYPE,
     EVENTS,
@@ -26,11 +27,14 @@ from tangram.tracing.files.format import (
     ring_bytes,
 )
 from tangram.tracing.finding import Finding
+from tangram.tracing.reading import read
 from tangram.tracing.settings import TraceSettings
 from tangram.tracing.show.report import report
 from tangram.training.run.launch import RankError, run_ranks
 
 HANG = 2.0
+MESHES = ((2, 2), (2, 2), (2, 2), (3, 1), (2, 1), (4, 2), (2, 4))
+"""Sizes of dp and tp."""
 VARIED = 0.25
 """The share of jobs whose rows are as long as each step needs."""
 CAUSES: Mapping[str, frozenset[str]] = {
@@ -65,6 +69,10 @@ class Score:
     rank: int
     cause: int
     missed: tuple[str, ...]
+    late: float
+    """Seconds after a hang's own time until the run had ended, at most."""
+    steps: int
+    """Steps after that of a wrong call which its finding is of, at most."""
 
 
 def drawn(seed: int, count: int) -> Iterator[Case]:
@@ -75,20 +83,34 @@ def drawn(seed: int, count: int) -> Iterator[Case]:
         fault = kinds[number % len(kinds)]
         slow = fault in SLOW or fault == "slow-link"
         step = draw.randint(1, 3) if slow else draw.randint(2 if fault in ("sleep", "bit-flip") else 1, 12)
-        rank, layer, varied = draw.randrange(4), draw.randrange(LAYERS), draw.random() < VARIED
-        yield Case(fault, rank, step, layer, 24 if slow else 14, 0.05, varied)
+        dp, tp = draw.choice([mesh for mesh in MESHES if fault not in OVER_TP or mesh[1] > 1])
+        rank, layer, varied = draw.randrange(dp * tp), draw.randrange(LAYERS), draw.random() < VARIED
+        yield Case(fault, rank, step, layer, 24 if slow else 14, 0.05, varied, dp=dp, tp=tp)
+
+
+OVER_TP = frozenset({"skip", "extra", "slow-link"})
+"""Which need ranks of tp: a call of one rank alone is none, and of links one of several is found."""
+HANGS = frozenset({"stop", "sleep"})
+WRONG_CALLS = frozenset({"skip", "skip-grad", "extra", "reorder", "size", "dtype", "group"})
 
 
 def outcome(case: Case) -> tuple[Finding, ...]:
     """What the report on a job says."""
+    return outcome_after(case)[0]
+
+
+def outcome_after(case: Case) -> tuple[tuple[Finding, ...], float]:
+    """The same, and the seconds from the last that any rank did to the end of the job."""
     folder = Path(tempfile.mkdtemp(prefix="tangram-tracing-"))
-    settings = TraceSettings(folder / "trace", mesh=MESH, hang_seconds=HANG, digest_steps=1)
+    settings = TraceSettings(folder / "trace", mesh=case.mesh, hang_seconds=HANG, digest_steps=1)
     with contextlib.suppress(RankError):
-        run_ranks(train, case, world=4, on_event=lambda event: None, device="cpu", trace=settings)
+        run_ranks(train, case, world=case.ranks, on_event=lambda event: None, device="cpu", trace=settings)
+    ended = time.monotonic_ns()
+    last = max(int(trace.events["time"].max()) for trace in read(settings.folder))
     if case.fault == "clock-skew":
-        other_clock(settings.folder, (case.rank + 1) % 4)
+        other_clock(settings.folder, (case.rank + 1) % case.ranks)
     try:
-        return report(folder).findings
+        return report(folder).findings, (ended - last) / 1e9
     finally:
         shutil.rmtree(folder)
 
@@ -108,19 +130,31 @@ def other_clock(folder: Path, rank: int) -> None:
 
 def score(seed: int, count: int) -> Score:
     """Of so many cases."""
-    found = rank = cause = 0
+    found = rank = cause = steps = 0
+    late = 0.0
     missed: list[str] = []
     for case in drawn(seed, count):
-        first = next(iter(outcome(case)), None)
+        findings, seconds = outcome_after(case)
+        first = next(iter(findings), None)
+        if case.fault in HANGS:
+            late = max(late, seconds - HANG)
+        if case.fault in WRONG_CALLS and first is not None:
+            steps = max(steps, first.step - case.step)
         right = first is not None and first.ranks == case.blamed
         why = SLOW.get(case.fault, "")
         named = first is not None and first.kind in CAUSES[case.fault] and first.cause == why
         found, rank, cause = found + (first is not None), rank + right, cause + (right and named)
         if not right or not named:
             missed.append(f"{case}: {first}")
-    return Score(count, found, rank, cause, tuple(missed))
+    return Score(count, found, rank, cause, tuple(missed), late, steps)
 
 
 def false_alarms(count: int) -> int:
-    """Of clean runs, with evaluations and checkpoints, those with a finding."""
-    return sum(bool(outcome(Case(steps=14 + number % 3))) for number in range(count))
+    """Of clean runs, with evaluations and checkpoints, some with rows of several lengths or compiled, those with a
+    finding."""
+    meshes = (MESHES[n % len(MESHES)] for n in range(count))
+    cases = (
+        Case(steps=14 + n % 3, varied=n % 4 == 3, compiled=n % 10 == 9, dp=dp, tp=tp)
+        for n, (dp, tp) in enumerate(meshes)
+    )
+    return sum(bool(outcome(case)) for case in cases)

@@ -1,4 +1,4 @@
-"""A job of 4 ranks over `dp=2 tp=2`, small and without a model of transformers, in which one rank does something wrong.
+"""A job of 2 to 8 ranks over dp and tp, small, without a model of transformers; one rank does something wrong.
 
 Its step is that of a trainer: a layer's partial sums over tp in the forward, gradients over dp in the backward, one
 number over all ranks at the end. `FAULTS` are what can go wrong, by name; each does its harm in one place.
@@ -24,7 +24,7 @@ from tangram.tracing.files.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, P
 from tangram.tracing.weights import WeightGroup
 from tangram.training.run.launch import Rank
 
-MESH, WIDTH, LAYERS = "dp=2 tp=2", 32, 3
+WIDTH, LAYERS = 32, 3
 EVALUATES, SAVES = 5, 7
 SLOW = {"slow": "computes", "clock-skew": "computes", "starved": "starved", "slow-data": "waits", "slow-disk": "waits"}
 """Faults of which a rank is slow, and a finding's cause."""
@@ -43,12 +43,25 @@ class Case:
     """How much slower a slow rank is."""
     varied: bool = False
     """Whether rows are as long as each step needs."""
+    compiled: bool = False
+    dp: int = 2
+    tp: int = 2
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """Whose fault it is: of a link, of all the ranks on it."""
-        peer = (self.rank + 2) % 4
-        return tuple(sorted({self.rank, peer})) if self.fault == "slow-link" else (self.rank,)
+        """Whose fault it is: of a link over dp, of all the ranks on it."""
+        link = tuple(range(self.rank % self.tp, self.ranks, self.tp))
+        return link if self.fault == "slow-link" else (self.rank,)
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return self.dp * self.tp
+
+    @property
+    def mesh(self) -> str:
+        """In the notation."""
+        return f"dp={self.dp} tp={self.tp}"
 
 
 class Block(nn.Module):
@@ -73,6 +86,13 @@ class Block(nn.Module):
         if fault == "extra":
             dist.all_reduce(x, group=self.group)
         return x
+
+
+def _block(group: dist.ProcessGroup, *, compiled: bool) -> Block:
+    block = Block(group)
+    if compiled:
+        block.compile(backend="aot_eager")
+    return block
 
 
 class LateWork(dist.Work):
@@ -112,10 +132,10 @@ def grad_sum(group: dist.ProcessGroup, fault: str, wrong: dist.ProcessGroup) -> 
 
 def train(rank: Rank, case: Case) -> int:
     """The task of a rank: how many steps it has done."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     torch.manual_seed(0)
-    blocks = [Block(tp) for _ in range(LAYERS)]
+    blocks = [_block(tp, compiled=case.compiled) for _ in range(LAYERS)]
     net = nn.ModuleList(blocks)
     trace = rank.trace
     trace.label([net])

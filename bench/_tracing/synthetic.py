@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ from tangram.tracing.files.format import (
 )
 from tangram.tracing.finding import Finding
 
-MICROS, STEPS, NOISE = 16, 50, 0.005
+MICROS, STEPS, NOISE, HOST = 16, 50, 0.005, 8
 LINK = ("tp", "dp", "pp")
 AXES = ("tp", "pp", "dp", "pp dp tp")
 """Of groups, in the order of their slots."""
@@ -50,12 +50,18 @@ class Planted:
     """What is wrong in a synthetic trace."""
 
     kind: str
-    """slow, slow link or stopped."""
+    """slow, slow host, slow link or stopped."""
     rank: int
     """Of a link: one of its ranks."""
     axis: str
     since: int
     factor: float
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The ranks that take longer; of a link one of its own."""
+        first = self.rank // HOST * HOST
+        return tuple(range(first, first + HOST)) if self.kind == "slow host" else (self.rank,)
 
 
 @dataclass(frozen=True)
@@ -80,19 +86,26 @@ class Cluster:
 def drawn(cluster: Cluster, seed: int) -> Planted:
     """A fault by seed."""
     draw = np.random.default_rng(seed)
-    kind = ("slow", "slow link", "stopped")[seed % 3]
+    kind = ("slow", "slow link", "stopped", "slow host")[seed % 4]
+    factor = 1.5 if kind == "slow link" else float(draw.uniform(1.06, 1.5))
     axis = LINK[int(draw.integers(3))] if kind == "slow link" else "tp"
-    return Planted(kind, int(draw.integers(cluster.ranks)), axis, int(draw.integers(1, STEPS // 2)), 1.5)
+    return Planted(kind, int(draw.integers(cluster.ranks)), axis, int(draw.integers(1, STEPS // 2)), factor)
 
 
 def names(found: Finding, planted: Planted) -> bool:
     """Whether a finding names what was planted: the rank, and the axis over which the others wait.
 
-    For a rank that is stopped they wait over every axis.
+    For a rank that is stopped they wait over every axis, for a host over any.
     """
     axes = found.axes.split(" and ")
-    right = planted.rank in found.ranks and (len(found.ranks) == 1 or planted.kind == "slow link")
-    return found.kind == planted.kind and right and (planted.axis in axes or planted.kind == "stopped")
+    right = planted.rank in found.ranks if planted.kind == "slow link" else found.ranks == planted.blamed
+    where = planted.axis in axes or planted.kind in ("stopped", "slow host")
+    return found.kind == ("slow" if planted.kind == "slow host" else planted.kind) and right and where
+
+
+def step_without(cluster: Cluster, planted: Planted, seed: int) -> float:
+    """Seconds of a step since the fault began, had it not: the same noise."""
+    return float(np.median(_steps(cluster, replace(planted, factor=1.0), seed)[2][planted.since :]))
 
 
 def stage_seconds(cluster: Cluster) -> npt.NDArray[np.float64]:
@@ -133,7 +146,7 @@ def write(folder: Path, cluster: Cluster, planted: Planted, seed: int) -> None:
             places[:, replica, tensor],
             places[stage, :, tensor],
         )
-        host, waiting = f"node-{rank // 8:05d}", planted.kind == "stopped" and rank != planted.rank
+        host, waiting = f"node-{rank // HOST:05d}", planted.kind == "stopped" and rank != planted.rank
         _ring(
             folder,
             cluster,
@@ -176,8 +189,8 @@ def _steps(
     own = base * (1 + NOISE * draw.standard_normal(shape))
     at = np.unravel_index(planted.rank, shape[1:])
     since = slice(planted.since, None)
-    if planted.kind == "slow":
-        own[(since, *at)] *= planted.factor
+    if planted.kind in ("slow", "slow host"):
+        own.reshape(STEPS, -1)[since, [*planted.blamed]] *= planted.factor
     late = {axis: np.zeros(shape) for axis in LINK}
     if planted.kind == "slow link":
         stage, replica, tensor = at

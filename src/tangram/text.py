@@ -1,6 +1,7 @@
 """Texts that every room needs: tables in plain lines, files that come with it or are written, names that were meant."""
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
@@ -28,12 +29,28 @@ def refuse_unwritable(path: Path, what: str) -> None:
         raise UserError(f"{what} cannot be written to {path}: give a file in a folder that is there")
 
 
-def write_file(path: Path, text: str, what: str) -> None:
-    """Write a file that a user has named. `what` it is, as "the plan". Raises UserError where it cannot be written."""
+def write_file(path: Path, text: str, what: str = "it") -> None:
+    """Write a file under a temporary name and rename it, so that nobody reads half of it and a full disk leaves the
+    one that was there. `what` it is, as "the plan". Raises UserError where it cannot be written.
+
+    A path in the text may hold bytes that are no text; they are written as escapes, which JSON reads back. Into what is
+    no file, and through links as /dev/stdout, is written as it is.
+    """
+    through = path.is_symlink() or (path.exists() and not path.is_file())
+    unfinished = path if through else path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.write_text(text, encoding="utf-8")
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+            if not through:
+                stream.flush()
+                os.fsync(stream.fileno())
+        if not through:
+            unfinished.replace(path)
     except OSError as error:
-        raise UserError(f"{what} cannot be written to {path}: {error.strerror}") from None
+        raise UserError(f"{what} cannot be written to {path}: {error.strerror}; make room or give another") from None
+    finally:
+        if not through:
+            unfinished.unlink(missing_ok=True)
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:

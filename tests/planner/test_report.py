@@ -25,13 +25,13 @@ from tangram.planner.report import charts, html_page
 from tangram.planner.report.answer_tables import HELD, PARTS
 from tangram.planner.report.bottlenecks import KINDS as KINDS_OF_PARTS
 from tangram.planner.report.charts import Picture
-from tangram.planner.report.html_page import write_atomically
 from tangram.planner.report.report import Shown, as_html, pictures_of, step_as_html
 from tangram.planner.search.by_device_count import best
 from tangram.planner.search.explain import StrategyRequest, explain
 from tangram.planner.search.objectives import Terms, aim_of
 from tangram.planner.search.pareto import fronts
 from tangram.planner.search.strategy import Ask
+from tangram.text import write_file
 from tests.planner.commands import refused
 from tests.training.browser import Browser, browser
 
@@ -299,15 +299,27 @@ def test_files_that_cannot_be_written_are_told_before_the_search(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "old.html").write_text("old")
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(UserError, match=r"could not be written: .*; make room or give another folder"):
-            write_atomically(tmp_path / "plan.html", as_html(shown("ranking")))
+        for name in ("plan.html", "old.html"):
+            with pytest.raises(UserError, match=r"the report cannot be written to .*; make room or give another"):
+                write_file(tmp_path / name, as_html(shown("ranking")), "the report")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["old.html"]
+    assert (tmp_path / "old.html").read_text() == "old"
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    """As /dev/stdout is one."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for text in ("a", "b"):
+        write_file(tmp_path / "link", text)
+        assert (tmp_path / "file").read_text() == text
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_without_plotly_it_says_what_to_install(

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tangram import tracing
 from tangram.tracing.finding import Finding
 from tangram.tracing.show.report import report
-from tangram.training.run.fork_server import context_of_ranks
+from tests.ranks import start_failing
 
 Step = Callable[[int, int], None]
 STEPS, ODD = 6, 4
@@ -155,11 +155,7 @@ def run(rank: int, world: int, folder: Path, what: Any) -> None:
 
 def found(folder: Path, what: Any, world: int = 3) -> list[Finding]:
     """What the report on such a run says, but for who is slow."""
-    ranks = [context_of_ranks().Process(target=run, args=(rank, world, folder, what)) for rank in range(world)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
+    start_failing(run, world, folder, what, ranks=world)
     return [one for one in report(folder / "trace").findings if one.kind != "slow"]
 
 

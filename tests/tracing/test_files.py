@@ -1,11 +1,15 @@
 """Traces written, read, and read when they are torn, cut off, of two runs, of a newer version or not there."""
 
+import faulthandler
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
 import sys
+import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -15,17 +19,20 @@ import torch
 
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
+from tangram.tracing import reading
 from tangram.tracing.blame import Outside, calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
     AXES_AT_MOST,
     CHUNK_HEADER,
     EVENTS,
+    HEADER,
     HEADER_BYTES,
     LIVE_AT,
     LOSS_NOT_FINITE,
     ROW_DTYPE,
     ROW_DTYPES,
     ROWS,
+    End,
     Kind,
     Phase,
     file_of,
@@ -36,7 +43,8 @@ from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report, top
-from tangram.tracing.watch import Watch
+from tangram.tracing.stacks import SIGNAL
+from tangram.tracing.watch import Watch, watched
 
 RUN = b"r" * 16
 
@@ -367,6 +375,31 @@ def test_a_look_tells_what_a_whole_reading_tells(tmp_path: Path) -> None:
     assert [(last, live.step) for last, live in looked] == [(trace.last, trace.live.step) for trace in read(tmp_path)]
 
 
+def test_of_many_ranks_no_events_are_read_to_see_that_they_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at 16,384 ranks read 2.7 GB, on two ranks of each machine."""
+    monkeypatch.setattr(reading, "KEPT_RANKS", 1)
+    recorder = write(tmp_path, 0, 4)
+    write(tmp_path, 1, 4)
+    looked = Peek(tmp_path, RUN).look()
+    assert [last for last, _ in looked] == [0, 0]
+    watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.2))
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.6:  # longer than the time of a hang
+        call = recorder.enter(0, 0, 64, torch.float32, -1)
+        recorder.waits(call)
+        assert watch.look()[1] is None
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("place", "watches"), [((0, 1), True), ((1, 0), True), ((2, 0), False), ((0, 2), False)])
+def test_a_few_ranks_of_two_machines_watch(place: tuple[int, int], watches: bool, tmp_path: Path) -> None:
+    before = {*threading.enumerate()}
+    with watched(TraceSettings(tmp_path), place, 4096, lambda hang: None):
+        assert any(one.name == "tangram-watch" for one in {*threading.enumerate()} - before) is watches
+
+
 def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
     write(tmp_path / "alive", 0, 4)
     write(tmp_path / "alive", 1, 4)
@@ -378,3 +411,63 @@ def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
             file.write(struct.pack("<Q", int(seconds * 1e9)))
     (one,) = findings(read(copy), Outside())
     assert (one.kind, one.ranks) == ("stopped", (1,))
+
+
+@pytest.mark.parametrize("spike", ["logit", "high logit", "activation", "loss", "experts", ""])
+def test_a_jump_of_long_ago_is_not_why_a_run_hangs(spike: str, tmp_path: Path) -> None:
+    """All ranks have joined the call that they wait in, as where the network is down."""
+    for rank in range(2):
+        recorder = write(tmp_path, rank, 3)
+        call = recorder.enter(recorder.group("0", "dp", range(2)), 0, 64, torch.float32, -1)
+        recorder.waits(call)
+        if spike and rank:
+            words = {"layer": "layers.0", "times": 9.0, "expert": 0, "before": 1.0, "samples": "a line"}
+            recorder.files.name({"spike": spike, "step": 3, **words})
+    kinds = {one.kind for one in findings(read(tmp_path))}
+    assert len(kinds) == bool(spike)
+    watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.1))
+    assert watch.look() == ([], None)
+    time.sleep(0.15)
+    with (tmp_path / file_of(0, "stacks")).open("wb") as stacks:
+        faulthandler.register(SIGNAL, file=stacks)
+        try:
+            hang = watch.look()[1]
+        finally:
+            faulthandler.unregister(SIGNAL)
+    assert hang is not None
+    assert re.fullmatch(
+        r"no rank has moved for 0 s: rank 0 waits in all-reduce over dp.*, which all have joined", hang.sentence
+    )
+    assert {one.kind for one in hang.findings} == kinds, "the report still has it"
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["has ended its trace", "another has its number"])
+def test_who_does_not_know_the_signal_is_not_sent_it(gone: bool, tmp_path: Path) -> None:
+    """Asking for a stack would end it: a program that goes on after its recording, or a stranger."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        for rank in range(2):
+            recorder = write(tmp_path, rank, 3)
+            if rank == 0:
+                recorder.waits(recorder.enter(recorder.group("0", "dp", range(2)), 0, 64, torch.float32, -1))
+            elif not gone:
+                recorder.close(End.FINISHED)
+        ring = tmp_path / file_of(1, "ring")
+        data = bytearray(ring.read_bytes())
+        head = [*HEADER.unpack_from(data)]
+        head[4], head[9] = other.pid, head[9] - int(600e9) * gone  # begun long before that process
+        HEADER.pack_into(data, 0, *head)
+        with ring.open("r+b") as file:
+            file.write(data[:HEADER_BYTES])
+        watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.1))
+        watch.look()
+        time.sleep(0.15)
+        with (tmp_path / file_of(0, "stacks")).open("wb") as stacks:
+            faulthandler.register(SIGNAL, file=stacks)
+            try:
+                hang = watch.look()[1]
+            finally:
+                faulthandler.unregister(SIGNAL)
+        alive = other.poll() is None
+        other.kill()
+    assert hang is not None
+    assert alive, "it has been ended"

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from bench._tracing.synthetic import Cluster, drawn, names, write
+from bench._tracing.synthetic import Cluster, Planted, drawn, names, step_without, write
 from tangram.tracing import recorder as recorder_module
 from tangram.tracing.blame import findings
 from tangram.tracing.conformance import Deviation, Expected, Key
-from tangram.tracing.files.format import OPS, Phase
+from tangram.tracing.files.format import AXES_AT_MOST, OPS, Phase, file_of
 from tangram.tracing.files.ring import TraceFiles
 from tangram.tracing.planned import CallKind, CallsOfKind, PlanCheck, PlannedCall
 from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
-from tangram.tracing.slow import change, median_of_others, stands_out
+from tangram.tracing.slow import change, median_of_others, slow_ranks, stands_out
 from tangram.tracing.stacks import rank_words
 from tangram.tracing.weights import WeightGroup, looks_finite, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
@@ -149,7 +149,7 @@ def test_of_replicas_that_differ_the_one_against_most_is_named(
     assert not found or found[0].text.startswith(words), found
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 7])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7])
 def test_what_is_planted_in_a_synthetic_trace_is_named_with_its_axis(seed: int, tmp_path: Path) -> None:
     cluster = Cluster(4, 8, 4)
     planted = drawn(cluster, seed)
@@ -159,6 +159,67 @@ def test_what_is_planted_in_a_synthetic_trace_is_named_with_its_axis(seed: int, 
     assert names(one, planted), one
     assert not names(one, replace(planted, rank=planted.rank ^ 67)), "another rank is none of those"
     assert planted.kind != "stopped" or one.axes in ("tp", "pp")
+
+
+SHAPES = [Cluster(1, 8, 2), Cluster(4, 8, 4), Cluster(8, 2, 2)]
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("slow", 1.06), ("slow", 1.4), ("slow host", 1.08), ("slow host", 1.4)])
+@pytest.mark.parametrize("cluster", SHAPES, ids=lambda one: one.mesh)
+def test_a_step_without_who_is_slow_is_that_of_the_run_without_the_fault(
+    cluster: Cluster, kind: str, factor: float, tmp_path: Path
+) -> None:
+    planted = Planted(kind, 13, "tp", 20, factor)
+    write(tmp_path / "trace", cluster, planted, 5)
+    made = report(tmp_path)
+    if kind == "slow host" and (cluster.stages == 8 or (cluster.ranks == 16 and factor < 1.2)):
+        assert made.findings == (), "a host that has whole stages, or half of all ranks and is hardly slower"
+        return
+    (one,) = made.findings
+    assert one.ranks == planted.blamed
+    assert one.text.startswith("host node-00001, with ranks 8 to 15, is slow" if len(one.ranks) > 1 else "rank 13 is")
+    without, now = 1e3 * step_without(cluster, planted, 5), one.step_ms
+    assert one.without_ms == pytest.approx(without, rel=2e-3)
+    assert f"would take {one.without_ms:,.0f} ms instead of {now:,.0f}" in one.text
+    assert now * (1 - made.slow_share) == pytest.approx(without, rel=2e-3)
+
+
+def test_of_two_slow_ranks_the_second_is_taken_away_with_the_first(tmp_path: Path) -> None:
+    """Either alone would leave the step as long as it is."""
+    cluster, of = Cluster(1, 8, 2), Planted("slow", 3, "tp", 1, 1.4)
+    write(tmp_path / "trace", cluster, of, 2)
+    write(tmp_path / "other", cluster, replace(of, rank=9, factor=1.3), 2)
+    for kind in ("ring", "names.jsonl"):
+        (tmp_path / "other" / file_of(9, kind)).replace(tmp_path / "trace" / file_of(9, kind))
+    made = report(tmp_path)
+    assert [one.ranks for one in made.findings] == [(3,), (9,)]
+    first, second = made.findings
+    assert "Without it a step" in first.text
+    assert "Without it and those above a step" in second.text
+    assert first.step_ms > first.without_ms > second.without_ms
+    assert second.without_ms == pytest.approx(1e3 * step_without(cluster, of, 2), rel=5e-3)
+
+
+def test_a_rank_that_others_do_not_wait_for_is_not_slow(tmp_path: Path) -> None:
+    """As on a machine that others use: in each step some rank is kept from its work for longer than this one is."""
+    rng = np.random.default_rng(1)
+    for rank in range(4):
+        recorder = Recorder(TraceFiles(tmp_path, b"r" * 16, rank, 4), {"mesh": "dp=4", "stages": []})
+        recorder.group("0", "dp", range(4))
+        for step in range(20):
+            own = 2700 + (1800 if rank == 1 else 9000 * (step % 3 == (0, -1, 1, 2)[rank])) + int(rng.integers(100))
+            times = [own * (phase is Phase.FORWARD) for phase in Phase]
+            row = (step + 1, 0, 1, step * 10**9, 19_000_000, 1)
+            recorder.files.row(step, (*row, *times, *([0] * AXES_AT_MOST), 1800, 2000))
+    assert [one.rank for one in slow_ranks(read(tmp_path))] == [1]
+    assert findings(read(tmp_path)) == []
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.015])
+def test_ranks_that_hardly_differ_are_not_slow(factor: float, tmp_path: Path) -> None:
+    for seed, cluster in enumerate(SHAPES):
+        write(tmp_path / str(seed) / "trace", cluster, Planted("slow", 0, "tp", 1, factor), seed)
+        assert report(tmp_path / str(seed)).findings == ()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])

@@ -385,5 +385,5 @@ def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(
 
 
 def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="could not be written"):
+    with pytest.raises(UserError, match="the report cannot be written to"):
         write(tmp_path / "nowhere" / "report.html", record_of(3))

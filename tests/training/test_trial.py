@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tangram.hardware.host.workers import Job, run
 from tangram.planner.cost.history import read
 from tangram.schema.files import dumps, load
 from tangram.schema.plan import Plan
+from tangram.training.observe.summary import Summary
 from tangram.training.trials.auto import measured, shortened
 from tests.training.small import small_plan, small_tables, write_text
 
@@ -104,8 +106,14 @@ def test_from_a_job_to_a_model_in_one_command(job: Path, capsys: pytest.CaptureF
     assert "ms a step" in said
     entries = read(job.parent / "h.sqlite").entries
     assert [one.kind for one in entries] == ["trial", "training"]
-    assert entries[1].seconds == summary["step_seconds"]
+    assert entries[1].seconds == summary["step_seconds"] * (1 - summary["slow_ranks_share"])
     assert entries[1].outcome == "measured"
+
+
+def test_what_slow_ranks_cost_is_not_learned() -> None:
+    some = Summary(model="m", parameters=1, ranks=8, mesh="dp=8", steps=9, tokens=1, wall_s=1.0, step_seconds=0.4)
+    assert some.step_without_slow_ranks == 0.4
+    assert replace(some, slow_ranks_share=0.25).step_without_slow_ranks == pytest.approx(0.3)
 
 
 def test_a_history_that_cannot_be_read_stops_nobody(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,11 +25,13 @@ from tangram.tracing.files.format import (
 )
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
-from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks
+from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks, steps_without
 from tangram.tracing.spikes import spike_findings
 from tangram.tracing.stacks import Stack, grouped, rank_words
 from tangram.tracing.unlike import not_finite, unlike_calls, unlike_replicas
 
+WORTH = 0.01
+"""Of a step: a rank that costs less is not slow."""
 MOST_COMPARED = 64
 """Ranks that each rank is compared with."""
 STILL_SECONDS = 3.0
@@ -141,14 +143,16 @@ def _awaited(traces: Sequence[RankTrace], absent: set[int]) -> Call | None:
 def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
     """What ranks have noted themselves, the first of each rank and step, in order of steps.
 
-    What several have noted alike is one finding: they agree on something other than the plan.
+    What several have noted alike is one finding: they agree on something other than the plan. Of calls that were
+    only learned most are right, where the others have noted nothing: who does not call with them is to blame, and is
+    found as who has not joined.
     """
     found: dict[tuple[object, ...], Finding] = {}
     noted = noted_by(traces)
     for trace in traces:
         steps: set[int] = set()
         for one in sorted(trace.deviations, key=lambda d: (d["step"], d["kind"] != "reordered", d["deviation"])):
-            if one["step"] in steps or (one.get("learned") and not peers_without(trace, one, noted)):
+            if one["step"] in steps or (one.get("learned") and _as_most(trace, one, noted)):
                 continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
@@ -157,6 +161,13 @@ def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
             text = f"{rank_words(ranks)} {one['text']}"
             found[key] = Finding(one["kind"], ranks, text, one["step"], axes, one["layer"], one["line"])
     return sorted(found.values(), key=lambda one: one.step)
+
+
+def _as_most(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple[int, str], set[int]]) -> bool:
+    """Whether most ranks of a deviation's group have noted the same, and the others nothing else in that step."""
+    others = peers_without(trace, one, noted)
+    of_step = {rank for (step, _), ranks in noted.items() if step == one["step"] for rank in ranks}
+    return 2 * len(others) < len(_ranks_of(trace, one)) and not others & of_step
 
 
 def noted_by(traces: Sequence[RankTrace]) -> dict[tuple[int, str], set[int]]:
@@ -179,8 +190,11 @@ def peers_without(trace: RankTrace, one: Mapping[str, Any], noted: Mapping[tuple
     Where there are none, the ranks agree on a step unlike those that they learned from, as one that logs, the last of
     an epoch with a smaller batch, or what follows the last step: of calls that were only learned that is no fault.
     """
-    ranks = trace.groups.get(one["group"], {}).get("ranks", range(trace.world))
-    return {*ranks} - noted.get((one["step"], _wherever(one)), set())
+    return {*_ranks_of(trace, one)} - noted.get((one["step"], _wherever(one)), set())
+
+
+def _ranks_of(trace: RankTrace, one: Mapping[str, Any]) -> Ranks:
+    return trace.groups.get(one["group"], {}).get("ranks", range(trace.world))
 
 
 def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
@@ -188,22 +202,22 @@ def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     by_rank = {trace.rank: trace for trace in traces}
     waiting = [trace for trace in traces if trace.waiting is not None]
     calls: dict[tuple[Ranks, str], Call] = {}
-    """Of each group the last call that somebody waits in."""
+    """Of each group, by its ranks and name, the last call that somebody waits in."""
     long: dict[tuple[Ranks, str], bool] = {}
     for trace in waiting:
         call = trace.waiting
         assert call is not None
-        known = calls.get((call.ranks, call.axes))
+        known = calls.get((call.ranks, call.name))
         if known is None or known.turn < call.turn:
-            calls[call.ranks, call.axes] = call
-            long[call.ranks, call.axes] = _waits_long(trace, traces, outside)
+            calls[call.ranks, call.name] = call
+            long[call.ranks, call.name] = _waits_long(trace, traces, outside)
     late: dict[int, Call] = {}
     for group, call in calls.items():
         for rank in call.ranks:
             other = by_rank.get(rank)
             # For who has ended nobody need wait long: it never comes.
             ended = other is not None and _has_ended(other)
-            if other is not None and (long[group] or ended) and other.turns(call.ranks, call.axes) < call.turn:
+            if other is not None and (long[group] or ended) and other.turns(call) < call.turn:
                 late.setdefault(rank, call)
     # Who waits for another absent rank is late for that reason.
     culprits = {rank: call for rank, call in late.items() if not _waits_for(by_rank[rank], late)} or late
@@ -304,25 +318,65 @@ def stack_lines(stacks: Mapping[int, Stack]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _why(one: Slow) -> str:
+def _why(one: Slow, computes: str, its: str) -> str:
     if one.cause == "computes":
-        return f"; it computes for {one.cpu_ms:.1f} ms of them"
-    waits = "its data" if one.phase is Phase.DATA else "something outside, as a disk or a lock"
+        return f"; {computes} for {one.cpu_ms:.1f} ms of them"
+    waits = f"{its} data" if one.phase is Phase.DATA else "something outside, as a disk or a lock"
     other = {"starved": "was starved of CPU: others ran in its place", "waits": f"waited for {waits}"}
-    return f"; it computes for {one.cpu_ms:.1f} ms of them and else {other[one.cause]}" if one.cause else ""
+    return f"; {computes} for {one.cpu_ms:.1f} ms of them and else {other[one.cause]}" if one.cause else ""
+
+
+def _by_host(traces: Sequence[RankTrace], slow: Sequence[Slow]) -> list[tuple[str, list[Slow]]]:
+    """Slow ranks, those of a host all of whose ranks are slow together with its name; the slowest first."""
+    hosts: dict[str, set[int]] = {}
+    for trace in traces:
+        hosts.setdefault(trace.host, set()).add(trace.rank)
+    slow_hosts = {
+        rank: host
+        for host, ranks in hosts.items()
+        if len(hosts) > 1 and len(ranks) > 1 and ranks <= {one.rank for one in slow}
+        for rank in ranks
+    }
+    found: dict[str | int, tuple[str, list[Slow]]] = {}
+    for one in slow:
+        host = slow_hosts.get(one.rank, "")
+        found.setdefault(host or one.rank, (host, []))[1].append(one)
+    return [*found.values()]
+
+
+def _slow_words(host: str, some: Sequence[Slow]) -> str:
+    """Of a rank, or of a host by its slowest."""
+    one, ranks = some[0], rank_words(sorted(each.rank for each in some))
+    who, its, they, computes, most = (
+        (f"host {host}, with {ranks}, is slow", "their", "for them others", "they compute", "up to ")
+        if host
+        else (f"{ranks} is slow", "its", "for it they", "it computes", "")
+    )
+    since = f" since step {one.since}" if one.since > 1 else ""
+    where = f", {they} wait over {one.axes}" if one.axes else ""
+    return (
+        f"{who}{since}: {most}{one.own_ms:.1f} ms a step of {its} own where {its} peers take {one.peers_ms:.1f}, "
+        f"most of it in {one.phase.word}{where}{_why(one, computes, its)}"
+    )
 
 
 def slow_rank_findings(traces: Sequence[RankTrace]) -> list[Finding]:
-    """Ranks with more time of their own than their peers."""
+    """Ranks, or hosts, with more time of their own than their peers, and what a step would take without that."""
     result: list[Finding] = []
-    for one in slow_ranks(traces):
-        since = f" since step {one.since}" if one.since > 1 else ""
-        where = f", for it they wait over {one.axes}" if one.axes else ""
+    groups = _by_host(traces, slow_ranks(traces))
+    steps = steps_without(traces, [some for _, some in groups]) if groups else []
+    # On a machine that others use ranks fall behind by chance, and the step waits for another one anyway.
+    shares = [0.0, *(1 - step.without / step.now for step in steps)]
+    worth = max((i for i in range(1, len(shares)) if shares[i] - shares[i - 1] > WORTH), default=0)
+    for (host, some), step in zip(groups[:worth], steps, strict=False):
+        one, before = some[0], " and those above" if result else ""
+        ranks = tuple(sorted(each.rank for each in some))
         text = (
-            f"rank {one.rank} is slow{since}: {one.own_ms:.1f} ms a step of its own where its peers take "
-            f"{one.peers_ms:.1f}, most of it in {one.phase.word}{where}{_why(one)}"
+            f"{_slow_words(host, some)}. Without {'them' if host else 'it'}{before} a step would take "
+            f"{step.without:,.0f} ms instead of {step.now:,.0f}"
         )
-        result.append(Finding("slow", (one.rank,), text, one.since, one.axes, cause=one.cause))
+        cost = step.now, step.without
+        result.append(Finding("slow", ranks, text, one.since, one.axes, "", "", (), one.cause, *cost))
     for link in slow_links(traces):
         text = (
             f"calls over {link.axes} take long among {rank_words(link.ranks)}, though none of them comes late: "

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+WAITED_FOR = frozenset({"died", "stopped", "skipped", "extra", "reordered", "mis-sized", "unlike", "absent"})
+"""Kinds for which others stand still. Whatever else is wrong, as a loss that has jumped, ends no run."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -26,6 +29,10 @@ class Finding:
     details: tuple[str, ...] = ()
     cause: str = ""
     """Of a slow rank, where it is known: computes, starved (others have its CPU) or waits (for what is outside)."""
+    step_ms: float = 0.0
+    """Of slow ranks: how long a step takes."""
+    without_ms: float = 0.0
+    """How long it would, had these ranks and those of slow findings before taken what their peers take."""
 
     def as_json(self) -> dict[str, object]:
         lists = {"ranks": [*self.ranks], "details": [*self.details]}

@@ -13,6 +13,7 @@ phases are recorded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -201,6 +202,15 @@ def axes_of_ranks(mesh: str, ranks: Sequence[int]) -> str:
     return " ".join(over) if count == len(ranks) else ""
 
 
+def group_words(ranks: Sequence[int], world: int) -> str:
+    """What groups are called that are no axes of a mesh: alike on ranks that are in groups side by side."""
+    if len(ranks) == world > 1:
+        return "all ranks"
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    apart = "" if steps <= {1} else f" in steps of {min(steps)}" if len(steps) == 1 else " of their own"
+    return f"{len(ranks)} rank{'s' * (len(ranks) > 1)}{apart}"
+
+
 def back_end(recorder: Recorder, mesh: str, world: int) -> str:
     """The name of a back end for `init_process_group` on the CPU, of whose groups the recorder is told."""
     name = f"tangram{len(dist.Backend.backend_list)}"  # torch forgets none, and knows each name once
@@ -213,7 +223,7 @@ def back_end(recorder: Recorder, mesh: str, world: int) -> str:
         inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, back)
         inner._set_group_name(options.group_id)
-        axes = axes_of_ranks(mesh, ranks) or ("" if len(ranks) < world else "all ranks")
+        axes = axes_of_ranks(mesh, ranks) or group_words(ranks, world)
         return RecordedGroup(inner, back, recorder, str(options.group_id), ranks, axes)
 
     dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])

@@ -92,6 +92,8 @@ class Call:
 
     op: str
     group: int
+    name: str
+    """Of the group, the same on all its ranks: there may be several of the same ranks."""
     axes: str
     ranks: Ranks
     turn: int
@@ -173,6 +175,7 @@ class RankTrace:
         return Call(
             op=op_word(int(event["op"])),
             group=int(event["group"]),
+            name=str(group.get("name", "")),
             axes=str(group.get("axes", "an unknown group")),
             ranks=group.get("ranks", ()),
             turn=int(event["turn"]),
@@ -181,14 +184,16 @@ class RankTrace:
             site=Site(*(str(site.get(part, "")) for part in ("what", "layer", "line"))),
         )
 
-    def turns(self, ranks: Ranks, axes: str) -> int:
-        """How many calls of the group of these ranks it has begun."""
-        for number, group in self.groups.items():
-            if group["ranks"] == ranks and group["axes"] == axes:
-                events = self.events
-                some = events[(events["group"] == number) & (events["kind"] == Kind.ENTER)]
-                return int(some["turn"].max()) if len(some) else 0
-        return 0
+    def same_group(self, call: Call) -> int | None:
+        """The number here of the group of another rank's call."""
+        alike = (n for n, one in self.groups.items() if one["ranks"] == call.ranks and one["name"] == call.name)
+        return next(alike, None)
+
+    def turns(self, call: Call) -> int:
+        """How many calls of the group of another rank's call it has begun."""
+        events = self.events
+        some = events[(events["group"] == self.same_group(call)) & (events["kind"] == Kind.ENTER)]
+        return int(some["turn"].max()) if len(some) else 0
 
 
 def op_word(op: int) -> str:
@@ -312,23 +317,29 @@ def live_of(data: bytes | mmap.mmap) -> Live:
 
 
 class Peek:
-    """The rings of ranks of one run, looked into again and again for next to nothing."""
+    """The rings of ranks of one run, looked into again and again for next to nothing.
+
+    Of more than `KEPT_RANKS` no events are read, which for 16,384 ranks are gigabytes of a file system that all share:
+    what a rank says over and over (its step, phase, and the call that it waits for) tells whether it has moved.
+    """
 
     def __init__(self, folder: Path, run: bytes) -> None:
         self._folder, self._run = folder, run
         self._rings: dict[Path, mmap.mmap] = {}
         self._events: dict[Path, int] = {}
+        self._world = 1
 
     def look(self) -> list[tuple[int, Live]]:
-        """Of each rank that has begun, in order: the number of its last event, and what it says now."""
-        for path in sorted(self._folder.glob("rank-*.ring")):
+        """Of each rank that has begun, in order: the number of its last event, 0 of many ranks; what it says now."""
+        for path in sorted(self._folder.glob("rank-*.ring")) if len(self._rings) < self._world else ():
             if path not in self._rings and path.stat().st_size >= HEADER_BYTES:
                 with path.open("rb") as file:
                     ring = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                _, version, _, _, _, events, rows, run, *_ = HEADER.unpack_from(ring)
+                _, version, _, world, _, events, rows, run, *_ = HEADER.unpack_from(ring)
                 if run == self._run and version in ROW_DTYPES and len(ring) >= ring_bytes(events, rows, version):
-                    self._rings[path], self._events[path] = ring, events
-        return [(self._last(path), live_of(ring)) for path, ring in sorted(self._rings.items())]
+                    self._rings[path], self._events[path], self._world = ring, events, world
+        few = self._world <= KEPT_RANKS
+        return [(self._last(path) if few else 0, live_of(ring)) for path, ring in sorted(self._rings.items())]
 
     def _last(self, path: Path) -> int:
         numbers = np.frombuffer(self._rings[path], EVENT_DTYPE, self._events[path], HEADER_BYTES)["number"]

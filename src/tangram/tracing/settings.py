@@ -6,11 +6,12 @@ import contextlib
 import faulthandler
 import os
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tangram.errors import UserError
+from tangram.layout import Mesh
 from tangram.tracing.files.format import End, Phase, file_of
 from tangram.tracing.files.ring import TraceFiles
 from tangram.tracing.groups import back_end
@@ -102,19 +103,25 @@ class Recording:
 
 
 @contextlib.contextmanager
-def record(folder: Path | str, mesh: str = "") -> Generator[Recording]:
+def record(folder: Path | str, mesh: str = "", stages: Sequence[str] = ("pp",)) -> Generator[Recording]:
     """Trace a program of one's own, on every rank that torchrun or the like has started, on the CPU.
 
     with tangram.tracing.record("trace") as recording:
         torch.distributed.init_process_group(recording.backend)
 
-    `mesh`: as "dp=2 tp=2" over all ranks, so that groups are called by its axes. Raises UserError where the folder
-    cannot be written.
+    `mesh`: as "dp=2 tp=2" over all ranks, so that groups are called by its axes. `stages`: which of these are of
+    pipeline stages, whose ranks do unlike work and are not held against each other. Raises UserError where the folder
+    cannot be written, or for a mesh of other than all ranks.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     attempt = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", "")
     run = uuid.uuid5(uuid.NAMESPACE_URL, f"{folder} {attempt}").bytes
-    with traced_rank(TraceSettings(Path(folder), run, mesh), rank, world, "gloo") as traced:
+    devices = Mesh.parse(mesh) if mesh else None
+    if devices is not None and devices.size != world:
+        raise UserError(f'the mesh "{mesh}" has {devices.size} ranks, and there are {world}: give that of this run')
+    of_stages = tuple(axis for axis in stages if devices is not None and axis in devices.axes)
+    settings = TraceSettings(Path(folder), run, mesh, of_stages)
+    with traced_rank(settings, rank, world, "gloo") as traced:
         if traced.note:
             raise UserError(f"{traced.note}: give another folder")
         yield Recording(traced.trace, traced.backend)

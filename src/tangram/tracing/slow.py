@@ -21,6 +21,8 @@ from tangram.tracing.reading import RankTrace
 
 SHARE, LEAST_US, MOST_OF = 0.2, 1000.0, 0.75
 """More than the peers' median by this share and so many microseconds, in this part of the steps."""
+LEAST_SHARE, MANY = 0.03, 8
+"""Of so many ranks or more their own spread says which share is noise: where peers are alike, so little is none."""
 SIGMAS = 5.0
 """And by so many times what the median of these steps is uncertain by: with more ranks than cores any of them comes
 short for some steps."""
@@ -61,21 +63,34 @@ class Slow:
     """Of its own time that for which it ran."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """How long a step takes, and how long it would, in ms."""
+
+    now: float
+    without: float
+
+
 def slow_ranks(traces: Sequence[RankTrace]) -> list[Slow]:
     """The ranks that are slow, the slowest first."""
-    found: list[Slow] = []
-    for peers in peers_of(traces):
-        found += _slow_of(peers)
+    every = [(peers, steps) for peers in peers_of(traces) if len(steps := shared_steps(peers)[1:-1]) >= FEWEST]
+    own = [np.stack([own_times(t)[np.searchsorted(t.rows["step"], steps)] for t in peers]) for peers, steps in every]
+    share = _noise_of(own)
+    found = [
+        one for (peers, steps), some in zip(every, own, strict=True) for one in _slow_of(peers, steps, some, share)
+    ]
     return sorted(found, key=lambda one: one.peers_ms - one.own_ms)
 
 
 def peers_of(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
-    """Ranks with the same work, together."""
+    """Ranks with the same work, together. Without a mesh nobody knows of which who sends to single others is one."""
     places: dict[tuple[int, ...], list[RankTrace]] = {}
     for trace in traces:
         stages = trace.about.get("stages", ())
         place = coords_of(trace) if stages else {}
-        places.setdefault(tuple(place.get(axis, 0) for axis in stages), []).append(trace)
+        alone = not trace.about.get("mesh") and any(site["op"] in ("send", "recv") for site in trace.sites.values())
+        key = (-1, trace.rank) if alone else tuple(place.get(axis, 0) for axis in stages)
+        places.setdefault(key, []).append(trace)
     return [some for some in places.values() if len(some) > 1]
 
 
@@ -117,14 +132,13 @@ def shared_steps(traces: Sequence[RankTrace]) -> npt.NDArray[np.uint32]:
     return shared
 
 
-def _slow_of(peers: list[RankTrace]) -> list[Slow]:
-    steps = shared_steps(peers)[1:-1]
-    if len(steps) < FEWEST:
-        return []
-    every = np.stack([own_times(t)[np.searchsorted(t.rows["step"], steps)] for t in peers])  # rank, step, phase
+def _slow_of(
+    peers: Sequence[RankTrace], steps: npt.NDArray[np.uint32], every: npt.NDArray[np.float64], share: float
+) -> list[Slow]:
+    """`every`: by rank, step and phase. `share`: by which one may differ from its peers."""
     totals = every.sum(2)
     medians = median_of_others(totals)
-    slower = totals - medians > np.maximum(SHARE * medians, LEAST_US)
+    slower = totals - medians > np.maximum(share * medians, LEAST_US)
     found: list[Slow] = []
     for i in (int(one) for one in np.flatnonzero(slower.sum(1) >= MOST_OF * FEWEST)):
         trace, median = peers[i], medians[i]
@@ -142,6 +156,17 @@ def _slow_of(peers: list[RankTrace]) -> list[Slow]:
             continue
         found.append(Slow(trace.rank, usual / 1e3, usually / 1e3, first, phase, axes, cause, cpu / 1e3))
     return found
+
+
+def _noise_of(every: Sequence[npt.NDArray[np.float64]]) -> float:
+    """By what share the time of a rank may differ from its peers', as far as all ranks say; of each group's times."""
+    totals = [some.sum(2) for some in every]
+    usual = [np.median(some / np.maximum(median_of_others(some), 1.0), 1) for some in totals]
+    ratios = np.concatenate(usual) if usual else np.ones(0)
+    if len(ratios) < MANY:
+        return SHARE
+    sigma = 1.4826 * float(np.median(np.abs(ratios - np.median(ratios))))
+    return min(max(SIGMAS * sigma, LEAST_SHARE), SHARE)
 
 
 def _cause(
@@ -193,6 +218,37 @@ def stands_out(excess: npt.NDArray[np.float64]) -> bool:
     median = float(np.median(excess))
     sigma = 1.4826 * float(np.median(np.abs(excess - median)))
     return median > SIGMAS * 1.2533 * sigma / math.sqrt(len(excess))
+
+
+def steps_without(traces: Sequence[RankTrace], groups: Sequence[Sequence[Slow]]) -> list[Step]:
+    """A step as it would be, had these slow ranks and all those before them taken what their peers take.
+
+    The ranks' own times are played again: all wait for the one that has most, so a step is shorter by what this has
+    more than the next one. That holds for pipelines, too, whose fullest stage the others wait for; a stage that only
+    became so is off by a micro-batch's share. Where ranks take turns at being late within a step, it says too little.
+    """
+    steps = shared_steps(traces)[1:-1] if traces else np.zeros(0, np.uint32)
+    if len(steps) < FEWEST:
+        return []
+    at = [np.searchsorted(trace.rows["step"], steps) for trace in traces]
+    own = np.stack([own_times(trace)[some].sum(1) for trace, some in zip(traces, at, strict=True)]) / 1e3
+    took = np.median([trace.rows["nanoseconds"][some] for trace, some in zip(traces, at, strict=True)], 0) / 1e6
+    most, index = own.max(0), {trace.rank: i for i, trace in enumerate(traces)}
+    slow, since = {one.rank for group in groups for one in group}, 0
+    sound = {
+        trace.rank: [index[peer.rank] for peer in peers if peer.rank not in slow]
+        for peers in peers_of(traces)
+        for trace in peers
+    }
+    found: list[Step] = []
+    for group in groups:
+        for one in group:
+            own[index[one.rank]] = np.median(own[sound[one.rank] or [index[one.rank]]], 0)
+            since = max(since, one.since)
+        some = slice(int(np.searchsorted(steps, since)), None)
+        now = float(np.median(took[some]))
+        found.append(Step(now, now - float(np.median((most - own.max(0))[some]))))
+    return found
 
 
 @dataclass(frozen=True)
@@ -274,7 +330,7 @@ def _confirmed(axes: str, at: int, groups: Sequence[Sequence[int]], by_rank: Map
 
 def _least_of_calls(axes: str, ranks: Sequence[int], by_rank: Mapping[int, RankTrace]) -> float | None:
     """The mean over calls, as far as rings go back, of what the rank of a group waits that waits least; ns."""
-    waits: dict[int, list[int]] = {}
+    waits: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         for turn, waited in _waits_of_calls(by_rank[rank], axes, ranks).items():
             waits.setdefault(turn, []).append(waited)
@@ -282,18 +338,19 @@ def _least_of_calls(axes: str, ranks: Sequence[int], by_rank: Mapping[int, RankT
     return float(np.mean(least)) if len(least) >= FEWEST else None
 
 
-def _waits_of_calls(trace: RankTrace, axes: str, ranks: Sequence[int]) -> dict[int, int]:
-    """By a call's turn in its group how long the rank waited for it, ns."""
-    numbers = [n for n, group in trace.groups.items() if group["axes"] == axes and group["ranks"] == ranks]
+def _waits_of_calls(trace: RankTrace, axes: str, ranks: Sequence[int]) -> dict[tuple[str, int], int]:
+    """By the name of a call's group and its turn there how long the rank waited for it, ns."""
+    names = {n: one["name"] for n, one in trace.groups.items() if one["axes"] == axes and one["ranks"] == ranks}
     events = trace.events
-    events = events[np.isin(events["group"], numbers)]
+    events = events[np.isin(events["group"], [*names])]
     enters, exits = (events[events["kind"] == kind] for kind in (Kind.ENTER, Kind.EXIT))
-    turns = dict(zip((enters["number"] & 0xFFFFFFFF).tolist(), enters["turn"].tolist(), strict=True))
+    places = zip((names[one] for one in enters["group"].tolist()), enters["turn"].tolist(), strict=True)
+    turns = dict(zip((enters["number"] & 0xFFFFFFFF).tolist(), places, strict=True))
     some = zip(exits["site"].tolist(), exits["size"].tolist(), strict=True)
-    return {int(turns[call]): int(waited) for call, waited in some if call in turns}
+    return {turns[call]: int(waited) for call, waited in some if call in turns}
 
 
-def _waited_over(slow: RankTrace, peers: list[RankTrace]) -> str:
+def _waited_over(slow: RankTrace, peers: Sequence[RankTrace]) -> str:
     """The axes over which the others wait longer than the slow rank, by the most, and by half of that."""
     waits: dict[str, list[float]] = {}
     for trace in peers:

@@ -147,7 +147,7 @@ def _first_call(trace: RankTrace, step: int) -> Call:
     one = trace.not_finite[step]
     site, group = trace.sites.get(int(one["site_of"]), {}), trace.groups[int(one["group_of"])]
     words = Site(*(str(site.get(part, "")) for part in ("what", "layer", "line")))
-    where = int(one["group_of"]), str(group["axes"]), group["ranks"], int(one["turn"])
+    where = int(one["group_of"]), str(group["name"]), str(group["axes"]), group["ranks"], int(one["turn"])
     return Call(str(site.get("op", "a call")), *where, int(site.get("bytes", 0)), str(site.get("dtype", "")), words)
 
 
@@ -174,9 +174,8 @@ def _has_from(one: RankTrace, other: RankTrace, step: int) -> bool:
     call, given = _first_call(one, step), other.not_finite.get(step)
     if other.rank not in call.ranks:
         return False
-    mine = [number for number, group in other.groups.items() if group["ranks"] == call.ranks]
     events = other.events
-    enters = events[(events["kind"] == Kind.ENTER) & np.isin(events["group"], mine)]
+    enters = events[(events["kind"] == Kind.ENTER) & (events["group"] == other.same_group(call))]
     if call.op == "send":
         enters = _of_peer(other, enters, "recv", call.ranks.index(one.rank), step)
         sent = one.events[(one.events["kind"] == Kind.ENTER) & (one.events["group"] == call.group)]

@@ -24,7 +24,7 @@ from tangram.errors import UserError
 from tangram.tracing import stacks
 from tangram.tracing.blame import STILL_SECONDS, Outside, deviations, findings, lifeless, noted_by, peers_without
 from tangram.tracing.files.format import PATIENT, End, Phase
-from tangram.tracing.finding import Finding
+from tangram.tracing.finding import WAITED_FOR, Finding
 from tangram.tracing.reading import VERDICT, Peek, RankTrace, read
 from tangram.tracing.settings import TraceSettings
 
@@ -56,7 +56,7 @@ class Watch:
         """By rank, how many of its deviations have been looked at and need not be again."""
         self._reported: set[tuple[int, int]] = set()
         """Rank and step of those that were told of."""
-        self._state: list[int] = []
+        self._state: list[tuple[int, ...]] = []
         self._moved = time.monotonic_ns()
         self._cpu: list[int] = []
         self._hangs: Hang | None = None
@@ -67,7 +67,7 @@ class Watch:
         fresh = (
             self._news() if any(live.deviations > self._noted.get(i, 0) for i, (_, live) in enumerate(ranks)) else []
         )
-        state = [last for last, _ in ranks]
+        state = [(last, live.step, live.phase, live.waiting) for last, live in ranks]
         if state != self._state or not state:
             self._state, self._moved, self._cpu = state, now, [live.cpu for _, live in ranks]
         still = (now - self._moved) / 1e9
@@ -112,11 +112,14 @@ class Watch:
         if not outside.stopped and (not any(trace.waiting for trace in traces) or any(excused)):
             return None
         here = os.uname().nodename
-        pids = {one.rank: one.pid for one in traces if one.host == here and one.rank not in outside.stopped}
+        # Who has ended its trace knows the signal no more, and would be ended by it, as would who has the number of one
+        # that is gone.
+        deaf = outside.stopped | outside.gone | {one.rank for one in traces if one.live.end is not End.RUNNING}
+        pids = {one.rank: one.pid for one in traces if one.host == here and one.rank not in deaf}
         seen = stacks.request(self._settings.folder, pids, STACK_SECONDS)
         patience = 0.9e9 * min(self._settings.hang_seconds, STILL_SECONDS)
         found = tuple(findings(traces, replace(outside, stacks=seen, still_ns=patience)))
-        blamed = [one for one in found if one.kind not in NO_HANG]
+        blamed = [one for one in found if one.kind in WAITED_FOR]
         rank = blamed[0].ranks[0] if blamed else next((trace.rank for trace in traces if trace.waiting), 0)
         why = (
             "; ".join(one.text for one in blamed)
@@ -154,10 +157,8 @@ class Watch:
             path.with_suffix(".part").replace(path)
 
 
-NO_HANG = frozenset({"slow", "loss spike", "gradient spike", "expert load"})
-"""Findings that no rank stands still for."""
 WATCHERS = 2
-"""Ranks of each machine that watch where nobody else does: one may be the rank that stands still."""
+"""Machines that watch where nobody else does, and ranks of each: one may be what stands still."""
 CLAIM = "hang.claim"
 
 
@@ -180,14 +181,15 @@ def _may_be_shared(
 
 @contextlib.contextmanager
 def watched(
-    settings: TraceSettings | None, local_index: int, world: int, end: Callable[[Hang], None]
+    settings: TraceSettings | None, place: tuple[int, int], world: int, end: Callable[[Hang], None]
 ) -> Generator[None]:
     """Look after all ranks from a thread of this one, where nobody outside of them does, as under torchrun.
 
-    Of those that see a hang the first calls `end`, which is to end its process. A run on several machines is watched
-    where all of its traces are in one folder.
+    `place`: which machine this is, and which of its ranks. Of those that see a hang the first calls `end`, which is to
+    end its process. A run on several machines is watched where all of its traces are in one folder, by a few alone:
+    thousands that read what thousands write would keep its file system busy.
     """
-    if settings is None or not settings.hang_seconds or local_index >= WATCHERS:
+    if settings is None or not settings.hang_seconds or max(place) >= WATCHERS:
         yield
         return
     over = threading.Event()

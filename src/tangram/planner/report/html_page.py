@@ -9,10 +9,8 @@ markup.
 from __future__ import annotations
 
 import json
-import os
 from html import escape
 from importlib.util import find_spec
-from pathlib import Path
 from string import Template
 
 from tangram.errors import UserError
@@ -53,21 +51,3 @@ def script_json(value: object) -> str:
     """JSON that cannot end the script element it stands in, nor begin a comment there."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it, so that nobody ever reads half of it.
-
-    A path may hold bytes that are no text; they are written as escapes, which JSON reads back.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(f'"{path}" could not be written: {error.strerror}; make room or give another folder') from None
-    finally:
-        unfinished.unlink(missing_ok=True)

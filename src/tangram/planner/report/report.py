@@ -37,14 +37,14 @@ from tangram.planner.report.answer_tables import (
 )
 from tangram.planner.report.charts import Picture
 from tangram.planner.report.figures import three
-from tangram.planner.report.html_page import page, write_atomically
+from tangram.planner.report.html_page import page
 from tangram.planner.report.html_parts import figures, section, table
 from tangram.planner.search.explain import Explained
 from tangram.planner.search.pareto import Fronts
 from tangram.planner.search.query import Answer
 from tangram.planner.search.strategy import Ask, Choice, setting_of
 from tangram.planner.space.setting import Setting
-from tangram.text import packaged
+from tangram.text import packaged, write_file
 
 MOST_ACTIONS = 5000
 """That a chart of a step has: more cannot be told from each other."""
@@ -106,12 +106,12 @@ class Shown:
 
 def write_report(path: Path, shown: Shown) -> None:
     """Write the page. Raises UserError where it cannot be written, or plotly is not there."""
-    write_atomically(path, as_html(shown))
+    write_file(path, as_html(shown), "the report")
 
 
 def write_step(path: Path, shown: Shown) -> None:
     """Write a page with the timeline alone. Raises UserError likewise."""
-    write_atomically(path, step_as_html(shown))
+    write_file(path, step_as_html(shown), "the timeline")
 
 
 def step_as_html(shown: Shown) -> str:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tangram.planner.report.html_page import page, part, write_atomically
+from tangram.planner.report.html_page import page, part
 from tangram.planner.report.html_parts import section, table
+from tangram.text import write_file
 from tangram.tracing.files.format import Kind, Phase
 from tangram.tracing.reading import RankTrace
 from tangram.tracing.show.report import TraceReport, axes_of, read_report
@@ -49,7 +50,9 @@ def write_page(path: Path, folder: Path) -> TraceReport:
     """Write the page of a run's trace; its report. Raises UserError for what is no trace, or no place."""
     found, traces = read_report(folder)
     css, drawn = part("tangram.tracing.show", "page.css"), part("tangram.tracing.show", "page.js")
-    write_atomically(path, page(f"Trace {found.folder}", css, body(found), data(found, traces), drawn, plotly=False))
+    write_file(
+        path, page(f"Trace {found.folder}", css, body(found), data(found, traces), drawn, plotly=False), "the page"
+    )
     return found
 
 

@@ -45,6 +45,12 @@ class TraceReport:
     basis: str = ""
     """What the calls of a step were held against, in words."""
 
+    @property
+    def slow_share(self) -> float:
+        """Of a step, what ranks cost that are slower than their peers."""
+        steps = [(one.step_ms, one.without_ms) for one in self.findings if one.step_ms]
+        return 1 - steps[-1][1] / steps[-1][0] if steps else 0.0
+
     def as_json(self) -> dict[str, object]:
         return {
             "folder": str(self.folder),

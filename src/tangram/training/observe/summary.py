@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, cast
 
-from tangram.planner.report.html_page import write_atomically
 from tangram.schema.plan import Plan
+from tangram.text import write_file
 from tangram.training.observe.events import Evaluated, Record, StepDone
 
 FIRST_FEW = (
@@ -116,6 +116,8 @@ class Summary:
     skipped_steps: int = 0
     """Steps of this run that were not applied: `steps` counts them."""
     step_seconds: float | None = None
+    slow_ranks_share: float | None = None
+    """Of a step, what ranks cost that were slower than their peers; None: not traced."""
     tokens_per_s: float | None = None
     tflops: float | None = None
     mfu: float | None = None
@@ -149,9 +151,17 @@ class Summary:
         """The fields as JSON has them: what is no finite number is null."""
         return {field.name: _finite(getattr(self, field.name)) for field in fields(self)}
 
+    @property
+    def step_without_slow_ranks(self) -> float:
+        """Seconds of a step, had no rank been slower than its peers: what the planner learns from, as a rank that was
+        slow says nothing of the plan."""
+        return (self.step_seconds or 0.0) * (1 - (self.slow_ranks_share or 0.0))
+
     def write(self, path: Path) -> None:
         """Write the document; under its name there is the whole of it or what was there before."""
-        write_atomically(path, json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        write_file(
+            path, json.dumps(self.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", "the summary"
+        )
 
 
 def summarise(*, plan: Plan, record: Record, stopped: str | None = None, **known: Any) -> Summary:

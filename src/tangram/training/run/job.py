@@ -256,6 +256,7 @@ def finish(
         on_event(Note(f"held out   loss {loss:.6f} on {count(plan.ranks, 'rank')}{beside}"))
     with computing_as_a_rank(plan.ranks):
         proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, on_event)
+    trace = _traced(job)
     summary = summarise(
         plan=plan,
         record=record,
@@ -276,6 +277,7 @@ def finish(
         checkpoint=str(checkpoint),
         predicted=_predicted(chosen.predicted),
         resumed_from=report.first or None,
+        slow_ranks_share=trace.slow_share if trace else None,
         **{what: str(path) for what, path in _paths(out, plan).items() if what != "summary"},
     )
     sample = f"{proved.prompt}{proved.written}"
@@ -287,7 +289,7 @@ def finish(
         summary=summary,
         machine=machine,
         sample=sample,
-        trace=_traced(job),
+        trace=trace,
     )
     summary.write(out / SUMMARY_FILE)
     rows = tuple((what, str(near(path))) for what, path in _paths(out, plan).items())

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import tangram
 from tangram.planner.report import figures
-from tangram.planner.report.html_page import page, write_atomically
+from tangram.planner.report.html_page import page
 from tangram.planner.report.html_parts import section
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
-from tangram.text import packaged
+from tangram.text import packaged, write_file
 from tangram.tracing.show.page import findings_as_html, ranks_as_html
 from tangram.tracing.show.report import TraceReport
 from tangram.training.observe.boards import need
@@ -70,7 +70,7 @@ def write_report(
     charted = {"charts": [chart.as_json() for chart in drawn], "axes": places, "again": again}
     script = packaged("tangram.training.run", "report.js")
     name = f"{summary.model}: training run"
-    write_atomically(path, page(name, "", "\n".join(text for text in body if text), charted, script))
+    write_file(path, page(name, "", "\n".join(text for text in body if text), charted, script), "the report")
 
 
 def _head(plan: Plan, record: Record, summary: Summary, again: float) -> str:

@@ -243,7 +243,7 @@ def run_as_rank(
 
             with (
                 traced_rank(trace, here.index, world, backend) as traced,
-                watched(trace, here.local_index, world, end),
+                watched(trace, (here.index // here.local_world, here.local_index), world, end),
             ):
                 dist.init_process_group(
                     traced.backend,

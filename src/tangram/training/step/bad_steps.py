@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from tangram.errors import UserError
-from tangram.planner.report.html_page import write_atomically
 from tangram.schema.plan import Plan
+from tangram.text import write_file
 from tangram.training.data import Corpus, RankBatches, sample_ids
 from tangram.training.data.corpus import is_single
 from tangram.training.mesh.world import World
@@ -36,7 +36,7 @@ def write_samples(folder: Path, corpus: Corpus, plan: Plan, step: int, first: in
         for place, (source, window) in enumerate(rows)
     ]
     told = {"step": step + 1, "reason": reason, "seed": plan.seed, "text": corpus.digest, "samples": samples}
-    write_atomically(path, json.dumps(told, indent=1) + "\n")
+    write_file(path, json.dumps(told, indent=1) + "\n", "the samples")
     return path
 
 

@@ -227,7 +227,7 @@ def remembering(
         steps = summary.steps - (summary.resumed_from or 0)
         if summary.step_seconds and steps >= LEAST:
             used = summary.peak_rss_mb and 1e6 * summary.peak_rss_mb
-            add(Trial("measured", summary.step_seconds, used))
+            add(Trial("measured", summary.step_without_slow_ranks, used))
 
     try:
         yield done

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
-from tangram.planner.report.html_page import write_atomically
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
+from tangram.text import write_file
 from tangram.training.data import batches_once, held_out_batches, open_corpus, prepare, tokens_of
 from tangram.training.mesh.world import make_world
 from tangram.training.objective.cached_teacher import INDEX, CacheWriter, made_of, row_keys, top_rows
@@ -94,7 +94,7 @@ def teach(job: Job, folder: Path, top: int, processes: int, on_event: Callable[[
         "tokens": sum(one.tokens for one in found),
         "files": [*chain.from_iterable(one.files for one in found)],
     }
-    write_atomically(folder / INDEX, json.dumps(about, indent=1) + "\n")
+    write_file(folder / INDEX, json.dumps(about, indent=1) + "\n", "what was taught")
     counted = about["tokens"]
     share, size = sum(one.share for one in found) / max(1, counted), sum(one.stat().st_size for one in folder.iterdir())
     on_event(

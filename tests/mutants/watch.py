@@ -1,0 +1,45 @@
+"""Mistakes planted in what a trace says of slow ranks, by file."""
+
+from tests.mutants.mutant import Mutant
+
+_HEALTH = "tests/tracing/test_health.py::"
+_WITHOUT = _HEALTH + "test_a_step_without_who_is_slow_is_that_of_the_run_without_the_fault"
+_TWO = _HEALTH + "test_of_two_slow_ranks_the_second_is_taken_away_with_the_first"
+_CHANCE = _HEALTH + "test_a_rank_that_others_do_not_wait_for_is_not_slow"
+_LEARNED = "tests/training/test_trial.py::test_what_slow_ranks_cost_is_not_learned"
+
+# fmt: off
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "host-of-one-slow-rank", "tracing/blame.py",
+        "ranks <= {one.rank for one in slow}", "ranks & {one.rank for one in slow}",
+        "a host is blamed for one of its ranks", (_WITHOUT,),
+    ),
+    Mutant(
+        "slow-at-no-cost", "tracing/blame.py",
+        "if shares[i] - shares[i - 1] > WORTH", "if True",
+        "a rank that fell behind by chance is blamed, though the step waits for another", (_CHANCE,),
+    ),
+    Mutant(
+        "slow-share-fixed", "tracing/slow.py",
+        "min(max(SIGMAS * sigma, LEAST_SHARE), SHARE)", "SHARE",
+        "a rank that is a tenth slower than hundreds of equal ones is not seen", (_WITHOUT,),
+    ),
+    Mutant(
+        "step-without-by-own-time", "tracing/slow.py",
+        "now - float(np.median((most - own.max(0))[some]))", "now - float(np.median((most - own.min(0))[some]))",
+        "the step is shortened by more than the others leave", (_WITHOUT,),
+    ),
+    Mutant(
+        "slow-ranks-apart", "tracing/slow.py",
+        "            own[index[one.rank]] = np.median(own[sound[one.rank] or [index[one.rank]]], 0)",
+        "            own = own.copy() if one is groups[0][0] else own\n"
+        "            own[index[one.rank]] = np.median(own, 0) * (1 if one is groups[0][0] else 9)",
+        "each slow rank is taken away alone", (_TWO,),
+    ),
+    Mutant(
+        "slow-ranks-are-learned", "training/observe/summary.py",
+        "(1 - (self.slow_ranks_share or 0.0))", "1",
+        "the planner learns from a rank that was slow by chance", (_LEARNED,),
+    ),
+)
