@@ -132,7 +132,6 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("bart", "marian", "trocr"), 'encoder_attn.k_proj.weight" got no gradient: name it in model.freeze'
     ),
-    "xlstm": "this transformers cannot initialise a xLSTMForCausalLM",
 }
 """Types that are refused as these tests make them, and what the sentence says."""
 
