@@ -149,12 +149,13 @@ def score(seed: int, count: int) -> Score:
     return Score(count, found, rank, cause, tuple(missed), late, steps)
 
 
-def false_alarms(count: int) -> int:
-    """Of clean runs, with evaluations and checkpoints, some with rows of several lengths or compiled, those with a
-    finding."""
-    meshes = (MESHES[n % len(MESHES)] for n in range(count))
-    cases = (
-        Case(steps=14 + n % 3, varied=n % 4 == 3, compiled=n % 10 == 9, dp=dp, tp=tp)
-        for n, (dp, tp) in enumerate(meshes)
-    )
-    return sum(bool(outcome(case)) for case in cases)
+def false_alarms(count: int) -> list[str]:
+    """Of clean runs, with evaluations and checkpoints, some with rows of several lengths or compiled: what was found
+    in those where something was."""
+    alarms: list[str] = []
+    for number in range(count):
+        dp, tp = MESHES[number % len(MESHES)]
+        case = Case(steps=14 + number % 3, varied=number % 4 == 3, compiled=number % 10 == 9, dp=dp, tp=tp)
+        if found := outcome(case):
+            alarms.append(f"{case}: {found}")
+    return alarms

@@ -230,9 +230,10 @@ def test_each_rank_is_held_against_the_median_of_all_others(ranks: int) -> None:
     assert np.allclose(median_of_others(values), expected)
 
 
-@pytest.mark.parametrize("late", ["the link", "in turn"])
+@pytest.mark.parametrize("late", ["the link", "in turn", "short of CPU"])
 def test_ranks_that_come_late_in_turn_are_no_slow_link(late: str, tmp_path: Path) -> None:
-    """Both ranks of a group wait for long in a step, each for the other; or in every call."""
+    """Both ranks of a group wait for long in a step, each for the other; or in every call, also where they are kept
+    from seeing that it is over."""
     ticks = iter(range(0, 10**15, 1_000_000))  # a clock of milliseconds
     now = [0]
     with pytest.MonkeyPatch.context() as patch:
@@ -241,6 +242,8 @@ def test_ranks_that_come_late_in_turn_are_no_slow_link(late: str, tmp_path: Path
             Recorder(TraceFiles(tmp_path, b"r" * 16, r, 4), {"mesh": "dp=2 tp=2", "stages": []}) for r in range(4)
         ]
         groups = [one.group("0", "dp", [rank % 2, rank % 2 + 2]) for rank, one in enumerate(recorders)]
+        for one in recorders if late == "short of CPU" else ():
+            patch.setattr(one, "_processor", SimpleNamespace(since=lambda: (1_000_000, 60_000_000)))
         for step in range(1, 14):
             for rank, one in enumerate(recorders):
                 now[0] = next(ticks) // 1_000_000 * 200_000_000 if rank == 0 else now[0]
@@ -250,7 +253,7 @@ def test_ranks_that_come_late_in_turn_are_no_slow_link(late: str, tmp_path: Path
                 for call in range(4):
                     number = one.enter(groups[rank], 0, 64, None, -1)
                     since = one.waits(number)
-                    waits = rank % 2 and (late == "the link" or call % 2 == rank // 2)
+                    waits = rank % 2 and (late != "in turn" or call % 2 == rank // 2)
                     now[0] += 20_000_000 if waits else 100_000
                     one.waited(number, groups[rank], 0, since)
                 now[0] = begun

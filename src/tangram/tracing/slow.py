@@ -311,7 +311,10 @@ def _slow_among(
             and _confirmed(axes, i, [ranks for ranks, _ in groups], by_rank)
         ):
             own, usual = (float(np.median(some[i, since:])) / 1e3 for some in (every, others))
-            found.append(SlowLink(groups[i][0], axes, own, usual))
+            # Who is short of CPU sees late that a call is over.
+            ready = [np.median(by_rank[rank].rows["ready_us"][at[rank]][since:]) for rank in groups[i][0]]
+            if own - usual > IDLE * float(np.median(ready)) / 1e3:
+                found.append(SlowLink(groups[i][0], axes, own, usual))
     return found
 
 
