@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import M2M100Config, M2M100Model
 
 from tangram.errors import UserError
 from tangram.models.capturing.answers import still_right
@@ -120,6 +121,26 @@ def test_what_cannot_be_copied_is_named() -> None:
     model = Model(lambda m, x: m.layer(x))
     cast(Any, model.layer).lock = threading.Lock()
     assert "keep layer.lock, a lock, out of the model" in _said(model)
+
+
+def test_layers_that_are_left_out_at_random() -> None:
+    """M2M-100's default. Built as the sentence says it is captured, and in evaluation nothing is left out."""
+    small = dict.fromkeys(("d_model", "vocab_size", "max_position_embeddings", "encoder_ffn_dim", "decoder_ffn_dim"), 8)
+    layers = dict.fromkeys(
+        ("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"), 1
+    )
+    config = M2M100Config(**small, **layers, use_cache=False, pad_token_id=1)
+    ids = {"input_ids": torch.full((1, 4), 3), "decoder_input_ids": torch.full((1, 4), 3)}
+    with pytest.raises(
+        UserError, match=r"m2m_100.py:\d+: layers are left out at random, and a capture has all"
+    ) as error:
+        capture(M2M100Model(config).train(), ids)
+    capture(M2M100Model(config).eval(), ids)
+    advice = re.findall(r"(\w+) = 0", str(error.value))
+    assert advice == ["encoder_layerdrop", "decoder_layerdrop"]
+    for key in advice:
+        setattr(config, key, 0)
+    capture(M2M100Model(config).train(), ids)
 
 
 def test_parameters_without_a_size() -> None:

@@ -33,6 +33,12 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "cohere": {"logit_scale": 0.5},
+    "llama4_text": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+        "layer_types": 3 * ["full_attention"],
+    },
 }
 BEFORE: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({}, "transformer.wte transformer.wpe | transformer.h | transformer.ln_f lm_head"),

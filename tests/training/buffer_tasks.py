@@ -17,15 +17,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.building.twin import without_memory
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import DrawMode
+from tangram.sharding.local_ops.samples import draws_of
 from tangram.training.data import Batch, RankBatches
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.mesh.world import make_world
+from tangram.training.mesh.written_parameters import keep_written
 from tangram.training.observe.events import SaveFailed
 from tangram.training.parallel.apply import apply
 from tangram.training.run.launch import Rank
@@ -285,6 +290,44 @@ def refused(rank: Rank) -> dict[str, str]:
     return said
 
 
+class Clamping(nn.Module):
+    """Writes into one weight through `.data`, as Gemma 3n does, and into one without gradients; reads a third.
+
+    Five rows do not divide.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamped, self.normed, self.read = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clamped.weight.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            self.normed.weight.div_(self.normed.weight.norm(dim=1, keepdim=True))
+        return self.clamped(x) + self.normed(x) + self.read(x)
+
+
+def written(rank: Rank) -> tuple[set[str], float, float]:
+    """Of a model that FSDP2 cuts: into what its forward writes, how far its parameters are off those of one process
+    after two forwards, and how far they would be had nothing been written.
+    """
+    torch.manual_seed(0)
+    whole, names, x = Clamping(), set[str](), torch.randn(3, 4)
+    model, before = copy.deepcopy(whole), copy.deepcopy(whole)
+    draws_of(without_memory(whole), (x,), {}, {}, names)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    for _ in range(2):
+        keep_written(model, names)
+        model(x), whole(x)
+        cast("FSDPModule", model).reshard()
+    own = [cast("DTensor", p).full_tensor() for p in model.parameters()]
+    off, otherwise = (
+        max(float((one - p).abs().max().detach()) for one, p in zip(some, whole.parameters(), strict=True))
+        for some in (own, before.parameters())
+    )
+    return names, off, otherwise
+
+
 @dataclass(frozen=True)
 class Ran:
     """What came of all of it on one rank."""
@@ -292,8 +335,9 @@ class Ran:
     buffers: Mapping[str, tuple[dict[str, Tensor], str]]
     kinds: Mapping[str, tuple[float, int]]
     refused: Mapping[str, str]
+    written: tuple[set[str], float, float]
 
 
 def run_all(rank: Rank, text: Path) -> Ran:
     """The task of the ranks."""
-    return Ran(all_buffers(rank, text), kinds(rank), refused(rank))
+    return Ran(all_buffers(rank, text), kinds(rank), refused(rank), written(rank))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.models.building.build import initial_tensors
+from tangram.models.building.initial import initial_tensors
 from tangram.planner.local import strategies
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted
@@ -132,7 +132,6 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("bart", "marian", "trocr"), 'encoder_attn.k_proj.weight" got no gradient: name it in model.freeze'
     ),
-    "xlstm": "this transformers cannot initialise a xLSTMForCausalLM",
 }
 """Types that are refused as these tests make them, and what the sentence says."""
 

@@ -104,8 +104,9 @@ def _run(work: Small, world: int, spoil: Callable[[DerivedModel], None] | None) 
     _weighed(wanted).backward()
     held.sum_gradients()
     own, other = (dict(one.named_parameters()) for one in (model, whole))
+    left = [_apart(_whole(own[name]), p) for name, p in other.items()]  # a forward may write into them
     gradients = [_apart(_whole(own[name].grad), p.grad) for name, p in other.items()]
-    return Off(max(map(_apart, results, wanted)), max(gradients, default=0.0))
+    return Off(max([*left, *map(_apart, results, wanted)]), max(gradients, default=0.0))
 
 
 def _whole(x: Tensor | None) -> Tensor | None:
@@ -154,6 +155,12 @@ def _into_view(model: Any, x: Tensor) -> Tensor:
     return y * 2
 
 
+def _clamped(model: Any, x: Tensor) -> Tensor:
+    """As Gemma 3n, in training."""
+    model.w.data.clamp_(-0.2, 0.2)
+    return x @ model.w.T
+
+
 COLUMN, ROW, SQUARE = ("w: o/tp i",), ("w: o i/tp",), {"w": (8, 8)}
 EXPERTS = {"router": (8, 4), "w": (4, 8, 16), "v": (4, 16, 8)}
 ATTRIBUTES: Mapping[str, Small] = {
@@ -169,6 +176,8 @@ ATTRIBUTES: Mapping[str, Small] = {
     "a result": Small(lambda m, x: (x.T, (x @ m.w.T).T), COLUMN, SQUARE),
     "both ways": Small(lambda m, x: (x @ m.w.T) * x.T, COLUMN, SQUARE),
     "written into": Small(_into_view, COLUMN, SQUARE),
+    "a weight that is clamped": Small(_clamped, COLUMN, SQUARE),
+    "a weight that is clamped, summed": Small(_clamped, ROW, SQUARE),
     "a softmax": Small(lambda m, x: (x @ m.w.T).T.log_softmax(0).T, COLUMN, SQUARE),
     "an unused parameter": Small(lambda m, x: x @ m.w.T, ("{w,v}: o/tp i",), {**SQUARE, "v": (8, 8)}),
     "capacity, experts": Small(by_capacity, ("w: e/tp h f", "v: e/tp f h"), EXPERTS),

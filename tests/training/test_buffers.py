@@ -100,6 +100,14 @@ def test_what_no_program_could_stand_for_is_refused(ran: list[Ran], name: str, w
         assert words in one.refused[name]
 
 
+def test_what_a_forward_writes_into_parameters_is_kept_under_fsdp(ran: list[Ran]) -> None:
+    """FSDP2 throws away what is written into a gathered parameter."""
+    for one in ran:
+        names, off, otherwise = one.written
+        assert names == {"clamped.weight", "normed.weight"}
+        assert off < 1e-6 < 0.1 < otherwise
+
+
 def test_a_step_that_is_not_applied_leaves_statistics_as_they_were() -> None:
     model = normed().train()
     before = before_step([model])

@@ -35,7 +35,7 @@ def test_layers_that_are_left_out_at_random_are_said_to_be() -> None:
     )  # fmt: skip
     model = OPTForCausalLM(config)
     model(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
-    with pytest.raises(UserError, match=r"left out at random \(layerdrop = 0.999\).*set model.change.layerdrop = 0"):
+    with pytest.raises(UserError, match=r"left out at random.*set model.change.layerdrop = 0"):
         local_gradients(model, NO_PARTS)
 
 

@@ -1,11 +1,17 @@
 """Initial weights depend on names and the seed only; a configuration with a wrong word is refused."""
 
+from contextlib import suppress
+
 import pytest
 import torch
+import transformers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta, initial_tensors, make_config, presets
+from tangram.models.building.build import CAUSAL, build_on_meta, make_config, presets
+from tangram.models.building.initial import initial_tensors
+from tests.sweep.sizes import build, ways
 
 SMALL = {"vocab_size": 11, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 1}
 
@@ -59,7 +65,8 @@ EXPERTS = {
 
 def test_a_tensor_that_nothing_initialises_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model("mixtral", **EXPERTS)
-    monkeypatch.setattr(type(build_on_meta(config)), "_init_weights", lambda self, module: None)
+    base = next(one for one in type(build_on_meta(config)).__mro__ if "_init_weights" in vars(one))
+    monkeypatch.setattr(base, "_init_weights", lambda self, module: None)
     with pytest.raises(RuntimeError, match=r"leaves model\.layers\.0\.mlp\.gate\.weight without an initial value"):
         list(initial_tensors(config, 0))
     assert not torch.are_deterministic_algorithms_enabled()
@@ -121,3 +128,51 @@ def test_a_wrong_word_is_refused(preset: str, change: dict[str, object], message
 def test_a_model_that_cannot_be_built_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="a qwen3 model cannot be built with these fields"):
         build_on_meta(make_config("qwen3-1m", change))
+
+
+FIRST_VALUES = {
+    "gpt2": "what ends a block is smaller: set by a rule of the block's",
+    "mamba": "the bias of steps is set by the mixer",
+    "modernbert-decoder": "a truncated normal, which does nothing on meta",
+    "afmoe": "the router's gate is zeros",
+    "gemma3": "the tower of images is a model with a rule of its own",
+    "gemma3n_text": "the inner model's rule asks the inner model for its size",
+}
+
+
+@pytest.mark.parametrize("kind", FIRST_VALUES)
+def test_first_values_are_those_of_transformers(kind: str) -> None:
+    assert _other_values(kind) == []
+
+
+@pytest.mark.slow
+def test_first_values_of_every_type() -> None:
+    built = {kind: found for kind in CAUSAL if (found := _other_values(kind)) is not None}
+    assert len(built) > 170
+    assert {kind: names for kind, names in built.items() if names} == {}
+
+
+def _other_values(kind: str) -> list[str] | None:
+    """The tensors whose values have another size or mean than those of transformers' own constructor; None of a type
+    that it makes none of.
+    """
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    for way in ways(kind):
+        with suppress(Exception):  # whatever a class raises of a tiny configuration
+            config = build(way).config
+            model = AutoModelForCausalLM.from_config(config)
+            break
+    else:
+        return None
+    theirs = {name: x.detach().float() for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    ours = {name: x.float() for name, x in initial_tensors(config, 1)}
+    return [name for name, x in ours.items() if not _alike(x, theirs[name])]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Of one value, those values; else about as large: each is a draw of some numbers."""
+    if not (bool(one.isfinite().all()) and bool(other.isfinite().all())):
+        return torch.equal(one, other)
+    sizes = one.square().mean().sqrt(), other.square().mean().sqrt()
+    return bool((sizes[0] - sizes[1]).abs() <= max(sizes) * max(0.2, 5 / one.numel() ** 0.5))

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from tangram.models.building.build import build_on_meta, initial_tensors, read_source
+from tangram.models.building.build import build_on_meta, read_source
+from tangram.models.building.initial import initial_tensors
 from tangram.models.outlines.costs import ModelCosts, block_names, costs
 from tangram.planner.local.estimate import estimate
 from tangram.schema.job import RunPlan

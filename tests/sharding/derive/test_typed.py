@@ -54,10 +54,21 @@ def test_a_mesh_that_is_no_text(mesh: Any) -> None:
         tangram.derive(two(), mesh, ["0.weight: o/tp i"], inputs=INPUTS)
 
 
-def test_a_model_that_was_compiled_before() -> None:
-    compiled: Any = torch.compile(two(), backend="eager")
-    with pytest.raises(UserError, match=r"compiled by torch\.compile: make it parallel first, and compile it after"):
-        tangram.derive(compiled, "tp=2", ["0.weight: o/tp i"], inputs=INPUTS)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_model_that_was_compiled_before(inside: bool, forward: bool) -> None:
+    """A part of it, and its forward alone, are found as the model is; `module.compile()` compiles the call."""
+    model = two()
+    part: Any = model[0] if inside else model
+    if forward:
+        part.forward = torch.compile(part.forward, backend="eager")
+    else:
+        compiled: Any = torch.compile(part, backend="eager")
+        model = nn.Sequential(compiled, *model[1:]) if inside else compiled
+    with pytest.raises(UserError) as caught:
+        tangram.derive(model, "tp=2", ["0.weight: o/tp i"], inputs=INPUTS)
+    sentence = "is compiled by torch.compile: make it parallel first, and compile it after that"
+    assert str(caught.value) == f"{'0' if inside else 'the model'} {sentence}"
 
 
 class Gated(nn.Module):

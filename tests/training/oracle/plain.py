@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tangram.models.building.build import initial_tensors
+from tangram.models.building.initial import initial_tensors
 from tangram.schema.job import DataPlan
 from tangram.schema.plan import Plan
 from tangram.sharding.local_ops.random_ops import DrawMode

@@ -1,11 +1,4 @@
-"""Build a Hugging Face model from a configuration, first without memory, then with weights that depend on names only.
-
-`build_on_meta` makes the modules with no storage, so a model of any size is cut before it exists. `initial_tensors`
-then yields its parameters and buffers whole, one module at a time, made by the model class's own initialisation from a
-random stream seeded with (seed, module name). So the weights are the same on any number of ranks and in any layout.
-
-Trade-off: every rank makes every whole tensor once, which costs time in proportion to the model but memory of only one
-module; and one module's parameters share a stream.
+"""Build a Hugging Face model from a configuration, without memory: a model of any size is cut before it exists.
 
 A model comes from a preset of Tangram, a Hugging Face directory with weights, or a configuration alone (`read_source`).
 The configuration is all that is read here; the weights of a directory are read later, by each rank what it holds.
@@ -13,9 +6,8 @@ The configuration is all that is read here; the weights of a directory are read 
 
 import copy
 import difflib
-import hashlib
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,7 +85,7 @@ def build_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) ->
 
     `head`: transformers' class that knows the models with one kind of head.
     """
-    return _all_on_meta(_constructed_on_meta(config, head))
+    return _all_on_meta(constructed_on_meta(config, head))
 
 
 def token_inputs(batch: int, sequence: int) -> dict[str, Any]:
@@ -129,7 +121,7 @@ class _Declared:
         return self.model._from_config(config, dtype=dtype)
 
 
-def _constructed_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) -> PreTrainedModel:
+def constructed_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return cast(PreTrainedModel, head.from_config(copy.deepcopy(config), dtype=torch.float32))
@@ -153,112 +145,6 @@ def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
                         moved[tensor] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
                     cast("dict[str, Tensor]", tensors)[name] = moved[tensor]
     return model
-
-
-def initial_tensors(
-    config: PreTrainedConfig, seed: int, only: Callable[[str], bool] = lambda name: True
-) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by name, whole, on the CPU; tied parameters once, under their first name.
-
-    `only`: of these names; modules without any are not made.
-    """
-    model = build_on_meta(config)
-    names_in_it = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
-    wanted = {name for name in names_in_it if only(name)}
-    constructed: dict[type[nn.Module], PreTrainedModel] = {}
-    for path, module in cast(Iterator[tuple[str, nn.Module]], model.named_modules()):
-        names = _own_tensors(module)
-        if not any(_join(path, name) in wanted for name in names):
-            continue
-        _initialise_alone(model, module, _stream_seed(seed, path))
-        if _without_value(module):
-            _initialise_from_outside(model, path, module, _stream_seed(seed, path))
-        for name in _without_value(module):
-            made = _as_constructed(config, type(module), seed, constructed)
-            with torch.no_grad():
-                getattr(module, name).copy_(getattr(made.get_submodule(path), name))
-        if left := _without_value(module):
-            raise RuntimeError(f"{type(model).__name__} leaves {_join(path, left[0])} without an initial value")
-        for name in names:
-            full_name = _join(path, name)
-            tensor: Tensor = getattr(module, name)
-            if full_name in wanted:
-                yield full_name, tensor.detach()
-        module.to_empty(device="meta", recurse=False)
-
-
-def _initialise_alone(model: PreTrainedModel, module: nn.Module, seed: int) -> None:
-    """Give one module storage and its class's initial values, and leave the process's random state as it was."""
-    module.to_empty(device="cpu", recurse=False)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for name in _own_tensors(module):
-            tensor: Tensor = getattr(module, name)
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))  # so that a tensor which nothing initialises is seen
-        torch.random.default_generator.manual_seed(seed)
-        try:
-            model._init_weights(module)  # pyright: ignore[reportPrivateUsage]  the documented override point of HF models
-        except AttributeError as error:
-            raise UserError(
-                f"this transformers cannot initialise a {type(model).__name__} ({error}): give a directory with weights"
-            ) from error
-
-
-def _initialise_from_outside(model: PreTrainedModel, path: str, module: nn.Module, seed: int) -> None:
-    """Some classes initialise a module where they initialise one around it: ask those, from the nearest on.
-
-    What else they have stays on meta, where writing does nothing and draws no random number.
-    """
-    while path and _without_value(module):
-        path = path.rpartition(".")[0]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(seed)
-            model._init_weights(model.get_submodule(path))  # pyright: ignore[reportPrivateUsage]
-
-
-def _as_constructed(
-    config: PreTrainedConfig, kind: type[nn.Module], seed: int, known: dict[type[nn.Module], PreTrainedModel]
-) -> PreTrainedModel:
-    """The model on meta but for the modules of one class, which hold what their constructor has put there.
-
-    For classes that leave initial values to it. All modules of that class are in memory at once.
-    """
-    if kind not in known:
-        construct = kind.__init__
-
-        def on_cpu(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            with torch.device("cpu"):
-                construct(self, *args, **kwargs)
-
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody fills holds nan then
-        kind.__init__ = on_cpu
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.random.default_generator.manual_seed(_stream_seed(seed, kind.__qualname__))
-                known[kind] = _constructed_on_meta(config)
-        finally:
-            kind.__init__ = construct
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    return known[kind]
-
-
-def _without_value(module: nn.Module) -> list[str]:
-    tensors = {name: cast(Tensor, getattr(module, name)) for name in _own_tensors(module)}
-    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and bool(tensor.isnan().any())]
-
-
-def _own_tensors(module: nn.Module) -> list[str]:
-    parameters = [name for name, _ in module.named_parameters(recurse=False)]
-    return parameters + [name for name, _ in module.named_buffers(recurse=False)]
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _stream_seed(seed: int, path: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=7).digest())
 
 
 @dataclass(frozen=True)

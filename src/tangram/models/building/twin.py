@@ -62,12 +62,14 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _refuse_shared_forward(model: nn.Module) -> None:
     """Raise UserError for a function that stands for a forward and calls this model: so would that of its copy."""
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise UserError("the model is compiled by torch.compile: make it parallel first, and compile it after that")
     # What has no state computes alike for a copy: activations that a library keeps once for all models.
     own = {id(module) for module in cast("Iterable[nn.Module]", model.modules()) if _has_state(module)}
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        cells: Sequence[Any] = getattr(vars(module).get("forward"), "__closure__", None) or ()
+        forward = vars(module).get("forward")
+        if hasattr(module, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
+            what = path or "the model"
+            raise UserError(f"{what} is compiled by torch.compile: make it parallel first, and compile it after that")
+        cells: Sequence[Any] = getattr(forward, "__closure__", None) or ()
         for cell in cells:
             keeps = cell.cell_contents
             if id(keeps) in own or id(getattr(keeps, "__self__", None)) in own:

@@ -189,6 +189,10 @@ Made = tuple[OpOverload, dict[str, Any]]
 """An operator and its arguments, all of them, in the schema's order."""
 
 
+def _same(_: Ref, new: Ref, __: Given, ___: tuple[int, ...]) -> Made:
+    return aten.alias.default, {"self": new}
+
+
 def _slice(base: Ref, new: Ref, given: Given, _: tuple[int, ...]) -> Made:
     where = {name: given[name] for name in ("dim", "start", "end", "step")}
     return aten.slice_scatter.default, {"self": base, "src": new, **where}
@@ -221,6 +225,7 @@ def _permuted(_: Ref, new: Ref, given: Given, __: tuple[int, ...]) -> Made:
 
 
 BACK: Mapping[OpOverload, Callable[[Ref, Ref, Given, tuple[int, ...]], Made]] = {
+    aten.detach.default: _same,  # also what `.data` gives
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.diagonal.default: _diagonal,

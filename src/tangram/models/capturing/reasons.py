@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from types import TracebackType
+from typing import Any, cast
 
 from tangram.models.capturing.called import caller, short
 
+_BRANCHES = r"DataDependent|data-dependent|item\(\)|_local_scalar_dense|is_nonzero"
 _VALUES = "a capture without memory has no values"
 REASONS: tuple[tuple[str, str], ...] = (
     (
@@ -58,7 +60,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "a ScriptModule is compiled code: give the module that it was made of",
     ),
     (
-        r"DataDependent|data-dependent|item\(\)|_local_scalar_dense|is_nonzero",
+        _BRANCHES,
         "what runs depends on the values of a tensor, which a capture without memory lacks: choose with torch.where, "
         "and print or log numbers outside of forward",
     ),
@@ -104,18 +106,34 @@ REASONS: tuple[tuple[str, str], ...] = (
 
 def place_and_reason(error: Exception) -> str:
     """In which line of a model something went wrong, what, and where it is known what to do."""
-    return f"{place_of(error) or 'its forward'}: {reason_of(error)}"
+    line = _line_of(error)
+    if line is None:
+        return f"its forward: {reason_of(error)}"
+    place = f"{short(line.tb_frame.f_code.co_filename)}:{line.tb_lineno}"
+    module = line.tb_frame.f_locals.get("self")
+    drops = layer_drops(module) if getattr(module, "training", False) else []
+    if drops and re.search(_BRANCHES, f"{type(error).__name__}: {error}"):
+        none = ", ".join(f"{key} = 0" for key in drops)
+        return f"{place}: layers are left out at random, and a capture has all of them: build the model with {none}"
+    return f"{place}: {reason_of(error)}"
 
 
-def place_of(error: BaseException) -> str:
-    """The innermost line of the user's own code; "" where there is none."""
-    place, trace = "", error.__traceback__
+def layer_drops(module: Any) -> list[str]:
+    """The keys of a module's configuration, as transformers calls them, by which training leaves out whole layers at
+    random (Fan et al., 2019).
+    """
+    config: Any = getattr(module, "config", None)
+    fields = {} if config is None else cast("dict[str, Any]", vars(config))
+    return [key for key, chance in fields.items() if key.endswith("layerdrop") and chance]
+
+
+def _line_of(error: BaseException) -> TracebackType | None:
+    """The innermost line of the user's own code; None where there is none."""
+    line, trace = None, error.__traceback__
     while trace is not None:
-        step: TracebackType = trace
-        if caller(step.tb_frame) is step.tb_frame:
-            place = f"{short(step.tb_frame.f_code.co_filename)}:{step.tb_lineno}"
-        trace = step.tb_next
-    return place
+        line = trace if caller(trace.tb_frame) is trace.tb_frame else line
+        trace = trace.tb_next
+    return line
 
 
 def reason_of(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tangram.errors import UserError
 from tangram.models.capturing.called import caller, line_of
@@ -219,7 +220,7 @@ def _forward_of(kind: type[nn.Module], entry: str, end: str, *, first: bool) -> 
         if not end:
             result = cast(Any, kind).forward(self, **given).logits
         else:
-            result = self.base_model(**given).last_hidden_state
+            result = _base_of(self)(**given).last_hidden_state
             leave = self.get_submodule(end)
             if leave.outflow is not None:  # the base model has it: what it gives may be something else
                 result, leave.outflow = leave.outflow, None
@@ -229,6 +230,12 @@ def _forward_of(kind: type[nn.Module], entry: str, end: str, *, first: bool) -> 
         return result.clone() if end else result  # a tensor of its own: a block's may lie otherwise than a stage's
 
     return forward
+
+
+def _base_of(model: Any) -> nn.Module:
+    """A model without its head. Llama 4's name for it is none of its own, and transformers then gives the model."""
+    inside = (one for one in model.children() if isinstance(one, PreTrainedModel))
+    return model.base_model if model.base_model is not model else next(inside)
 
 
 HIDDEN = 3

@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map  # pyright: ignore[reportUnknownVariableType]
 
-from tangram.models.building.twin import fake_twin
+from tangram.models.building.twin import fake_twin, storage_of
 from tangram.models.capturing.capture import quiet
 from tangram.models.capturing.opened import GROUPED, grouped
 from tangram.models.capturing.reasons import place_and_reason
 from tangram.sharding.local_ops.random_ops import drawing, shape_of
+from tangram.sharding.ops.calls import schema_of
 
 
 class RandomDraw(NamedTuple):
@@ -40,14 +41,16 @@ class RandomDraw(NamedTuple):
 
 
 class _Seen(TorchDispatchMode):
-    def __init__(self, inside: Sequence[str]) -> None:
+    def __init__(self, inside: Sequence[str], parameters: Mapping[int, str], written: set[str]) -> None:
         super().__init__()
         self.draws: list[RandomDraw] = []
-        self._inside = inside
+        self._inside, self._parameters, self._written = inside, parameters, written
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if schema_of(func).is_mutable and isinstance(args[0] if args else None, Tensor):
+            self._written.update({self._parameters.get(storage_of(args[0]), "")} - {""})
         call = drawing(func, args, kwargs or {})
         if call is not None:
             self.draws.append(RandomDraw(self._inside[-1] if self._inside else "", call.name, shape_of(call)))
@@ -55,11 +58,12 @@ class _Seen(TorchDispatchMode):
 
 
 def draws_of(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Mapping[int, int]
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Mapping[int, int], written: set[str]
 ) -> list[RandomDraw]:
     """What a forward draws, in order, of inputs whose first dim has another size: `rows` says which instead of which.
 
-    The model (on meta or not) is not changed, and runs as it is, in training or not. Raises what it raises.
+    Into `written` come the names of the parameters that it writes into. The model (on meta or not) is not changed, and
+    runs as it is, in training or not. Raises what it raises.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inside: list[str] = []
@@ -86,7 +90,8 @@ def draws_of(
         stack.enter_context(quiet())
         stack.enter_context(fake)
         given = tree_map(faked, (tuple(args), dict(kwargs)))
-        seen = stack.enter_context(_Seen(inside))
+        parameters = {storage_of(p): name for name, p in twin.named_parameters()}
+        seen = stack.enter_context(_Seen(inside, parameters, written))
         twin(*given[0], **given[1])
     return seen.draws
 
@@ -102,13 +107,17 @@ class Placed(NamedTuple):
     """Of what is not there, the first: what draws, for which shape. "" where all is."""
 
 
-def places_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Placed:
-    """Where the samples stand in what a model draws for. `count`: of its inputs. Raises what the model raises."""
-    one = draws_of(model, args, kwargs, {})
+def places_of(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, written: set[str]
+) -> Placed:
+    """Where the samples stand in what a model draws for. `count`: of its inputs; `written`: as of `draws_of`. Raises
+    what the model raises.
+    """
+    one = draws_of(model, args, kwargs, {}, written)
     if not one:
         return Placed(False, {}, "")
     try:
-        more = draws_of(model, args, kwargs, {count: count + 1})
+        more = draws_of(model, args, kwargs, {count: count + 1}, written)
     except Exception as error:  # noqa: BLE001  whatever a model's code raises
         return Placed(True, {}, f"with one sample more it does not run, {place_and_reason(error)}")
     after = _places(one, more, count)

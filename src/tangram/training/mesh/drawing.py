@@ -35,6 +35,7 @@ from tangram.sharding.local_ops.samples import draws_of, places_of
 from tangram.training.data import RankBatches
 from tangram.training.mesh import modes
 from tangram.training.mesh.tensor_parallel import DerivedModel
+from tangram.training.mesh.written_parameters import keep_written
 
 
 class Drawer:
@@ -86,13 +87,15 @@ class Drawer:
     def _learned(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Mapping[tuple[int, ...], int]:
         """Where samples stand in what is drawn; nowhere of a model that does not run without memory, which may draw."""
         assert self._template is not None
+        written: set[str] = set()
         try:
             modes.follow(self._template, self._part)
-            draws, after, self.unknown = places_of(self._template, args, kwargs, count)
+            draws, after, self.unknown = places_of(self._template, args, kwargs, count, written)
         except Exception as error:  # noqa: BLE001  whatever a model's code raises where tensors have no values
             self.draws = self.draws or None
             self.unknown = f"without values it does not run, {place_and_reason(error)}"
             return {}
+        keep_written(self._part, written)
         self.draws = self.draws or draws
         return after
 
@@ -226,7 +229,7 @@ def counts_of_stages(model: nn.Module, plan: Plan) -> Sequence[int]:
     ids = torch.empty(2, plan.data.sequence, dtype=torch.long, device="meta")
     template = without_memory(model).train()
     try:
-        found = draws_of(template, (), {"input_ids": ids, "use_cache": False}, {})
+        found = draws_of(template, (), {"input_ids": ids, "use_cache": False}, {}, set())
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} does not run without values, so it is not known what each stage of a pipeline "

@@ -251,15 +251,25 @@ def own_part(full: Tensor, states: States, mesh: Mesh, coords: Mapping[str, int]
     return part
 
 
-def refuse_written(model: nn.Module, graph: Graph) -> None:
-    """Raise UserError where a forward that has gradients writes into a parameter that has one: the module sees a view
-    of the DTensor then, and autograd knows no writes into such."""
-    written = {graph.values[v].name for v in Writes.of(graph).nodes if graph.values[v].kind == "parameter"}
+def written_parameters(model: nn.Module, graph: Graph) -> set[str]:
+    """The parameters that a forward writes into.
+
+    Raises UserError where one has gradients and the parameter, too: the module sees a view of the DTensor then, and
+    autograd knows no writes into such. Of what is written through `.data` it knows nothing.
+    """
+    writes = {v: nodes for v, nodes in Writes.of(graph).nodes.items() if graph.values[v].kind == "parameter"}
+    seen = {graph.values[v].name for v, nodes in writes.items() if not all(_through_data(graph, i) for i in nodes)}
     for name, p in model.named_parameters():
-        if name in written and p.requires_grad and isinstance(p, DTensor) and torch.is_grad_enabled():
+        if name in seen and p.requires_grad and isinstance(p, DTensor) and torch.is_grad_enabled():
             raise UserError(
                 f"a forward writes into {name}, which is trained: write into it after the optimiser's step instead"
             )
+    return {graph.values[v].name for v in writes}
+
+
+def _through_data(graph: Graph, write: int) -> bool:
+    renews = graph.nodes[write].renews
+    return renews is not None and graph.nodes[renews[1]].operator is torch.ops.aten.detach.default
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,10 @@ from tangram.training.mesh.local_parts import (
     as_dtensors,
     local,
     own_part,
-    refuse_written,
+    written_parameters,
 )
 from tangram.training.mesh.world import World, dim_of
+from tangram.training.mesh.written_parameters import keep_written
 
 MOST_COMPARED = 1 << 12
 Sizes = tuple[tuple[str, Any], ...]
@@ -310,7 +311,7 @@ class DerivedModel:
         after: Mapping[tuple[int, ...], int] = {}
         if not program.uncounted:
             modes.follow(self._template, self._model)
-            _, after, unknown = places_of(self._template, (), inputs, samples.rows)
+            _, after, unknown = places_of(self._template, (), inputs, samples.rows, set())
         self.numbers.apart = unknown if samples.rows < samples.total else ""
         return after
 
@@ -346,7 +347,7 @@ class DerivedModel:
         program = rehearsed(found, self._template, inputs, self._dtype)
         refuse_cut_inputs(program.derived)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.derived)
-        refuse_written(self._model, program.derived.folded.graph)
+        keep_written(self._model, written_parameters(self._model, program.derived.folded.graph))
         operators = Operators(program.derived, self._rank, Linked(self._groups), self.numbers)
         rings = {RING: Rings(self._groups, self._bring).attend} if self.rings else {}
         return Now(

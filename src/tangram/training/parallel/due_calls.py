@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tangram.layout import intervals
+from tangram.models.capturing.reasons import layer_drops
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.relayout.collectives import one_collective
@@ -275,7 +276,7 @@ def runs_in_order(model: nn.Module) -> bool:
     are run several times (as ALBERT's), in an order of the model's own or at random are gathered as they come.
     """
     config: Any = getattr(model, "config", None)
-    if config is None or getattr(config, "layerdrop", 0):
+    if config is None or layer_drops(model):
         return False
     said = int_field(config.get_text_config(), FIELDS["layers"])
     return said is not None and said[1] == len(blocks_of(model))

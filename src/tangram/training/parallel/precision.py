@@ -11,15 +11,15 @@ the type in which it reduces; a plan that says anything else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
+from tangram.training.mesh.written_parameters import fsdp_groups
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -56,13 +56,6 @@ def keep_gradients(model: nn.Module, plan: Plan) -> None:
         return
     for group in fsdp_groups(model):
         leave_sums_in(group, dtype_of(plan.gradients))
-
-
-def fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's groups of parameters of a model, of which it has no public name."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from cast(Any, module)._get_fsdp_state()._fsdp_param_groups
 
 
 # ----------------------------------------------------------------

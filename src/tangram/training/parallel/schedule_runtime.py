@@ -35,8 +35,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tangram.schema.schedule_table import Row, Schedule
+from tangram.training.mesh.written_parameters import fsdp_groups
 from tangram.training.parallel.data_parallel import Replicas
-from tangram.training.parallel.precision import fsdp_groups
 
 Before = Callable[[int, int], None]
 """Called with a micro-batch and a stage before the stage's forward of it."""

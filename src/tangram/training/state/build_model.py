@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
-from tangram.models.building.build import Source, build_on_meta, initial_tensors, read_source
+from tangram.models.building.build import Source, build_on_meta, read_source
+from tangram.models.building.initial import initial_tensors
 from tangram.models.capturing.attention import by_tokens, by_torch
 from tangram.models.capturing.stages import Through
 from tangram.models.outlines.costs import block_names

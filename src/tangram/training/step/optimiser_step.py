@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from tangram.errors import UserError
+from tangram.models.capturing.reasons import layer_drops
 from tangram.schema.optimiser import SHARED_UPDATES, OptimiserPlan, RuleName
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts, local
 from tangram.training.parallel.model import ParallelModel
@@ -126,10 +127,6 @@ class LocalGradient(NamedTuple):
     """Of one that was used: a float32 scalar."""
 
 
-LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-"""How configurations of transformers call the chance of a layer to be left out of a forward (Fan et al., 2019)."""
-
-
 def local_gradients(
     model: nn.Module,
     plain: PlainParts,
@@ -149,14 +146,11 @@ def local_gradients(
 
 
 def _why_none(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    drops = next((key for key in LAYER_DROPS if getattr(config, key, 0)), None)
-    if drops is None:
+    drops = layer_drops(model)
+    if not drops:
         return "name it in model.freeze if the loss does not depend on it"
-    return (
-        f"layers are left out at random ({drops} = {getattr(config, drops)}), and this version trains all of them in "
-        f"each step: set model.change.{drops} = 0"
-    )
+    none = ", ".join(f"model.change.{key} = 0" for key in drops)
+    return f"layers are left out at random, and this version trains all of them in each step: set {none}"
 
 
 def local_gradient(name: str, parameter: Tensor, plain: PlainParts) -> LocalGradient:

@@ -1,0 +1,55 @@
+"""Mistakes planted in how models begin, are captured and keep what they write, by file."""
+
+from tests.mutants.mutant import Mutant
+
+_FIRST = "tests/training/test_models.py::test_first_values_are_those_of_transformers"
+_REASONS = "tests/models/test_reasons.py::test_layers_that_are_left_out_at_random"
+_COMPILED = "tests/sharding/derive/test_typed.py::test_a_model_that_was_compiled_before"
+_CODE = "tests/training/test_code_models.py"
+_BUFFERS = "tests/training/test_buffers.py::test_what_a_forward_writes_into_parameters_is_kept_under_fsdp"
+_STAGES = "tests/models/test_stages.py::test_stages_one_after_the_other_are_the_model"
+
+# fmt: off
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "first-values-of-the-module-alone", "models/building/initial.py",
+        "[path, *outer.get(path, ())]", "[path]",
+        "what a module around sets is not: Mamba's steps begin at a bias of 0", (_FIRST,),
+    ),
+    Mutant(
+        "first-values-outermost-first", "models/building/initial.py",
+        "while not isinstance(part := model.get_submodule(around), PreTrainedModel):",
+        "while not isinstance(part := model.get_submodule(around := \"\"), PreTrainedModel):",
+        "a tower of images begins as the model around it says", (_FIRST,),
+    ),
+    Mutant(
+        "layers-left-out-unsaid", "models/capturing/reasons.py",
+        "if key.endswith(\"layerdrop\") and chance]", "if key == \"layerdrop\" and chance]",
+        "of an encoder and a decoder nobody says what leaves layers out", (_REASONS,),
+    ),
+    Mutant(
+        "compiled-forward-unseen", "models/building/twin.py",
+        " or hasattr(forward, \"_torchdynamo_orig_callable\")", "",
+        "a compiled forward is said to be replaced", (_COMPILED,),
+    ),
+    Mutant(
+        "data-is-another-tensor", "models/capturing/opened.py",
+        "    aten.detach.default: _same,  # also what `.data` gives\n", "",
+        "what is written through .data is refused", (_CODE,),
+    ),
+    Mutant(
+        "written-and-thrown-away", "training/mesh/written_parameters.py",
+        "prepend=True", "prepend=False",
+        "parameters are taken over after FSDP2 has let them go", (_BUFFERS,),
+    ),
+    Mutant(
+        "written-part-of-the-first", "training/mesh/written_parameters.py",
+        "int(one.mesh_info.shard_mesh_rank)", "0",
+        "each rank takes over the first rank's part", (_BUFFERS,),
+    ),
+    Mutant(
+        "stages-of-the-model-itself", "models/capturing/stages.py",
+        "return model.base_model if model.base_model is not model else next(inside)", "return model.base_model",
+        "a stage of Llama 4 calls itself", (_STAGES,),
+    ),
+)
