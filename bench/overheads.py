@@ -15,7 +15,8 @@ import torch.distributed as dist
 from tangram.hardware.measuring import overheads
 from tangram.hardware.measuring.measure import Row
 from tangram.hardware.measuring.rates import measure
-from tangram.models.building.build import build_on_meta, initial_tensors, make_config
+from tangram.models.building.build import build_on_meta, make_config
+from tangram.models.building.initial import initial_tensors
 from tangram.models.outlines.costs import costs
 from tangram.schema.plan import Plan
 from tangram.training.data.samples import Batch

@@ -17,7 +17,8 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from bench._convergence.settings import Size, fields_of
-from tangram.models.building.build import config_of, initial_tensors
+from tangram.models.building.build import config_of
+from tangram.models.building.initial import initial_tensors
 from tangram.training.data import BYTES
 
 SLOWEST = 8

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from bench._styles import megatron
 from bench._training.job import fsdp, job
 from tangram.hardware.measuring.measure import Pairs, Row, paired
-from tangram.models.building.build import build_on_meta, initial_tensors
+from tangram.models.building.build import build_on_meta
+from tangram.models.building.initial import initial_tensors
 from tangram.schema.plan import Plan
 from tangram.training import data
 from tangram.training.mesh.world import World, make_world

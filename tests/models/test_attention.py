@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta, initial_tensors
+from tangram.models.building.build import build_on_meta
+from tangram.models.building.initial import initial_tensors
 from tangram.models.capturing.attention import by_tokens, mask_of, numbers_of, refuse_unable
 from tangram.training.parallel.apply import materialise
 
