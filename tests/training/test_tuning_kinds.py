@@ -35,7 +35,7 @@ WAYS: Mapping[str, Strategy] = {
 }
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
 JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
-    "bias": (LoraPlan(rank=4, alpha=16.0, targets=("q_proj", "v_proj"), bias=True), {"lora_bias": True}),
+    "bias": (LoraPlan(rank=4, alpha=16.0, targets=("q_proj", "v_proj"), lora_bias=True), {"lora_bias": True}),
     "patterns": (
         LoraPlan(
             rank=4, rslora=True, ranks={"model.layers.1.*.q_proj": 6, "v_proj": 2}, alphas={"v_proj": 32.0},
@@ -46,8 +46,8 @@ JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
             "exclude_modules": r".*\.down_proj|.*layers\.0\.mlp\..*", "init_lora_weights": "gaussian",
         },
     ),
-    "all biases": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), biases="all"), {"bias": "all"}),
-    "biases beside": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), biases="lora_only"), {"bias": "lora_only"}),
+    "all biases": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), bias="all"), {"bias": "all"}),
+    "biases beside": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), bias="lora_only"), {"bias": "lora_only"}),
     "rows": (LoraPlan(rank=4, targets=("v_proj",), tokens=(256, 10, 7)), {"trainable_token_indices": [256, 10, 7]}),
     "layers": (LoraPlan(rank=4, targets=LINEAR, layers=(1,)), {"layers_to_transform": [1]}),
 }  # fmt: skip
@@ -148,7 +148,7 @@ def _of_job(folder: Path) -> tuple[Any, Any]:
 
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "no bias": (
-        {"bias": True},
+        {"lora_bias": True},
         "to the biases of layers, and model.layers.0.mlp.down_proj has none",
     ),
     "no such layer": ({"layers": [7]}, "lora.layers names 7, and the layers that lora.targets names are 0, 1"),
@@ -167,4 +167,4 @@ def test_what_is_refused(folder: Path) -> None:
             add_adapters(build_on_meta(config), Adapters(rank=2, alpha=2.0, **options))
         assert why in str(refused.value), name
     with pytest.raises(ValidationError, match="peft knows no bias of adapters with dora"):
-        LoraPlan(bias=True, dora=True)
+        LoraPlan(lora_bias=True, dora=True)

@@ -76,9 +76,9 @@ class LoraPlan(TomlTable):
     """Other alphas, in the same way."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How A is drawn: uniformly by its inputs, or normally, with 1 / rank. B begins as 0."""
-    bias: bool = False
+    lora_bias: bool = False
     """Add a bias that is trained to what B gives, beside layers that have one."""
-    biases: Literal["none", "all", "lora_only"] = "none"
+    bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the model are trained, too, and saved with the adapters: all, or those of layers that have
     adapters."""
     rslora: bool = False
@@ -100,8 +100,8 @@ class LoraPlan(TomlTable):
     @model_validator(mode="after")
     def _peft_has_it(self) -> Self:
         for key, other in (("dora", self.dora), ("init", self.init != "kaiming")):
-            if self.bias and other:
-                raise ValueError(f"peft knows no bias of adapters with {key}: leave out lora.bias or lora.{key}")
+            if self.lora_bias and other:
+                raise ValueError(f"peft knows no bias of adapters with {key}: leave out lora.lora_bias or lora.{key}")
         return self
 
     @property

@@ -20,7 +20,7 @@ from tangram.models.lora.adapters import peft_module
 LIKE: Mapping[str, str] = MappingProxyType(
     {
         "rank": "r", "alpha": "lora_alpha", "ranks": "rank_pattern", "alphas": "alpha_pattern", "rslora": "use_rslora",
-        "dora": "use_dora", "bias": "lora_bias", "biases": "bias",
+        "dora": "use_dora", "lora_bias": "lora_bias", "bias": "bias",
         "tokens": "trainable_token_indices",
     }
 )  # fmt: skip

@@ -44,8 +44,8 @@ class Adapters:
     alphas: Mapping[str, float] = field(default_factory=dict[str, float])
     rslora: bool = False
     dora: bool = False
-    bias: bool = False
-    biases: str = "none"
+    lora_bias: bool = False
+    bias: str = "none"
     init: str = "kaiming"
     modules_to_save: Sequence[str] = ()
     tokens: Sequence[int] = ()
@@ -99,7 +99,7 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
     everywhere = some == (ALL,) and not stacked and len(adapted) == len(_linear(model, names))
     config = peft.LoraConfig(
         r=own.rank, lora_alpha=own.alpha, lora_dropout=own.dropout, use_rslora=own.rslora, use_dora=own.dora,
-        lora_bias=own.bias, bias=own.biases, task_type="CAUSAL_LM",
+        lora_bias=own.lora_bias, bias=own.bias, task_type="CAUSAL_LM",
         init_lora_weights=True if own.init == "kaiming" else own.init,
         rank_pattern=_as_regex(own.ranks), alpha_pattern=_as_regex(own.alphas),
         target_modules=ALL if everywhere else sorted(set(adapted)),
@@ -117,7 +117,7 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
         _refuse_experts(config, stacked)
     else:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(own.biases == "all" and name.endswith(".bias"))
+            parameter.requires_grad_(own.bias == "all" and name.endswith(".bias"))
         cast(Any, model).peft_config = {"default": config}
     for module in model.modules():
         if hasattr(module, "trainable_tokens_original"):  # rows as they were, for who takes them out again
@@ -130,7 +130,7 @@ def _refuse_unfit(
     own: Adapters, adapted: Sequence[str], experts: Sequence[str], names: Mapping[str, nn.Module]
 ) -> None:
     """What peft knows no adapters of."""
-    for key in ("dropout", "dora", "bias"):
+    for key in ("dropout", "dora", "lora_bias"):
         if experts and getattr(own, key):
             raise UserError(
                 f"{experts[0]} has all experts of a layer, beside which peft knows no lora.{key}: leave one of the two "
@@ -141,9 +141,9 @@ def _refuse_unfit(
             f"lora.dora trains lengths of the weights of linear layers, and {tables[0]} is an embedding: leave one of "
             "the two out, or name it in lora.modules_to_save"
         )
-    if own.bias and (bare := [name for name in adapted if getattr(names[name], "bias", None) is None]):
+    if own.lora_bias and (bare := [name for name in adapted if getattr(names[name], "bias", None) is None]):
         raise UserError(
-            f"lora.bias is added to the biases of layers, and {bare[0]} has none: leave it out, or name it in "
+            f"lora.lora_bias is added to the biases of layers, and {bare[0]} has none: leave it out, or name it in "
             "lora.exclude"
         )
     for key, patterns in (("ranks", own.ranks), ("alphas", own.alphas)):
