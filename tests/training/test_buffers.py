@@ -104,7 +104,7 @@ def test_what_a_forward_writes_into_parameters_is_kept_under_fsdp(ran: list[Ran]
     """FSDP2 throws away what is written into a gathered parameter."""
     for one in ran:
         names, off, otherwise = one.written
-        assert names == {"clamped.weight", "normed.weight"}
+        assert names == {"0.clamped.weight", "0.normed.weight"}
         assert off < 1e-6 < 0.1 < otherwise
 
 
