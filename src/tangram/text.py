@@ -29,7 +29,7 @@ def refuse_unwritable(path: Path, what: str) -> None:
         raise UserError(f"{what} cannot be written to {path}: give a file in a folder that is there")
 
 
-def write_file(path: Path, text: str, what: str = "it") -> None:
+def write_file(path: Path, text: str, what: str) -> None:
     """Write a file under a temporary name and rename it, so that nobody reads half of it and a full disk leaves the
     one that was there. `what` it is, as "the plan". Raises UserError where it cannot be written.
 

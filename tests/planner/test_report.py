@@ -317,7 +317,7 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
     """As /dev/stdout is one."""
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for text in ("a", "b"):
-        write_file(tmp_path / "link", text)
+        write_file(tmp_path / "link", text, "the report")
         assert (tmp_path / "file").read_text() == text
     assert (tmp_path / "link").is_symlink()
 

@@ -44,7 +44,7 @@ from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report, top
 from tangram.tracing.stacks import SIGNAL
-from tangram.tracing.watch import Watch, watched
+from tangram.tracing.watch import Hang, Watch, watched
 
 RUN = b"r" * 16
 
@@ -413,6 +413,21 @@ def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
     assert (one.kind, one.ranks) == ("stopped", (1,))
 
 
+def hang_of(folder: Path) -> Hang:
+    """What is said of ranks that are in this process and do not move, once their stacks have been asked for."""
+    watch = Watch(TraceSettings(folder, RUN, hang_seconds=0.1))
+    assert watch.look()[1] is None
+    time.sleep(0.15)
+    with (folder / file_of(0, "stacks")).open("wb") as stacks:
+        faulthandler.register(SIGNAL, file=stacks)
+        try:
+            hang = watch.look()[1]
+        finally:
+            faulthandler.unregister(SIGNAL)
+    assert hang is not None
+    return hang
+
+
 @pytest.mark.parametrize("spike", ["logit", "high logit", "activation", "loss", "experts", ""])
 def test_a_jump_of_long_ago_is_not_why_a_run_hangs(spike: str, tmp_path: Path) -> None:
     """All ranks have joined the call that they wait in, as where the network is down."""
@@ -425,16 +440,7 @@ def test_a_jump_of_long_ago_is_not_why_a_run_hangs(spike: str, tmp_path: Path) -
             recorder.files.name({"spike": spike, "step": 3, **words})
     kinds = {one.kind for one in findings(read(tmp_path))}
     assert len(kinds) == bool(spike)
-    watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.1))
-    assert watch.look() == ([], None)
-    time.sleep(0.15)
-    with (tmp_path / file_of(0, "stacks")).open("wb") as stacks:
-        faulthandler.register(SIGNAL, file=stacks)
-        try:
-            hang = watch.look()[1]
-        finally:
-            faulthandler.unregister(SIGNAL)
-    assert hang is not None
+    hang = hang_of(tmp_path)
     assert re.fullmatch(
         r"no rank has moved for 0 s: rank 0 waits in all-reduce over dp.*, which all have joined", hang.sentence
     )
@@ -458,16 +464,7 @@ def test_who_does_not_know_the_signal_is_not_sent_it(gone: bool, tmp_path: Path)
         HEADER.pack_into(data, 0, *head)
         with ring.open("r+b") as file:
             file.write(data[:HEADER_BYTES])
-        watch = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.1))
-        watch.look()
-        time.sleep(0.15)
-        with (tmp_path / file_of(0, "stacks")).open("wb") as stacks:
-            faulthandler.register(SIGNAL, file=stacks)
-            try:
-                hang = watch.look()[1]
-            finally:
-                faulthandler.unregister(SIGNAL)
+        hang_of(tmp_path)
         alive = other.poll() is None
         other.kill()
-    assert hang is not None
     assert alive, "it has been ended"

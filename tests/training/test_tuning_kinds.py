@@ -48,7 +48,10 @@ JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
     ),
     "all biases": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), bias="all"), {"bias": "all"}),
     "biases beside": (LoraPlan(rank=4, targets=("v_proj", "down_proj"), bias="lora_only"), {"bias": "lora_only"}),
-    "rows": (LoraPlan(rank=4, targets=("v_proj",), tokens=(256, 10, 7)), {"trainable_token_indices": [256, 10, 7]}),
+    "rows": (
+        LoraPlan(rank=4, targets=("v_proj",), trainable_token_indices=(256, 10, 7)),
+        {"trainable_token_indices": [256, 10, 7]},
+    ),
     "layers": (LoraPlan(rank=4, targets=LINEAR, layers=(1,)), {"layers_to_transform": [1]}),
 }  # fmt: skip
 """In a job's words and in peft's."""
@@ -119,7 +122,7 @@ def test_what_is_saved_is_read_merged_and_begun_with(folder: Path, tmp_path: Pat
 def test_what_begins_as_weights_are_is_theirs_where_ranks_have_unlike_parts(tmp_path: Path) -> None:
     """Lengths of rows (DoRA), and rows of embeddings: of weights that TP does not cut evenly."""
     own = write_folder(tmp_path, family="qwen2", fields={"num_attention_heads": 3, "num_key_value_heads": 3})
-    lora = LoraPlan(rank=4, dora=True, tokens=(10, 256))
+    lora = LoraPlan(rank=4, dora=True, trainable_token_indices=(10, 256))
     plan = _plan(own, lora, "tp")
     heads = {"*.[qkv]_proj.weight": "(heads/tp d) h", "*.[qkv]_proj.bias": "(heads/tp d)"}
     heads |= {"*.o_proj.weight": "h (heads/tp d)"}
@@ -153,8 +156,14 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "no such layer": ({"layers": [7]}, "lora.layers names 7, and the layers that lora.targets names are 0, 1"),
     "nothing left": ({"exclude": ["model.layers"]}, "leave no layer of lora.targets"),
-    "no such row": ({"tokens": [9999]}, "lora.tokens has 9999, and there are 259 tokens"),
-    "rows twice": ({"tokens": [1], "targets": ["embed_tokens"]}, "and lora.tokens trains rows of it"),
+    "no such row": (
+        {"trainable_token_indices": [9999]},
+        "indices has 9999, and there are 259 tokens",
+    ),
+    "rows twice": (
+        {"trainable_token_indices": [1], "targets": ["embed_tokens"]},
+        "_indices trains rows of it",
+    ),
     "no rank": ({"ranks": {"q_prj": 2}}, 'lora.ranks names "q_prj", which fits no module'),
     "not there": ({"exclude": ["vision"]}, 'lora.exclude names "vision"'),
 }

@@ -87,8 +87,8 @@ class LoraPlan(TomlTable):
     """Train the length of each output's weights, too (Liu et al. 2024)."""
     modules_to_save: tuple[str, ...] = ()
     """Ends of names of modules that are trained whole, and saved with the adapters."""
-    tokens: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Numbers of tokens whose rows of the embeddings are trained, too (peft's trainable_token_indices)."""
+    trainable_token_indices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Numbers of tokens whose rows of the embeddings are trained, too, as peft has it."""
     base: Literal["parameters", "nf4", "int8", "fp8"] = "parameters"
     """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
     or 8 bits with scales (`models.lora.bases`), dequantised whenever a layer is used."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tangram.tracing.files.format import (
@@ -149,11 +149,18 @@ def deviations(traces: Sequence[RankTrace]) -> list[Finding]:
     """
     found: dict[tuple[object, ...], Finding] = {}
     noted = noted_by(traces)
+    of_most: dict[tuple[object, ...], bool] = {}
     for trace in traces:
         steps: set[int] = set()
         for one in sorted(trace.deviations, key=lambda d: (d["step"], d["kind"] != "reordered", d["deviation"])):
-            if one["step"] in steps or (one.get("learned") and _as_most(trace, one, noted)):
+            if one["step"] in steps:
                 continue
+            if one.get("learned"):
+                call = one["step"], _wherever(one), _ranks_of(trace, one)
+                if call not in of_most:  # ranks of a group agree on it
+                    of_most[call] = _as_most(trace, one, noted)
+                if of_most[call]:
+                    continue
             steps.add(one["step"])
             axes = str(trace.groups.get(one["group"], {}).get("axes", ""))
             key = one["kind"], _wherever(one), axes
@@ -372,11 +379,11 @@ def slow_rank_findings(traces: Sequence[RankTrace]) -> list[Finding]:
         one, before = some[0], " and those above" if result else ""
         ranks = tuple(sorted(each.rank for each in some))
         text = (
-            f"{_slow_words(host, some)}. Without {'them' if host else 'it'}{before} a step would take "
+            f"{_slow_words(host, some)}. Without {'them' if host else 'it'}{before} a step would take about "
             f"{step.without:,.0f} ms instead of {step.now:,.0f}"
         )
-        cost = step.now, step.without
-        result.append(Finding("slow", ranks, text, one.since, one.axes, "", "", (), one.cause, *cost))
+        finding = Finding("slow", ranks, text, one.since, one.axes, cause=one.cause)
+        result.append(replace(finding, step_ms=step.now, without_ms=step.without))
     for link in slow_links(traces):
         text = (
             f"calls over {link.axes} take long among {rank_words(link.ranks)}, though none of them comes late: "

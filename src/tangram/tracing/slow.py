@@ -225,7 +225,8 @@ def steps_without(traces: Sequence[RankTrace], groups: Sequence[Sequence[Slow]])
 
     The ranks' own times are played again: all wait for the one that has most, so a step is shorter by what this has
     more than the next one. That holds for pipelines, too, whose fullest stage the others wait for; a stage that only
-    became so is off by a micro-batch's share. Where ranks take turns at being late within a step, it says too little.
+    became so is off by a micro-batch's share. It is about so: what keeps a rank from seeing that a
+    call is over counts as its waiting, so of a process that is stopped again and again it gives back too little.
     """
     steps = shared_steps(traces)[1:-1] if traces else np.zeros(0, np.uint32)
     if len(steps) < FEWEST:
@@ -235,11 +236,8 @@ def steps_without(traces: Sequence[RankTrace], groups: Sequence[Sequence[Slow]])
     took = np.median([trace.rows["nanoseconds"][some] for trace, some in zip(traces, at, strict=True)], 0) / 1e6
     most, index = own.max(0), {trace.rank: i for i, trace in enumerate(traces)}
     slow, since = {one.rank for group in groups for one in group}, 0
-    sound = {
-        trace.rank: [index[peer.rank] for peer in peers if peer.rank not in slow]
-        for peers in peers_of(traces)
-        for trace in peers
-    }
+    others = [(peers, [index[one.rank] for one in peers if one.rank not in slow]) for peers in peers_of(traces)]
+    sound = {trace.rank: rows for peers, rows in others for trace in peers}  # one list for all that are peers
     found: list[Step] = []
     for group in groups:
         for one in group:

@@ -21,7 +21,7 @@ LIKE: Mapping[str, str] = MappingProxyType(
     {
         "rank": "r", "alpha": "lora_alpha", "ranks": "rank_pattern", "alphas": "alpha_pattern", "rslora": "use_rslora",
         "dora": "use_dora", "lora_bias": "lora_bias", "bias": "bias",
-        "tokens": "trainable_token_indices",
+        "trainable_token_indices": "trainable_token_indices",
     }
 )  # fmt: skip
 """What adapters that others begin with have to be like, by key and by peft's field."""

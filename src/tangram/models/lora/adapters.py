@@ -48,7 +48,7 @@ class Adapters:
     bias: str = "none"
     init: str = "kaiming"
     modules_to_save: Sequence[str] = ()
-    tokens: Sequence[int] = ()
+    trainable_token_indices: Sequence[int] = ()
     """Of which the rows of the embeddings are trained."""
 
     def rank_of(self, name: str) -> int:
@@ -94,8 +94,8 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
     if both := set(adapted) & set(saved):
         raise UserError(f"{min(both)} is in lora.targets and in lora.modules_to_save: give it in one of them")
     _refuse_tied(model, {*adapted, *saved}, names)
-    if own.tokens:
-        _refuse_rows(own.tokens, model, {*adapted, *saved})
+    if own.trainable_token_indices:
+        _refuse_rows(own.trainable_token_indices, model, {*adapted, *saved})
     everywhere = some == (ALL,) and not stacked and len(adapted) == len(_linear(model, names))
     config = peft.LoraConfig(
         r=own.rank, lora_alpha=own.alpha, lora_dropout=own.dropout, use_rslora=own.rslora, use_dora=own.dora,
@@ -103,10 +103,10 @@ def add_adapters(model: nn.Module, own: Adapters) -> None:
         init_lora_weights=True if own.init == "kaiming" else own.init,
         rank_pattern=_as_regex(own.ranks), alpha_pattern=_as_regex(own.alphas),
         target_modules=ALL if everywhere else sorted(set(adapted)),
-        modules_to_save=sorted(set(saved)) or None, trainable_token_indices=[*own.tokens] or None,
+        modules_to_save=sorted(set(saved)) or None, trainable_token_indices=[*own.trainable_token_indices] or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in names.values()),
     )  # fmt: skip
-    if adapted or saved or own.tokens or not experts:
+    if adapted or saved or own.trainable_token_indices or not experts:
         try:
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -155,13 +155,16 @@ def _refuse_rows(tokens: Sequence[int], model: nn.Module, others: set[str]) -> N
     """Raise UserError for rows that the embeddings have not, and where these are trained otherwise."""
     table: Any = getattr(model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Embedding):
-        raise UserError(f"lora.tokens names rows of embeddings, and a {type(model).__name__} has none")
+        raise UserError(f"lora.trainable_token_indices names rows of embeddings, and a {type(model).__name__} has none")
     if max(tokens) >= table.num_embeddings or len({*tokens}) < len(tokens):
         raise UserError(
-            f"lora.tokens has {max(tokens)}, and there are {table.num_embeddings} tokens: give each once, from 0"
+            f"lora.trainable_token_indices has {max(tokens)}, and there are {table.num_embeddings} tokens: "
+            "give each once, from 0"
         )
     if both := [name for name in others if name and model.get_submodule(name) is table]:
-        raise UserError(f"{both[0]} has adapters or is trained whole, and lora.tokens trains rows of it: take one")
+        raise UserError(
+            f"{both[0]} has adapters or is trained whole, and lora.trainable_token_indices trains rows of it: take one"
+        )
 
 
 def _as_regex(patterns: Mapping[str, Any]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def begin_adapters(model: nn.Module, plan: Plan, world: World | None, plain: Pla
             fill(model, [(name, lengths)], plain)
         elif ".trainable_tokens_delta." in name:
             full = _gathered(model, f"{name.partition('.trainable_')[0]}.base_layer.weight", world, plain)
-            fill(model, [(name, full[[*lora.tokens]])], plain)
+            fill(model, [(name, full[[*lora.trainable_token_indices]])], plain)
     if lora.start is not None:
         whole = plan.pipeline is None
         read_config(Path(lora.start))  # refuses other kinds, and those that changed the weights that they stand beside
