@@ -236,6 +236,9 @@ def _print_result(
     tensors = count(made.tensors, "tensor")
     print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; {_how(chosen)}{cast}")
     _skipped(source, notes)
+    if made.rounded:
+        off = f"a value by up to {max(made.rounded.values()):.2g} of itself"
+        print(f"{count(len(made.rounded), 'tensor')} rounded by the mapping's add or mul, {off}: float32 loses less")
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     _beside(made)

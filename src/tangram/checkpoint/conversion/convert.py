@@ -15,7 +15,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.models.building.directory import hub_hint
 from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, execute, plan
+from tangram.relayout.mapping.codecs import measured
 from tangram.relayout.mapping.states import States
 
 __all__ = [
@@ -140,6 +142,8 @@ class Restructured:
     """What was changed in the configuration, so that it is true of the tensors."""
     left_beside: tuple[str, ...] = ()
     """What is beside the weights and was not carried along."""
+    rounded: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Tensors that a sum or product of the mapping rounded: how far off a value comes back at most, of itself."""
 
     def as_json(self) -> dict[str, Any]:
         lists = {key: list(getattr(self, key)) for key in ("files", "changed", "left_beside")}
@@ -217,8 +221,9 @@ def restructure(
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
     configured = "config.json" in beside
     return Restructured(
-        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin, changed, left
-    )
+        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin, changed, left,
+        filler.rounded,
+    )  # fmt: skip
 
 
 def _side_files(
@@ -289,6 +294,7 @@ class Filler:
         self._own = bound.target.specs
         self._direct = _copies_of(source, bound)
         self._read = 0
+        self.rounded: dict[str, float] = {}
 
     def fill(self, name: str, region: Region, out: Tensor) -> None:
         """A box of a tensor into memory of its shape."""
@@ -299,11 +305,16 @@ class Filler:
             cast_into(name, into, out)
         else:
             into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
-            steps = plan(self._bound, self._holders, [Piece(_OUT, name, region)])
+            bound = replace(self._bound, codecs=measured(self._bound.codecs, partial(self._heard, name)))
+            steps = plan(bound, self._holders, [Piece(_OUT, name, region)])
             execute(steps, self._source.read, {(_OUT, name): into})
             if into is not out:
                 cast_into(name, into, out)
         self._let_go(into.nbytes)
+
+    def _heard(self, name: str, off: float) -> None:
+        if off > self.rounded.get(name, 0.0):
+            self.rounded[name] = off
 
     def _let_go(self, nbytes: int) -> None:
         """Count bytes that were read, and let go of them where they are many."""

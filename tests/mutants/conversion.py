@@ -1,0 +1,32 @@
+"""Mistakes planted in how checkpoints are converted, by file."""
+
+from tests.mutants.mutant import Mutant
+
+_ROUNDED = "tests/checkpoint/test_casts.py::test_what_a_mapping_rounds_is_measured"
+_HEADS = "tests/checkpoint/test_families.py::test_each_architecture_is_proved_with_transformers_own_class"
+_UNSAID = "tests/checkpoint/test_families.py::test_a_type_of_model_says_what_its_configuration_leaves_out"
+
+# fmt: off
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "rounded-of-the-result", "relayout/mapping/codecs.py",
+        "(undone - own).abs() / own.abs()", "(undone - own).abs() / made.abs()",
+        "0.1 less one is off by 0.2 % of what is written, and by 1.5 % when one is added again", (_ROUNDED,),
+    ),
+    Mutant(
+        "rounded-sums-alone", "relayout/mapping/codecs.py",
+        'ROUNDED = ("add", "mul")', 'ROUNDED = ("add",)',
+        "a product rounds, too", (_ROUNDED,),
+    ),
+    Mutant(
+        "heads-by-a-base-first", "models/families/__init__.py",
+        "for names in (set(asked), bases):", "for names in (bases, set(asked)):",
+        "a classifier with images is taken for the family of the text model", (_HEADS,),
+    ),
+    Mutant(
+        "no-type-of-a-model-with-images", "models/families/__init__.py",
+        '["ForConditionalGeneration"] if "vision_config" in config else ["ForCausalLM", "LMHeadModel"]',
+        '["ForCausalLM", "LMHeadModel"]',
+        "architectures left out of Qwen2.5-VL's configuration", (_UNSAID,),
+    ),
+)
