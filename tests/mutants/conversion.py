@@ -6,6 +6,8 @@ _ROUNDED = "tests/checkpoint/test_casts.py::test_what_a_mapping_rounds_is_measur
 _HEADS = "tests/checkpoint/test_families.py::test_each_architecture_is_proved_with_transformers_own_class"
 _UNSAID = "tests/checkpoint/test_families.py::test_a_type_of_model_says_what_its_configuration_leaves_out"
 
+_AVERAGES = "tests/public/test_averages.py"
+
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -28,5 +30,20 @@ MUTANTS: tuple[Mutant, ...] = (
         '["ForConditionalGeneration"] if "vision_config" in config else ["ForCausalLM", "LMHeadModel"]',
         '["ForCausalLM", "LMHeadModel"]',
         "architectures left out of Qwen2.5-VL's configuration", (_UNSAID,),
+    ),
+    Mutant(
+        "averages-as-likely", "checkpoint/formats/common/model_part.py",
+        "return 2 if any(map(OTHERS.search, keys)) else 1 - bool(MODELS.intersection(keys))", "return 1",
+        "an average that comes before the model by its name is exported in its place", (_AVERAGES,),
+    ),
+    Mutant(
+        "average-goes-along", "checkpoint/formats/common/model_part.py",
+        "lead for lead in found if lead.startswith(prefix) and lead != prefix", "lead for lead in found if not lead",
+        "a model without a key of its own is mixed with the average beside it", (_AVERAGES,),
+    ),
+    Mutant(
+        "either-of-two", "checkpoint/conversion/configured.py",
+        "if others and counts[others[0]] == counts[lead]:", "if len(others) > 1:",
+        "of two nets the first by its name is exported", (_AVERAGES,),
     ),
 )

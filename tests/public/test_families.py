@@ -64,3 +64,26 @@ def test_a_predictor_that_is_no_layer_of_the_model(tmp_path: Path) -> None:
     loaded, report = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not report["missing_keys"]
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_norm_that_is_kept_less_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """modelscope/ms-swift#7102: the norm of Qwen3-Next's delta nets loses bits on the way to Megatron-core and back,
+    and nothing said so. How far a value is off is printed; float32 keeps it."""
+    save("qwen3_next", tmp_path / "hf", torch.bfloat16)
+    own = load_file(tmp_path / "hf/model.safetensors")
+    norms = [name for name in own if name.endswith("linear_attn.norm.weight")]
+    own |= {name: torch.full_like(own[name], 0.1) for name in norms}
+    save_file(own, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    assert convert(tmp_path / "hf", tmp_path / "core", to="torch_dist") == 0
+    assert "2 tensors rounded by the mapping's add or mul, a value by up to 0.015 of itself" in capsys.readouterr().out
+    assert convert(tmp_path / "core", tmp_path / "back") == 0
+    back = load_file(tmp_path / "back/model.safetensors")
+    off = {name: float((back[name].double() / own[name].double() - 1).abs().max()) for name in own}
+    assert {name for name, some in off.items() if some} == set(norms)
+    assert max(off.values()) == pytest.approx(0.0146, abs=1e-3)
+    capsys.readouterr()
+    assert convert(tmp_path / "hf", tmp_path / "wide", "--dtype", "float32") == 0
+    assert convert(tmp_path / "wide", tmp_path / "core32", to="torch_dist") == 0
+    assert convert(tmp_path / "core32", tmp_path / "back32") == 0
+    assert "rounded" not in capsys.readouterr().out
+    same(tmp_path / "back32", {name: one.float() for name, one in own.items()})

@@ -20,7 +20,7 @@ import torch
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.formats.common.config_json import EMBEDDINGS, HEADS
-from tangram.checkpoint.formats.common.model_part import leads, only
+from tangram.checkpoint.formats.common.model_part import leads, most_likely, only
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import named_without, renamed, split
 from tangram.checkpoint.formats.common.outgoing import boxes
@@ -99,8 +99,14 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
     params = [name for name in source.specs if not owners[name][1]]
     counts = {lead: sum(name.removeprefix(lead) in wanted for name in params if name.startswith(lead))
               for lead in leads(params)}  # fmt: skip
-    lead = max(counts, key=lambda one: counts[one])
-    if lead and counts[lead] > counts[""]:
+    most = max(counts.values())
+    if most > counts[""]:
+        near = most_likely([one for one in counts if 2 * counts[one] > most])
+        lead, *others = sorted(near, key=lambda one: -counts[one])
+        if others and counts[others[0]] == counts[lead]:
+            raise UserError(
+                f"the configuration's tensors are under {lead} and under {others[0]}: give a --mapping FILE"
+            )
         own = {name for name in source.specs if owners[name][0].startswith(lead)}
         source = named_without(only(source, own), lead)
         params = [name.removeprefix(lead) for name in params if name.startswith(lead)]
