@@ -6,6 +6,7 @@ _ROUNDED = "tests/checkpoint/test_casts.py::test_what_a_mapping_rounds_is_measur
 _HEADS = "tests/checkpoint/test_families.py::test_each_architecture_is_proved_with_transformers_own_class"
 _UNSAID = "tests/checkpoint/test_families.py::test_a_type_of_model_says_what_its_configuration_leaves_out"
 
+_WIDE = "tests/public/test_types.py::test_what_a_router_keeps_in_float32"
 _AVERAGES = "tests/public/test_averages.py"
 
 # fmt: off
@@ -45,5 +46,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "either-of-two", "checkpoint/conversion/configured.py",
         "if others and counts[others[0]] == counts[lead]:", "if len(others) > 1:",
         "of two nets the first by its name is exported", (_AVERAGES,),
+    ),
+    Mutant(
+        "wide-by-one-name", "checkpoint/conversion/new_tensors.py",
+        "plan += [CORES[part] for part in plan if part in CORES]", "pass",
+        "on the way to Megatron-core the bias of a router is rounded", (_WIDE,),
+    ),
+    Mutant(
+        "wide-but-by-digests", "checkpoint/conversion/converting.py",
+        'as_it_is = as_it_is and kept_wide(small.get("config.json"), options.dtype) is None',
+        "as_it_is = bool(as_it_is)",
+        "an export of one of Tangram's own checkpoints rounds the bias of a router", (_WIDE,),
     ),
 )

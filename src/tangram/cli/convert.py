@@ -15,9 +15,10 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.conversion.convert import NewTensor, Restructured
+    from tangram.checkpoint.conversion.convert import Restructured
     from tangram.checkpoint.conversion.converting import ConvertOptions
     from tangram.checkpoint.conversion.find_mapping import ChosenMapping
+    from tangram.checkpoint.conversion.new_tensors import NewTensor
     from tangram.checkpoint.formats.common.opened import OpenCheckpoint
     from tangram.checkpoint.formats.hf_export import Converted
     from tangram.checkpoint.inspect.diff import CheckpointDiff

@@ -259,6 +259,11 @@ def facts(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[st
     return [one for one in found if one]
 
 
+def contradictions(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
+    """Those with which no model can have the tensors: without a predictor of a later token it can."""
+    return [one for one in facts(specs, config) if "num_nextn_predict_layers" not in one]
+
+
 def _layers(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
     numbers = {int(match[1]) for name in specs if (match := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
     layers, later = configured.get("num_hidden_layers"), configured.get("num_nextn_predict_layers", 0)

@@ -160,7 +160,9 @@ def measured(codecs: Mapping[str, Codec], heard: Callable[[float], None]) -> Map
 
 
 def _exact(x: Tensor) -> Tensor:
-    return x.cdouble() if x.is_complex() else x.double()
+    import torch
+
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 FILL = "fill"
