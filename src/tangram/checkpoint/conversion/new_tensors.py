@@ -77,41 +77,6 @@ def steps_of(bound: BoundMapping, made: Mapping[str, TensorSpec]) -> list[NewTen
     return found
 
 
-def cast_specs(
-    bound: BoundMapping, dtype: str | None, states: States, rounded: bool = False, config: bytes | None = None
-) -> dict[str, TensorSpec]:
-    """The tensors that are made, in a natural order; those of a model in another type where that is asked.
-
-    `states`: of the optimiser, which are never cast. `config`: the model's config.json, whose class may keep some in
-    float32. Raises UserError where bits would be lost and `rounded` is not said.
-    """
-    owners = split(bound.target.specs, states)
-    wide = kept_wide(config, dtype)
-    made: dict[str, TensorSpec] = {}
-    for name, spec in sorted(bound.target.specs.items(), key=lambda item: _natural(item[0])):
-        kept = dtype is None or owners[name][1]
-        stays = wide is not None and not kept and spec.dtype != dtype and wide.search(name) is not None
-        wanted = WIDE if stays else dtype
-        made[name] = spec if kept else TensorSpec(spec.shape, cast_of(name, spec.dtype, wanted, rounded))
-    return made
-
-
-def steps_of(bound: BoundMapping, made: Mapping[str, TensorSpec]) -> list[NewTensor]:
-    """Every new tensor, as it is cast, and what it is made of."""
-    return [NewTensor(name, spec, _sources(bound, name, spec)) for name, spec in made.items()]
-
-
-def _sources(bound: BoundMapping, name: str, spec: TensorSpec) -> tuple[str, ...]:
-    """Tensors that have elements of a new one."""
-    family, region = bound.target.lift(name, Region.full(spec.shape))
-    sources: dict[str, None] = {}
-    for cell in bound.cells[family.name]:
-        hit = any(cell.target.boxes(box) for box in region.boxes)
-        if hit and cell.source is not None:
-            sources[cell.source.tensor] = None
-    return tuple(sources)
-
-
 def kept_wide(config: bytes | None, dtype: str | None) -> re.Pattern[str] | None:
     """What is in the names of tensors that transformers keeps in float32 when it casts this model to `dtype`.
 
