@@ -6,6 +6,7 @@ _ROUNDED = "tests/checkpoint/test_casts.py::test_what_a_mapping_rounds_is_measur
 _HEADS = "tests/checkpoint/test_families.py::test_each_architecture_is_proved_with_transformers_own_class"
 _UNSAID = "tests/checkpoint/test_families.py::test_a_type_of_model_says_what_its_configuration_leaves_out"
 
+_FUSED = "tests/public/test_convert_names.py::test_experts_as_a_module_has_them"
 _WIDE = "tests/public/test_types.py::test_what_a_router_keeps_in_float32"
 _AVERAGES = "tests/public/test_averages.py"
 
@@ -57,5 +58,10 @@ MUTANTS: tuple[Mutant, ...] = (
         'as_it_is = as_it_is and kept_wide(small.get("config.json"), options.dtype) is None',
         "as_it_is = bool(as_it_is)",
         "an export of one of Tangram's own checkpoints rounds the bias of a router", (_WIDE,),
+    ),
+    Mutant(
+        "fused-experts-unsaid", "models/building/conversions.py",
+        "one.source_patterns != one.target_patterns", "len(one.target_patterns) > 1",
+        "experts that other programs than transformers 5 do not find", (_FUSED,),
     ),
 )

@@ -72,6 +72,7 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
     if model is not None:
         try:
             source = _named_by(source, model)
+            notes += [] if own else _together(source, model)
         except UserError as error:
             if not own:
                 raise
@@ -129,6 +130,15 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
             f"transformers would draw them anew: {_some(missing)}; give the --config DIR of this model"
         )
     return source
+
+
+def _together(source: OpenCheckpoint, model: Any) -> list[str]:
+    """A sentence where experts are put together, as a module has them and no file that transformers writes."""
+    from tangram.models.building.conversions import put_together
+
+    found = put_together(model, source.specs)
+    ways = "other programs than transformers 5 look for them one by one, as --to torch_dist and back makes them"
+    return [f"{len(found):,} tensors are experts put together, as {found[0]}: {ways}"] if found else []
 
 
 def _missing(model: Any, found: "Conversion") -> list[str]:
