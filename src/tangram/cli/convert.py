@@ -313,6 +313,8 @@ def _text(file: Path | None) -> str | None:
     """A mapping of the user's own: statements, and lines that begin with #."""
     if file is None:
         return None
+    if "->" in str(file) and not file.exists():
+        raise UserError(f"--mapping takes a file: write {file} into one, and give its name")
     lines = file.read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
