@@ -245,6 +245,16 @@ def test_sequence_parallelism_is_as_typed_or_as_the_framework_has_it(capsys: pyt
     assert of("megatron-core", "dp=2 tp=4 sp=1", "2")["memory"] > 1.15 * of("megatron-core", "dp=2 tp=4", "2")["memory"]
 
 
+@pytest.mark.parametrize(("typed", "same"), [("fsdp=8", "dp=8"), ("dp=2 fsdp=4", "dp=8"), ("fsdp=4 tp=2", "dp=4 tp=2")])
+def test_fsdp_is_an_axis_as_well(typed: str, same: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of `dp=2 fsdp=4`, which is HSDP, four ranks divide the states, and it may not fit."""
+    hybrid = typed == "dp=2 fsdp=4"
+    given = asked(capsys, *SMALL, "--explain", typed, "--zero", "3", code=int(hybrid))["given"]
+    plain = asked(capsys, *SMALL, "--explain", same, "--zero", "3")["given"]
+    assert given["mesh"] == plain["mesh"]
+    assert (given["memory"] > plain["memory"]) == hybrid
+
+
 def test_precisions_have_the_names_of_their_scales_too() -> None:
     assert precisions_of("MXFP8,fp8,nvfp4") == ("fp8", "fp4")
 
@@ -264,7 +274,7 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
     ("arguments", "said"),
     [
         (("--explain", "pp=4 dp=2 tp=6"), 'the mesh "pp=4 dp=2 tp=6" has 48 ranks, and there are 64 devices'),
-        (("--explain", "pp=4 zp=16"), "has the axis zp: axes are named pp, dp, cp, heads, tp, ep, etp, sp"),
+        (("--explain", "pp=4 zp=16"), "has the axis zp: axes are named pp, dp, cp, heads, tp, ep, etp, sp, fsdp"),
         (("--explain", "dp=16 tp=4 sp=2"), "sequence parallelism is over the TP ranks, 4, or 1"),
         (("--explain", "pp=4 dp"), '"pp=4 dp" is no mesh'),
         (("--explain", "dp=64", "--recompute", "some"), 'nothing is known of "some": what is recomputed is one of'),

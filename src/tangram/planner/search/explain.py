@@ -119,6 +119,21 @@ def _sequence_parallel(given: StrategyRequest, ask: Ask, axes: dict[str, tuple[i
     return sp > 1 if sp else usual
 
 
+def _sharded(
+    given: StrategyRequest, axes: dict[str, tuple[int, int]]
+) -> tuple[StrategyRequest, dict[str, tuple[int, int]]]:
+    """With `fsdp` as DP ranks of ZeRO stage 3; beside `dp` (HSDP) states are divided over the ranks of `fsdp` alone."""
+    if "fsdp" not in axes:
+        return given, axes
+    fsdp, dp, cp = (axes.get(name, (1, 1))[0] for name in ("fsdp", "dp", "cp"))
+    mesh = " ".join(
+        f"{'dp' if name == 'fsdp' else name}={dp * fsdp if name == 'fsdp' else size}"
+        for name, (size, _) in axes.items()
+        if name != "dp"
+    )
+    return replace(given, mesh=mesh, zero=3, shard=fsdp * cp if dp > 1 else 0), dict(Mesh.parse(mesh).axes)
+
+
 def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
     """As a grid of one."""
     if ask.others:
@@ -128,9 +143,10 @@ def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
         axes = dict(Mesh.parse(given.mesh).axes)
     except LayoutError as error:
         raise UserError(f'"{given.mesh}" is no mesh: {error}') from None
-    if unknown := [name for name in axes if name not in (*AXES, *EXPERT_AXES, "sp")]:
-        names = ", ".join((*AXES, *EXPERT_AXES, "sp"))
+    if unknown := [name for name in axes if name not in (*AXES, *EXPERT_AXES, "sp", "fsdp")]:
+        names = ", ".join((*AXES, *EXPERT_AXES, "sp", "fsdp"))
         raise UserError(f'the mesh "{given.mesh}" has the axis {unknown[0]}: axes are named {names}')
+    given, axes = _sharded(given, axes)
     own_sequence = _sequence_parallel(given, ask, axes)
     folded = [axes.pop(name)[0] if name in axes else 1 for name in EXPERT_AXES]
     sizes = {AXES[name]: size for name, (size, _) in axes.items()}
