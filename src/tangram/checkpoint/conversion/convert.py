@@ -42,7 +42,7 @@ from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.models.building.directory import hub_hint
 from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, execute, plan
-from tangram.relayout.mapping.codecs import measured
+from tangram.relayout.mapping.codecs import ROUNDED, measured
 
 __all__ = [
     "IDENTITY",
@@ -247,6 +247,7 @@ class Filler:
         self._own = bound.target.specs
         self._direct = _copies_of(source, bound)
         self._read = 0
+        self._summed = _summed_in(bound, specs)
         self.rounded: dict[str, float] = {}
 
     def fill(self, name: str, region: Region, out: Tensor) -> None:
@@ -258,7 +259,9 @@ class Filler:
             cast_into(name, into, out)
         else:
             into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
-            bound = replace(self._bound, codecs=measured(self._bound.codecs, partial(self._heard, name)))
+            bound = self._bound
+            if name in self._summed:
+                bound = replace(bound, codecs=measured(bound.codecs, partial(self._heard, name)))
             steps = plan(bound, self._holders, [Piece(_OUT, name, region)])
             execute(steps, self._source.read, {(_OUT, name): into})
             if into is not out:
@@ -315,6 +318,17 @@ def _lines(bound: BoundMapping) -> list[str]:
     other = [s for s in bound.mapping.statements if s.source != s.target or s.options]
     kept = len(other) < len(bound.mapping.statements)
     return [*map(str, other), *([IDENTITY] if kept else [])]
+
+
+def _summed_in(bound: BoundMapping, specs: Mapping[str, TensorSpec]) -> frozenset[str]:
+    """The new tensors that a mapping adds to, or multiplies."""
+    families = {
+        name for name, cells in bound.cells.items() if any(key in ROUNDED for cell in cells for key, _ in cell.options)
+    }
+    if not families:
+        return frozenset()
+    owners = {name: bound.target.lift(name, Region.full(spec.shape))[0].name for name, spec in specs.items()}
+    return frozenset(name for name, family in owners.items() if family in families)
 
 
 def _copies_of(source: OpenCheckpoint, bound: BoundMapping) -> dict[str, Piece]:
