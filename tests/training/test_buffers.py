@@ -14,6 +14,7 @@ from tangram.training.mesh.buffers import before_step, refuse_counted_twice, und
 from tangram.training.run.launch import run_ranks
 from tests.training.buffer_tasks import BETWEEN, CASTS, Ran, batch_of, loss_sum, normed, run_all
 from tests.training.oracle.warm import once
+from tests.training.several_programs import AMONG
 from tests.training.small import write_text
 
 Buffers = dict[str, Tensor]
@@ -75,6 +76,15 @@ def test_what_runs_otherwise_by_mode_is_that_of_one_process(ran: list[Ran], name
         off, programs = one.kinds[name]
         assert off < (1e-2 if name in CASTS else 1e-5)
         assert programs == 5 + (name in CASTS)
+
+
+@pytest.mark.parametrize("name", AMONG)
+def test_forwards_of_several_programs_in_a_step_have_the_gradients_of_one_process(ran: list[Ran], name: str) -> None:
+    """A gradient was doubled, or computed again by the program of another forward."""
+    for one in ran:
+        off = {what: off for what, off in one.among.items() if what.startswith(f"{name}; ")}
+        assert len(off) == 2
+        assert max(off.values()) < 1e-5, off
 
 
 @pytest.mark.parametrize(
