@@ -73,7 +73,7 @@ def among(rank: Rank) -> dict[str, float]:
             _among(whole, name)
         ours = [cast("DTensor", p.grad).full_tensor() for p in model.parameters()]
         wanted = [cast(Tensor, p.grad) for p in whole.parameters()]
-        all_of = torch.stack([one.norm() for one in wanted]).norm()
+        all_of = torch.cat([one.flatten() for one in wanted]).norm()
         off = max(float((a - b).norm() / all_of) for a, b in zip(ours, wanted, strict=True))
         found[f"{name}; {mark}"] = off
     return found

@@ -112,7 +112,7 @@ def mesh_from(mesh: Mesh | str) -> Mesh:
 
 
 def marks_from(marks: Sequence[str | Mark] | Mapping[str, str] | None) -> list[Mark]:
-    """Marks as text, read; a table of names to layouts alike, and None for none. Raises UserError for one that cannot be."""
+    """Marks as text, read; a table of names to layouts alike, None as none. Raises UserError for one that cannot be."""
     some = [marks] if isinstance(marks, str) else marks.items() if isinstance(marks, Mapping) else marks or ()
     return [one if isinstance(one, Mark) else Mark.parse(_text(one)) for one in some]
 

@@ -30,9 +30,9 @@ class GradientSums:
         self.over: Mapping[str, Axes] | None = None
         """By name; None before the first forward with gradients."""
         self.converts = False
-        """Whether gradients of other programs are made such sums. Else, and under FSDP2, which has parameters of its own
-        in the place of a module's, the first program of a step says it: of a forward before that, as a probe's, the
-        gradients are thrown away.
+        """Whether gradients of other programs are made such sums. Else, and under FSDP2, which puts parameters of its
+        own in the place of a module's, the first program of a step says it: of a forward before that, as a probe's,
+        the gradients are thrown away.
         """
         self.now: Mapping[str, Axes] = {}
         """Those of the program that runs."""
@@ -45,7 +45,7 @@ class GradientSums:
         self.now, self.over = now, now if self.over is None else self.over
         over = self.over
         unlike = {name for name in {*over, *now} if over.get(name, NONE) != now.get(name, NONE)}
-        if not unlike or self.converts and unlike.issubset(passing) and not _fsdp(self._model):
+        if not unlike or (self.converts and unlike.issubset(passing) and not _fsdp(self._model)):
             return
         if gradients_seen and all(p.grad is None for p in self._model.parameters()):
             self.over = now
