@@ -7,7 +7,7 @@ _REASONS = "tests/models/test_reasons.py::test_layers_that_are_left_out_at_rando
 _COMPILED = "tests/sharding/derive/test_typed.py::test_a_model_that_was_compiled_before"
 _CODE = "tests/training/test_code_models.py"
 _BUFFERS = "tests/training/test_buffers.py::test_what_a_forward_writes_into_parameters_is_kept_under_fsdp"
-_SEVERAL = "tests/training/test_buffers.py::test_forwards_of_several_programs_in_a_step_have_the_gradients_of_one_process"
+_SEVERAL = "tests/training/test_buffers.py::test_several_programs_in_a_step_have_the_gradients_of_one_process"
 _STAGES = "tests/models/test_stages.py::test_stages_one_after_the_other_are_the_model"
 
 # fmt: off

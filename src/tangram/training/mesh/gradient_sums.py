@@ -20,6 +20,7 @@ from tangram.errors import UserError
 
 Axes = tuple[str, ...]
 NONE: Axes = ()
+UNLIKE = "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
 
 
 class GradientSums:
@@ -36,23 +37,35 @@ class GradientSums:
         """
         self.now: Mapping[str, Axes] = {}
         """Those of the program that runs."""
+        self._passing: Collection[str] = ()
 
     def begin(self, now: Mapping[str, Axes], passing: Collection[str], gradients_seen: bool) -> None:
         """A forward with gradients begins, of a program that has `now` sums. `passing`: parameters that go `through`.
 
         Raises UserError where others would be summed, of which the parameters do not.
         """
+        self._passing = passing
         self.now, self.over = now, now if self.over is None else self.over
-        over = self.over
-        unlike = {name for name in {*over, *now} if over.get(name, NONE) != now.get(name, NONE)}
-        if not unlike or (self.converts and unlike.issubset(passing) and not _fsdp(self._model)):
+        if not self._unlike(now):
             return
-        if gradients_seen and all(p.grad is None for p in self._model.parameters()):
-            self.over = now
-        else:
-            raise UserError(
-                "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
-            )
+        if not gradients_seen or any(p.grad is not None for p in self._model.parameters()):
+            raise UserError(UNLIKE)
+        self.over = now
+
+    def again(self, now: Mapping[str, Axes]) -> None:
+        """The backward begins of a forward that had `now` sums, and other forwards have been since.
+
+        Raises UserError where these have said that others are summed.
+        """
+        self.now = now
+        if self._unlike(now):
+            raise UserError(UNLIKE)
+
+    def _unlike(self, now: Mapping[str, Axes]) -> bool:
+        """Whether gradients of a program are other sums, and stay so."""
+        over = self.over or {}
+        unlike = {name for name in {*over, *now} if over.get(name, NONE) != now.get(name, NONE)}
+        return bool(unlike) and not (self.converts and unlike.issubset(self._passing) and not _fsdp(self._model))
 
     def through(self, name: str, part: Tensor) -> Tensor:
         """A parameter as a forward takes it, of which the gradient becomes one that is summed as `over` says."""

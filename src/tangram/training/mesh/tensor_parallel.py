@@ -122,7 +122,7 @@ def parallel(
     Marks in the model's own code (`tangram.sharding.eager`) count, too. `devices` names the axes; `inputs` are keyword
     arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
-    that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
+    that are marked. After the backward, `sum_gradients`. Training and evaluation are captured
     apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.DrawMode`, by
     the state of torch's generator; ranks take that of the first. `rules`: a file of op rules for operators of one's
     own, each proved first, or what `sharding.discover.own_rules.own_rules` gives. Collective. Raises UserError.
@@ -280,7 +280,8 @@ class DerivedModel:
             if now is not None and self._runtime.now is not now:
                 self._runtime.begin(now)
                 self._local.begin(now.program.derived.folded.graph)
-                self.numbers.after, self.sums.now = after, now.program.summed
+                self.numbers.after = after
+                self.sums.again(now.program.summed)
 
         for x in pytree.tree_leaves(results):
             if isinstance(x, Tensor) and x.requires_grad:
