@@ -7,6 +7,7 @@ _REASONS = "tests/models/test_reasons.py::test_layers_that_are_left_out_at_rando
 _COMPILED = "tests/sharding/derive/test_typed.py::test_a_model_that_was_compiled_before"
 _CODE = "tests/training/test_code_models.py"
 _BUFFERS = "tests/training/test_buffers.py::test_what_a_forward_writes_into_parameters_is_kept_under_fsdp"
+_SEVERAL = "tests/training/test_buffers.py::test_several_programs_in_a_step_have_the_gradients_of_one_process"
 _STAGES = "tests/models/test_stages.py::test_stages_one_after_the_other_are_the_model"
 
 # fmt: off
@@ -51,5 +52,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "stages-of-the-model-itself", "models/capturing/stages.py",
         "return model.base_model if model.base_model is not model else next(inside)", "return model.base_model",
         "a stage of Llama 4 calls itself", (_STAGES,),
+    ),
+    Mutant(
+        "gradients-of-both-programs-summed", "training/mesh/gradient_sums.py",
+        "if over == now or not", "if True or not",
+        "a forward of another program doubles gradients", (_SEVERAL,),
+    ),
+    Mutant(
+        "gradients-kept-by-every-rank", "training/mesh/gradient_sums.py",
+        "(grad if ctx.first else torch.zeros_like(grad))", "grad",
+        "every rank gives the whole gradient to the sum", (_SEVERAL,),
+    ),
+    Mutant(
+        "gradients-not-added-in-the-backward", "training/mesh/gradient_sums.py",
+        "            dist.all_reduce(grad, group=group)\n", "",
+        "a part is taken for the gradient", (_SEVERAL,),
+    ),
+    Mutant(
+        "computed-again-by-the-last", "training/mesh/tensor_parallel.py",
+        "self._runtime.now is not now:", "False:",
+        "what is computed again runs by the program of the last forward", (_SEVERAL,),
     ),
 )

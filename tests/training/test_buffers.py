@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tangram.errors import UserError
 from tangram.training.data import Batch
 from tangram.training.mesh.buffers import before_step, refuse_counted_twice, undo
+from tangram.training.mesh.gradient_sums import GradientSums
 from tangram.training.run.launch import run_ranks
 from tests.training.buffer_tasks import BETWEEN, CASTS, Ran, batch_of, loss_sum, normed, run_all
 from tests.training.oracle.warm import once
+from tests.training.several_programs import AMONG
 from tests.training.small import write_text
 
 Buffers = dict[str, Tensor]
@@ -75,6 +77,33 @@ def test_what_runs_otherwise_by_mode_is_that_of_one_process(ran: list[Ran], name
         off, programs = one.kinds[name]
         assert off < (1e-2 if name in CASTS else 1e-5)
         assert programs == 5 + (name in CASTS)
+
+
+@pytest.mark.parametrize("name", AMONG)
+def test_several_programs_in_a_step_have_the_gradients_of_one_process(ran: list[Ran], name: str) -> None:
+    """A gradient was doubled, or computed again by the program of another forward."""
+    for one in ran:
+        off = {what: off for what, off in one.among.items() if what.startswith(f"{name}; ")}
+        assert len(off) == 2
+        assert max(off.values()) < 1e-5, off
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_sums_that_another_forward_has_changed_are_refused_in_the_backward(converts: bool) -> None:
+    """Where a parameter is not a module's own any more, as under FSDP2."""
+    model = nn.Linear(2, 2)
+    sums = GradientSums(model, {})
+    sums.converts = converts
+    first, other = {"weight": ("tp",)}, {"bias": ("tp",)}
+    sums.begin(first, {"weight"}, gradients_seen=True)
+    sums.begin(other, {"weight"}, gradients_seen=True)
+    assert sums.over == other  # a probe's gradients are thrown away
+    sums.again(other)
+    with pytest.raises(UserError, match="would sum the gradients of other parameters"):
+        sums.again(first)
+    model.bias.grad = torch.zeros(2)
+    with pytest.raises(UserError, match="would sum the gradients of other parameters"):
+        sums.begin(first, {"weight"}, gradients_seen=True)
 
 
 @pytest.mark.parametrize(

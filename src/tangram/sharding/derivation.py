@@ -79,7 +79,7 @@ class Derivation:
 def derive(
     model: nn.Module,
     mesh: Mesh | str,
-    marks: Sequence[str | Mark] | Mapping[str, str] = (),
+    marks: Sequence[str | Mark] | Mapping[str, str] | None = (),
     *,
     inputs: Mapping[str, Any],
     rules: Path | str | OwnRules | None = None,
@@ -111,9 +111,9 @@ def mesh_from(mesh: Mesh | str) -> Mesh:
     return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
 
 
-def marks_from(marks: Sequence[str | Mark] | Mapping[str, str]) -> list[Mark]:
-    """Marks as text, read; a table of names to layouts alike. Raises UserError for one that cannot be."""
-    some = [marks] if isinstance(marks, str) else marks.items() if isinstance(marks, Mapping) else marks
+def marks_from(marks: Sequence[str | Mark] | Mapping[str, str] | None) -> list[Mark]:
+    """Marks as text, read; a table of names to layouts alike, None as none. Raises UserError for one that cannot be."""
+    some = [marks] if isinstance(marks, str) else marks.items() if isinstance(marks, Mapping) else marks or ()
     return [one if isinstance(one, Mark) else Mark.parse(_text(one)) for one in some]
 
 

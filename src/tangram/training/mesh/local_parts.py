@@ -111,6 +111,11 @@ class LocalParts:
             if own[path] or any(own[at] for at in inner):
                 self._wrap(path, module, own[path])
 
+    @property
+    def passing(self) -> Set[str]:
+        """Parameters that go through `brought` before they are used."""
+        return self._cut
+
     def begin(self, graph: Graph) -> None:
         """A forward begins whose graph this is."""
         if graph is self._graph:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from tangram.errors import UserError
@@ -61,6 +62,7 @@ from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import RingMark, Rings
 from tangram.training.mesh import modes
+from tangram.training.mesh.gradient_sums import GradientSums
 from tangram.training.mesh.groups import (
     Devices,
     add_up,
@@ -120,7 +122,7 @@ def parallel(
     Marks in the model's own code (`tangram.sharding.eager`) count, too. `devices` names the axes; `inputs` are keyword
     arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
-    that are marked. After the backward, `sum_gradients`. One forward at a time. Training and evaluation are captured
+    that are marked. After the backward, `sum_gradients`. Training and evaluation are captured
     apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.DrawMode`, by
     the state of torch's generator; ranks take that of the first. `rules`: a file of op rules for operators of one's
     own, each proved first, or what `sharding.discover.own_rules.own_rules` gives. Collective. Raises UserError.
@@ -140,7 +142,7 @@ def parallel(
     states = parameter_states(found)
     over_all = AsTorch(over_all=states.keys() - read_late(found))
     derived = DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
-    derived.compared, derived.reads_values = set(), True
+    derived.compared, derived.reads_values, derived.sums.converts = set(), True, True
     return derived
 
 
@@ -170,7 +172,7 @@ class DerivedModel:
         self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._read: dict[Sizes, tuple[str, ...]] = {}
         """By sizes, the inputs whose values code reads."""
-        self._summed: Mapping[str, tuple[str, ...]] | None = None
+        self.sums = GradientSums(model, self._groups)
         self._leaves = False
         self.numbers = random_numbers.DrawNumbers()
         """How elements are numbered that programs draw for."""
@@ -238,12 +240,13 @@ class DerivedModel:
         # What is derived at the first call of a compiled model is no part of what is compiled.
         begin = cast("Callable[..., tuple[dict[str, Any], bool]]", torch.compiler.disable(self._begin))
         end = cast("Callable[[], None]", torch.compiler.disable(self._local.leave))
+        keep = cast("Callable[[Any], Any]", torch.compiler.disable(self._kept))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given, cuts_queries = begin(args, kwargs)
             try:
                 with without_fast_path(), as_captured() if cuts_queries else nullcontext():
-                    return forward(**given)
+                    return keep(forward(**given))
             finally:
                 end()
 
@@ -259,7 +262,7 @@ class DerivedModel:
             self.compared.add(sizes)
         now = self._now(given)
         if torch.is_grad_enabled():
-            self._sum_alike(now.program)
+            self.sums.begin(now.program.summed, self._local.passing, self.gradients_seen)
             self.begins(now.program)
         if now.program.random:
             modes.agree_on_draws(self._groups, self._model)
@@ -268,6 +271,22 @@ class DerivedModel:
         self._local.begin(now.program.derived.folded.graph)
         self._local.enter()
         return given, now.program.cuts_queries
+
+    def _kept(self, results: Any) -> Any:
+        """The results of a forward, whose backward computes again by this forward's program, whatever ran since."""
+        now, after = self._runtime.now, self.numbers.after
+
+        def again(_: Tensor) -> None:
+            if now is not None and self._runtime.now is not now:
+                self._runtime.begin(now)
+                self._local.begin(now.program.derived.folded.graph)
+                self.numbers.after = after
+                self.sums.again(now.program.summed)
+
+        for x in pytree.tree_leaves(results):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(again)
+        return results
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
         sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in inputs.items())
@@ -315,17 +334,6 @@ class DerivedModel:
         self.numbers.apart = unknown if samples.rows < samples.total else ""
         return after
 
-    def _sum_alike(self, program: Program) -> None:
-        """Gradients of one step are sums, or not, whatever inputs they are from. Those of a probe are thrown away."""
-        if self._summed == program.summed:
-            return
-        if self._summed is None or (self.gradients_seen and all(p.grad is None for p in self._model.parameters())):
-            self._summed = program.summed
-        else:
-            raise UserError(
-                "inputs of another size or mode would sum the gradients of other parameters: mark more tensors"
-            )
-
     def _planned(self, inputs: Mapping[str, Any]) -> Now:
         modes.follow(self._template, self._model)
         # Of a run without memory the template has its own; and in inference mode operators come undecomposed.
@@ -356,6 +364,7 @@ class DerivedModel:
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         """What a module uses of a parameter, of which a rank holds a part."""
+        part = self.sums.through(name, part)
         change = self._runtime.now.program.gathered.get(name) if self._runtime.now is not None else None
         return self._bring(part, change) if change else part
 
@@ -380,7 +389,7 @@ class DerivedModel:
 
     def sum_gradients(self) -> None:
         """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
-        summed = self._summed or {}
+        summed = self.sums.over or {}
         for axis in self._groups:
             grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
             add_up([local(g) for g in grads if g is not None], self._groups[axis])

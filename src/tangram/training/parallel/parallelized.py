@@ -27,7 +27,7 @@ from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh | Mesh | str,
-    marks: Sequence[str | Mark] | Mapping[str, str] = (),
+    marks: Sequence[str | Mark] | Mapping[str, str] | None = (),
     *,
     inputs: Mapping[str, Any],
     rules: Path | str | OwnRules | None = None,
