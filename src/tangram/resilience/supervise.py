@@ -287,7 +287,7 @@ class _Run:
             self.begun, why, self.seen.relaid = len(self.failures), "", True
         if why:
             if isinstance(error, RankError):
-                raise RankError(error.rank, self.job.plan.ranks, f"{failure.words}; {why}", error.details) from error
+                raise RankError(error.rank, self.job.plan.ranks, f"{error.error}; {why}", error.details) from error
             raise UserError(f"{failure.words}; {why}")
         self.tiers.settle()
         resume = self._newest()

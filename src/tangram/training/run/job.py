@@ -33,9 +33,8 @@ from tangram.training.data import (
     unigram_entropy,
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
-from tangram.training.objective import expert_loads
 from tangram.training.observe.boards import BOARD_FOLDER, Boards
-from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, TableEvent
+from tangram.training.observe.events import Doing, Note, Record, TableEvent
 from tangram.training.observe.steps_file import StepsFile
 from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.text_tables import count
@@ -128,8 +127,6 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
             boards(event)
             steps(event)
             send(event)
-            if isinstance(event, ExpertLoads):
-                expert_loads.append(job.folder, event)
 
         try:
             on_event(Doing("starting the ranks"))

@@ -225,6 +225,7 @@ class Checkpointer:
         objects = {
             "progress": asdict(state.progress),
             "metrics": dict(state.metrics),
+            "experts": dict(state.experts()),
             "about": dict(state.about),
         }
         return Described(self._known, objects)
