@@ -38,8 +38,10 @@ def test_a_count_of_experts_has_the_steps_before_a_rank_was_lost_too(tmp_path: P
     """It had those since alone, and said so of fewer tokens."""
     Qwen3MoeConfig(**MOE).save_pretrained(tmp_path / "model")
     text = text_in(tmp_path)
-    tables = {"data": {"tokenizer": "bytes"}, "run": {"steps": 4 * EVERY, "count_experts": EVERY}}
-    job = job_of(tmp_path / "run", text, model={"path": f"{tmp_path / 'model'}", "preset": None, "change": {}}, **tables)
+    tables: dict[str, Any] = {"data": {"tokenizer": "bytes"}, "run": {"steps": 4 * EVERY, "count_experts": EVERY}}
+    job = job_of(
+        tmp_path / "run", text, model={"path": f"{tmp_path / 'model'}", "preset": None, "change": {}}, **tables
+    )
     seen, alone = Counting(at={EVERY // 2: 1, 2 * EVERY + 2: 0}), Counting()
     run(job, seen)
     (tmp_path / "alone").mkdir()

@@ -178,7 +178,8 @@ def memory_of(state: JobState) -> InMemory:
     tensors = [*state.model.parameters(), *state.model.buffers()]
     if state.optimiser is not None:
         tensors += [value for states in state.optimiser.state.values() for value in states.values()]
-    return tuple((id(tensor), local_of(tensor).data_ptr(), tensor.requires_grad) for tensor in tensors)
+    with torch.no_grad():  # else a part of a DTensor goes through autograd
+        return tuple((id(tensor), local(tensor).data_ptr(), tensor.requires_grad) for tensor in tensors)
 
 
 def local_of(tensor: Tensor) -> Tensor:
