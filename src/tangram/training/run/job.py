@@ -6,6 +6,7 @@
 The questions are answered by measuring, and a wrong answer fails the job.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -133,7 +134,8 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
             report = run(job, everybody)
             ended = report.trained.stopped
         except RankError as failure:  # its stack trace goes to a file
-            (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
+            with contextlib.suppress(OSError):  # of a disk that is full, say
+                (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
             raise
         finally:
             boards.close()
