@@ -4,7 +4,8 @@
     faults   2 to 8 ranks, one of which skips a call, makes one too many, in another order, of another size or type or
              over another group, is stopped, killed, put to sleep, slow, behind a slow link, of another clock, or has
              a bit of its weights flipped or a loss that is not finite: the rank and the cause of the first finding,
-             by a seed (`--repeats N`: N cases of each kind); and clean runs in which nothing may be found
+             by a seed (`--repeats N`: N cases of each kind, pairs of steps, or seeds); and clean runs, in which nothing
+             may be found
     ranks    16,384 ranks that never ran, from the planner's time model, with a planted fault: what a report takes
 
 Peers have no figure here: torch's flight recorder keeps no groups and no ends of calls under gloo, and its analyser
@@ -32,7 +33,7 @@ def rows(quick: bool, only: tuple[str, ...] = (), repeats: int = 0) -> Iterable[
     """The figures; `only`: of these groups."""
     with tempfile.TemporaryDirectory(prefix="tangram-bench-tracing-") as folder:
         if not only or "cost" in only:
-            yield from cost.rows(quick, Path(folder))
+            yield from cost.rows(quick, Path(folder), repeats)
     if not only or "faults" in only:
         cases = (repeats or (1 if quick else 9)) * len(faults.CAUSES)
         found = faults.score(SEED, cases)

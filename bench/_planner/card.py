@@ -126,7 +126,8 @@ def _threads(printed: str) -> str:
         "Of `data/published/threads.csv`, and of `questions.csv` as typed; nothing was learned from them, but how far "
         "learned effects reach and how wide intervals are was chosen with the threads in view, and what torchtune has, "
         "frozen ends and the pace at which 4 bits are unpacked with questions 0 to 38. As first typed 6 of 9 (39 to "
-        "47), 4 of 10 (48 to 57) and 25 of 33 (58 to 90) were right; seven were refused for names that are there since."
+        "47), 4 of 10 (48 to 57), 25 of 33 (58 to 90) and 14 of 22 (91 to 112) were right; ten were refused for names "
+        "that are there since."
     )
     return f"\n## {THREADS}\n\n{head}\n\n| run | |\n|---|---|\n{rows}\n\n{whole}\n"
 

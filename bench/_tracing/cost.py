@@ -41,14 +41,14 @@ class Task:
     turns: int
 
 
-def rows(quick: bool, folder: Path) -> Iterable[Row]:
-    """The figures."""
+def rows(quick: bool, folder: Path, pairs: int = 0) -> Iterable[Row]:
+    """The figures, a step's of so many pairs: an interval of one per cent needs some hundreds of them."""
     data.prepare(job(folder).data, data.BYTES, lambda event: None)
     trace = TraceSettings(folder / "trace", mesh="dp=2")
-    task = Task(fsdp(folder, 2), 3 if quick else 20)
-    pairs = run_ranks(measure, task, world=2, on_event=lambda event: None, device="cpu", trace=trace)[0]
-    yield Row("a step of qwen3-2m, dp=2, FSDP, traced", "ms", pairs.ours * 1e3, {"not traced": pairs.peer * 1e3})
-    yield pairs.row("a traced step beside one that is not", 1.01)
+    task = Task(fsdp(folder, 2), pairs or (3 if quick else 300))
+    measured = run_ranks(measure, task, world=2, on_event=lambda event: None, device="cpu", trace=trace)[0]
+    yield Row("a step of qwen3-2m, dp=2, FSDP, traced", "ms", measured.ours * 1e3, {"not traced": measured.peer * 1e3})
+    yield measured.row("a traced step beside one that is not", 1.01)
     event, step_bytes = recorded(Path(tempfile.mkdtemp(dir=folder)), CALLS // 10 if quick else CALLS)
     yield Row("an event: half of a call's begin, wait and end", "us", event * 1e6, target=1.0)
     yield Row("what a rank keeps of a step, beside its ring", "bytes", step_bytes, target=200.0)

@@ -216,7 +216,6 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
         "h100-16x2": "linked to 7 others at most: give nodes of 8, as h100-8x4",
         "h800-256x8": "give nodes of 8, as h800-8x256",
         "mi210-2x1": "knows no link within a node of AMD MI210",
-        "a10-1x2": "knows no network between nodes of NVIDIA A10",
         "h100": "there is no cluster 'h100' (did you mean 'h100-8x8'?)",
         "dgx-h100": "there is no cluster 'dgx-h100' (did you mean 'h100x8'?)",
         "8 a100 gpus": "(did you mean 'a100x8'?)",
@@ -232,6 +231,12 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=re.escape(said)):
             c.load(name)
+
+
+def test_nodes_of_cards_that_come_without_a_network_share_a_port() -> None:
+    """anyscale/templates pull 130: 32 A10G of four cloud nodes."""
+    assert [link.rate for link in c.load("a10g-8x4").links][1] == pytest.approx(100e9 / 8 / 8)
+    assert [link.rate for link in c.load("a100-8x4").links][1] == 25e9
 
 
 def test_all_mistakes_of_a_file_are_told_at_once(tmp_path: Path) -> None:

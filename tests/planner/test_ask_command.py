@@ -13,6 +13,7 @@ from tangram.hardware.catalogue.devices import device
 from tangram.models.outlines.outlined import outlined
 from tangram.planner.search.query import plan
 from tangram.planner.search.strategy import Ask, probability, safe
+from tangram.planner.space.setting import precisions_of
 from tests.planner.commands import refused
 
 pytestmark = pytest.mark.usefixtures("one_search_each")
@@ -220,6 +221,44 @@ def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert less["memory"] > given["memory"]
 
 
+def test_sequence_parallelism_is_as_typed_or_as_the_framework_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The case of NVIDIA-NeMo/RL issue 366, whose padded micro-batches of 4 ran out of 80 GB and those of 2 did not."""
+
+    def of(framework: str, mesh: str, micro: str, code: int = 0) -> dict[str, Any]:
+        said = (
+            "--cluster",
+            "h100x8",
+            "--zero",
+            "3",
+            "--loss",
+            "eager",
+            "--framework",
+            framework,
+            "--micro-batch",
+            micro,
+        )
+        said += ("--seq", "4096", "--tokens-per-batch", "2M", "--explain", mesh)
+        return asked(capsys, "llama-3-8b", *said, code=code)["given"]
+
+    assert of("nemo-rl", "dp=2 tp=4", "2")["fits"] > 0.9
+    assert of("nemo-rl", "dp=2 tp=4", "4", code=1)["fits"] < 0.1 < 0.9 < of("nemo-rl", "dp=2 tp=4 sp=4", "4")["fits"]
+    assert of("megatron-core", "dp=2 tp=4 sp=1", "2")["memory"] > 1.15 * of("megatron-core", "dp=2 tp=4", "2")["memory"]
+
+
+@pytest.mark.parametrize(("typed", "same"), [("fsdp=8", "dp=8"), ("dp=2 fsdp=4", "dp=8"), ("fsdp=4 tp=2", "dp=4 tp=2")])
+def test_fsdp_is_an_axis_as_well(typed: str, same: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of `dp=2 fsdp=4`, which is HSDP, four ranks divide the states, and it may not fit."""
+    hybrid = typed == "dp=2 fsdp=4"
+    given = asked(capsys, *SMALL, "--explain", typed, "--zero", "3", code=int(hybrid))["given"]
+    plain = asked(capsys, *SMALL, "--explain", same, "--zero", "3")["given"]
+    assert given["mesh"] == plain["mesh"]
+    assert (given["memory"] > plain["memory"]) == hybrid
+
+
+def test_precisions_have_the_names_of_their_scales_too() -> None:
+    assert precisions_of("MXFP8,fp8,nvfp4") == ("fp8", "fp4")
+
+
 def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, *SMALL, "--explain", "pp=2 dp=4", "--micro-batch", "7", "--experts", "4 x 1", code=1)
     assert found["given"] is None
@@ -235,7 +274,8 @@ def test_a_strategy_that_cannot_run_is_told_every_reason(capsys: pytest.CaptureF
     ("arguments", "said"),
     [
         (("--explain", "pp=4 dp=2 tp=6"), 'the mesh "pp=4 dp=2 tp=6" has 48 ranks, and there are 64 devices'),
-        (("--explain", "pp=4 zp=16"), "has the axis zp: axes are named pp, dp, cp, heads, tp, ep, etp"),
+        (("--explain", "pp=4 zp=16"), "has the axis zp: axes are named pp, dp, cp, heads, tp, ep, etp, sp, fsdp"),
+        (("--explain", "dp=16 tp=4 sp=2"), "sequence parallelism is over the TP ranks, 4, or 1"),
         (("--explain", "pp=4 dp"), '"pp=4 dp" is no mesh'),
         (("--explain", "dp=64", "--recompute", "some"), 'nothing is known of "some": what is recomputed is one of'),
         (("--explain", "dp=64", "--experts", "many"), '"many" are no EP ranks: write 8 x 1'),

@@ -45,7 +45,7 @@ from tangram.tracing.files.format import (
 )
 from tangram.tracing.files.ring import Pending, Processor, TraceFiles
 from tangram.tracing.planned import PlanCheck, PlannedCalls, ProgramCheck, planned_words
-from tangram.tracing.sites import caller, site_of
+from tangram.tracing.sites import PARAMETERS, caller, site_of
 from tangram.tracing.spikes import Spikes, StepNumbers
 from tangram.tracing.trace import Trace
 from tangram.tracing.weights import WeightGroup, WeightWatch, looks_finite
@@ -97,6 +97,7 @@ class Recorder(Trace):
         self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
         self._processor, self._cpu = Processor(), (0, 0)
         self.looks, self._bad, self._usual = False, (), set[int]()  # whether to look at what calls are given
+        self._gathers = set[int]()  # sites of FSDP's all-gathers
         self._stop = threading.Event()
         files.name({"run": mesh})
         self._beat()
@@ -133,10 +134,12 @@ class Recorder(Trace):
 
     def gives(self, number: int, group: int, given: Tensor | Sequence[Tensor]) -> None:
         """What a call is given, before any rank has that of others; the first of a step that is not finite counts."""
-        if _thread() != self._thread or looks_finite(given if isinstance(given, Tensor) else given[0]):
+        if _thread() != self._thread:
             return
         site = EVENT.unpack_from(self._memory, HEADER_BYTES + (number % EVENTS) * 40)[3]
-        if site not in self._usual:
+        if self._phase is Phase.BACKWARD and site in self._gathers:
+            return  # the parameters that the forward has gathered
+        if not looks_finite(given if isinstance(given, Tensor) else given[0]) and site not in self._usual:
             self.looks, self._bad = False, (number, site, group, self._turns[group])
 
     def waits(self, number: int) -> int:
@@ -200,6 +203,8 @@ class Recorder(Trace):
             words = {"site": number, "op": OPS[key.op], "group": key.group, "bytes": key.nbytes, "peer": key.peer}
             dtype = str(key.dtype).removeprefix("torch.")
             self.files.name(words | {"dtype": dtype, "what": site.what, "layer": site.layer, "line": site.line})
+            if site.what == PARAMETERS:
+                self._gathers.add(number)
         self._seen[key] = number
         came = Expected(key, site, number, carrier)
         if self._plans and self._phase in CHECKED:

@@ -142,10 +142,12 @@ def _words(text: str) -> Callable[[Mapping[str, Any], Labels], str]:
     return lambda values, labels: text
 
 
+PARAMETERS = "parameters"
+"""What FSDP gathers."""
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 DESCRIBED: Mapping[tuple[str, str], Callable[[Mapping[str, Any], Labels], str]] = {
-    (_FSDP, "FSDPParamGroup.unshard"): _words("parameters"),
-    (_FSDP, "FSDPParamGroup.wait_for_unshard"): _words("parameters"),
+    (_FSDP, "FSDPParamGroup.unshard"): _words(PARAMETERS),
+    (_FSDP, "FSDPParamGroup.wait_for_unshard"): _words(PARAMETERS),
     (_FSDP, "FSDPParamGroup.post_backward"): _words("gradients"),
     ("tangram.training.parallel.data_parallel", "Bucket.start"): _of_bucket,
     ("tangram.training.parallel.data_parallel", "Bucket.finish"): _of_bucket,

@@ -26,8 +26,16 @@ NO_GROUP = 0xFFFF
 """What is no matter of a group."""
 
 
-SAMPLED = 61
-"""Of flat tensors each so-many-th number."""
+SAMPLED, SAMPLES = 61, 4096
+"""Of flat tensors each so-many-th number, at most about so many: each is a read of memory that no cache has, and what
+is not finite has come to most gradients of a rank before they are given to others."""
+_SUMMED = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+"""What is looked at, and as what it is summed."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +102,23 @@ class WeightWatch:
 def looks_finite(x: Tensor) -> bool:
     """Whether samples of a tensor are finite, in some microseconds.
 
-    Every row and column of activations is looked at once, and of what is flat (weights, gradients) each 61st number,
-    which no row and hardly a column avoids. On an accelerator each look would wait for all that is queued there, so
+    Every row and column of activations is looked at once, and of what is flat (weights, gradients) each 61st number or
+    fewer, which hardly a column avoids. On an accelerator each look would wait for all that is queued there, so
     there is none: both ranks of a TP pair are named.
     """
-    if x.device.type != "cpu" or not x.is_contiguous() or not x.numel():
+    count = x.numel()
+    if not x.is_cpu or x.dtype not in _SUMMED or not count or not x.is_contiguous():
         return True
-    if not x.is_floating_point() or x.dtype.itemsize < 2:
-        return True
-    step = spread(x.numel(), x.shape[-1] if x.dim() > 1 else 0)
-    samples = x.detach().as_strided((-(-x.numel() // step),), (step,))
-    return math.isfinite(float(samples.sum(dtype=torch.float32)))
+    step = spread(count, x.shape[-1] if x.dim() > 1 else 0)
+    samples = torch.as_strided(x.detach() if x.requires_grad else x, (-(-count // step),), (step,))
+    return math.isfinite(samples.sum(dtype=_SUMMED[x.dtype]).item())
 
 
 @lru_cache(maxsize=256)
 def spread(count: int, width: int) -> int:
     """Each so-many-th of `count` numbers comes by every row of `width` and, of as many rows, by every column."""
     if not width:
-        return SAMPLED
+        return max(SAMPLED, count // SAMPLES // 6 * 6 + 1)  # 2 and 3 divide it not, as they do widths
     step = max(1, min(width - 1, count // width - 1))
     while math.gcd(step, width) > 1:
         step -= 1

@@ -25,6 +25,8 @@ NEAR = 0.1
 """By how much of it a memory that a name says may differ: an "80 GB" device has 85e9 bytes."""
 FORM = "DEVICE-8x32 (32 nodes of 8) or DEVICEx4 of a device of the catalogue"
 LIKE = "h100-8x8"
+PORT = 12.5e9
+"""Bytes per second of a node's network where the catalogue has none of a device: 100 Gb/s, as nodes of A10G have."""
 
 
 def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -47,7 +49,7 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
         rate = _within(name, one, near, f"{given}-{domain}x{near * nodes // domain}")
         links.append({**within, "ranks": near, "rate": rate})
     if nodes > 1:
-        links.append({**between, "ranks": near * nodes, "rate": _between(name, one)})
+        links.append({**between, "ranks": near * nodes, "rate": _between(one, near)})
     if not links:  # of one device, which sends nothing
         links.append({**within, "ranks": 1})
     return {**like, "ranks": near * nodes, "device": {**like["device"], "name": one.name}, "links": links}
@@ -143,10 +145,7 @@ def _within(name: str, one: Figures, ranks: int, as_many: str) -> float:
     return one.link_bandwidth
 
 
-def _between(name: str, one: Figures) -> float:
-    """Bytes per second from devices of other nodes."""
-    if one.nic_bandwidth is None:
-        raise UserError(
-            f"{name}: the catalogue knows no network between nodes of {one.label}: write a file of the cluster"
-        )
-    return one.nic_bandwidth
+def _between(one: Figures, near: int) -> float:
+    """Bytes per second from devices of other nodes. Of a card that comes without a network its node has one port,
+    as is taken."""
+    return one.nic_bandwidth or PORT / near

@@ -49,8 +49,9 @@ class StrategyRequest:
     """EP ranks x the experts' TP ranks."""
     shard: int = 0
     """Over how many of the DP and CP ranks states are divided; 0: all."""
-    sequence_parallel: bool = True
-    """Whether TP ranks divide the tokens of what they do not divide otherwise."""
+    sequence_parallel: bool | None = None
+    """Whether TP ranks divide the tokens of what they do not divide otherwise; None: as the mesh's `sp`, or else the
+    framework, has it."""
     uneven: str = "0 0"
     """How many layers fewer the first virtual stage of the model has, and the last one."""
 
@@ -107,6 +108,32 @@ def ordered(mesh: str, axes: list[str]) -> bool:
     )
 
 
+def _sequence_parallel(given: StrategyRequest, ask: Ask, axes: dict[str, tuple[int, int]]) -> bool:
+    """Takes `sp` out of the axes, which is 1 or as large as TP. Raises UserError for another size."""
+    tensor = axes.get("tp", (1, 1))[0]
+    if (sp := axes.pop("sp", (0, 0))[0]) not in (0, 1, tensor):
+        raise UserError(
+            f'the mesh "{given.mesh}" has sp={sp}: sequence parallelism is over the TP ranks, {tensor}, or 1'
+        )
+    usual = framework(ask.framework).sequence_parallel if given.sequence_parallel is None else given.sequence_parallel
+    return sp > 1 if sp else usual
+
+
+def _sharded(
+    given: StrategyRequest, axes: dict[str, tuple[int, int]]
+) -> tuple[StrategyRequest, dict[str, tuple[int, int]]]:
+    """With `fsdp` as DP ranks of ZeRO stage 3; beside `dp` (HSDP) states are divided over the ranks of `fsdp` alone."""
+    if "fsdp" not in axes:
+        return given, axes
+    fsdp, dp, cp = (axes.get(name, (1, 1))[0] for name in ("fsdp", "dp", "cp"))
+    mesh = " ".join(
+        f"{'dp' if name == 'fsdp' else name}={dp * fsdp if name == 'fsdp' else size}"
+        for name, (size, _) in axes.items()
+        if name != "dp"
+    )
+    return replace(given, mesh=mesh, zero=3, shard=fsdp * cp if dp > 1 else 0), dict(Mesh.parse(mesh).axes)
+
+
 def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
     """As a grid of one."""
     if ask.others:
@@ -116,9 +143,11 @@ def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
         axes = dict(Mesh.parse(given.mesh).axes)
     except LayoutError as error:
         raise UserError(f'"{given.mesh}" is no mesh: {error}') from None
-    if unknown := [name for name in axes if name not in AXES and name not in EXPERT_AXES]:
-        names = ", ".join((*AXES, *EXPERT_AXES))
+    if unknown := [name for name in axes if name not in (*AXES, *EXPERT_AXES, "sp", "fsdp")]:
+        names = ", ".join((*AXES, *EXPERT_AXES, "sp", "fsdp"))
         raise UserError(f'the mesh "{given.mesh}" has the axis {unknown[0]}: axes are named {names}')
+    given, axes = _sharded(given, axes)
+    own_sequence = _sequence_parallel(given, ask, axes)
     folded = [axes.pop(name)[0] if name in axes else 1 for name in EXPERT_AXES]
     sizes = {AXES[name]: size for name, (size, _) in axes.items()}
     ranks = 1
@@ -152,7 +181,7 @@ def laid_out(cluster: Cluster, ask: Ask, given: StrategyRequest) -> Grid:
         batch=request.batch, sequence=request.sequence, micro=given.micro * ask.rows, virtual=given.chunks,
         schedule=schedule, zero=given.zero, ahead=ahead, behind=behind,
         recompute=int(group), recomputed=share, expert=expert, expert_tensor=expert_tensor,
-        sequence_parallel=float(given.sequence_parallel and sizes.get("tensor", 1) > 1),
+        sequence_parallel=float(own_sequence and sizes.get("tensor", 1) > 1),
         shard=given.shard or sizes.get("data", 1) * sizes.get("context", 1),
         optimiser=_only(ask.optimisers), offload=max(ask.offloads), inner=float(inner), **sizes,
     )  # fmt: skip

@@ -79,6 +79,7 @@ class Framework:
     frozen_end_bytes: float
     divides_gradients: bool
     keeps_low_weights: bool
+    sequence_parallel: bool
     keeps_gathered: bool
     fresh_gradients: bool
     keeps_low_inputs: bool

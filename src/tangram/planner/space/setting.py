@@ -125,11 +125,12 @@ Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]
 def precisions_of(typed: str) -> tuple[Precision, ...]:
     """As typed, with commas between. Raises UserError for one that is none, with the nearest."""
     known: dict[str, Precision] = {one: one for one in get_args(Precision)}
-    names = tuple(dict.fromkeys(one.strip() for one in typed.split(",")))
+    known |= {"mxfp8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4"}
+    names = tuple(dict.fromkeys(one.strip() for one in typed.lower().split(",")))
     if unknown := [name for name in names if name not in known]:
         hint = nearest_hint(unknown[0], known)
         raise UserError(f'there is no precision "{unknown[0]}"{hint}: give one of {", ".join(known)}, or several')
-    return tuple(known[name] for name in names)
+    return tuple(dict.fromkeys(known[name] for name in names))
 
 
 @dataclass(frozen=True)
