@@ -110,7 +110,7 @@ def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
-    record, boards = Record(), Boards(job.folder, chosen.plan)
+    record, boards = Record(), Boards(job.folder, chosen.plan, on_event)
     steps = StepsFile(job.folder, on_event)
     known: dict[str, Any] = {
         "model": ready.source.name,

@@ -136,7 +136,7 @@ class Checkpointer:
             retries = 1 if node is None else 0  # of one id on all machines
             settings = Settings(retries=retries, keep=self._keep, node=node)
             if snapshots:
-                settings = replace(settings, policy="skip", digests=False, limit=MEMORY_STALLS)
+                settings = replace(settings, policy="skip", digests=False, limit=MEMORY_STALLS, pause=0.5)
             self._saver = AsyncSaver(folder, self._peers, settings, spare)
         self._tells = self._peers.index == (0 if node is None else node[2])
         self._known: tuple[StateEntry, ...] = ()
