@@ -102,4 +102,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "a line is written behind half of one, and the file is read no more",
         ("tests/training/test_runs.py::test_half_a_line_in_the_midst_is_gone_with_the_next",),
     ),
+    Mutant(
+        "older-on-the-disk-will-do", "resilience/rescue.py",
+        "if isinstance(error, OSError):", "if False:",
+        "what a full disk did not take is removed, as an older checkpoint is on the disk",
+        ("tests/resilience/test_tiers.py"
+         "::test_what_a_full_disk_does_not_take_stays_in_memory_beside_an_older_checkpoint",),
+    ),
 )
