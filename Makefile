@@ -82,9 +82,9 @@ kernels: $(STAMP) ## the kernels in a run, and under Triton 3.6 (about 190 MB, i
 
 # In an environment of their own: transformers loads torchao wherever it is installed, with warnings, and Paddle is large.
 interop: ## compare with Paddle, DeepSpeed, bitsandbytes, torchao, TRL and what parses our exports (about 600 MB, into .venv-interop)
-	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,hf,data,kernels,lowbit,paddle,parsers
+	@$(MAKE) --no-print-directory install VENV=.venv-interop EXTRAS=dev,hf,data,eval,kernels,lowbit,paddle,parsers
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv-interop/bin/python -m pip install -qq --disable-pip-version-check trl==1.16.0
-	@DS_ACCELERATOR=cpu .venv-interop/bin/python -W ignore -c "import deepspeed, paddle, trl" # without them their tests would only be skipped
+	@DS_ACCELERATOR=cpu .venv-interop/bin/python -W ignore -c "import deepspeed, lm_eval, paddle, trl" # without them their tests would only be skipped
 	@.venv-interop/bin/python -m pytest tests/interop
 	@.venv-interop/bin/python -m pytest -m slow --sample 1000 tests/planner/exports/test_own_parsers.py
 

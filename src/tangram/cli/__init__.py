@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "top": "Show what the ranks of a run do now, the slowest first.",
         "runs": "Put runs side by side: results, keys that differ, losses.",
         "experts": "Say how evenly tokens went to experts, and place these anew.",
+        "evaluate": "Score a model, a checkpoint or adapters by lm-evaluation-harness.",
         "doctor": "Say what this machine has and what will work on it.",
         "bench": "Measure Tangram beside its peers, from a checkout.",
     }
@@ -98,7 +99,7 @@ def _options(version: Annotated[bool, _VERSION] = False) -> None:
     """Train large models on PyTorch; their state takes any layout."""
 
 
-_BESIDE = {"top": "trace", "experts": "runs"}
+_BESIDE = {"top": "trace", "experts": "runs", "evaluate": "runs"}
 """Commands that stand in the module of another."""
 
 

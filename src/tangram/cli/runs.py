@@ -1,12 +1,16 @@
-"""`tangram runs compare`: runs side by side; `tangram experts`: how evenly a run's tokens went to its experts."""
+"""`tangram runs compare`: runs side by side; `tangram experts`: how evenly a run's tokens went to its experts;
+`tangram evaluate`: the scores of what a run leaves by lm-evaluation-harness."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tangram.cli.grouped import Json, with_options
 from tangram.cli.output import print_json, print_table
 from tangram.errors import UserError
 
@@ -75,4 +79,39 @@ def experts(
         print_json({"ranks": ranks, "steps": [one.step for one in counts], "layers": found})
     else:
         print_table("Balance of ranks: mean over most", ("layer", "in order", "placed", "experts of each rank"), rows)
+    return 0
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How questions are put."""
+
+    samples: Annotated[int, typer.Option(min=0, help="Only the first so many of each task; 0: all.")] = 0
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question, not the task's own.")] = None
+    batch: Annotated[int, typer.Option(min=1, help="Questions at a time.")] = 1
+    chat: Annotated[bool, typer.Option("--chat", help="Put questions by the tokenizer's chat template.")] = False
+    device: Annotated[str, typer.Option(help="Where the model computes, by torch's name.")] = "cpu"
+
+
+@with_options(Asking)
+def evaluate(
+    asking: Asking,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, adapters, a checkpoint, or a run.")
+    ],
+    tasks: Annotated[list[str], typer.Option("--task", "-t", help="By name, or a YAML file; may be repeated.")],
+    include: Annotated[Path | None, typer.Option(metavar="DIR", help="A folder of tasks of your own.")] = None,
+    base: Annotated[Path | None, typer.Option(metavar="DIR", help="Of adapters: the model that they are for.")] = None,
+    json: Json = False,
+) -> int:
+    """Print every metric of every task; the harness asks, transformers computes, in one process."""
+    from tangram.training.run.harness import HarnessRequest, rows_of, scores_of
+
+    found = scores_of(HarnessRequest(model, tuple(tasks), include, base, **asdict(asking)))
+    if json:
+        print_json(
+            {"scores": [{**asdict(one), "error": None if math.isnan(one.error) else one.error} for one in found]}
+        )
+        return 0
+    print_table(str(model), ("task", "metric", "value", "standard error", "shots", "samples"), rows_of(found))
     return 0
