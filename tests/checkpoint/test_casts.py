@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.__main__ import main
 from tangram.checkpoint import load, save
@@ -49,3 +50,29 @@ def test_a_load_that_casts_refuses_it_too(tmp_path: Path) -> None:
     wide = torch.empty(3, dtype=torch.bfloat16)
     load({"model": {"w": wide}}, folder, cast=True)
     assert wide.tolist() == [1.0, 999424.0, float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("codec", "values", "off"),
+    [("add=-1", [0.1, 1.5, 0.0], 0.0146), ("mul=3", [0.1, 1.5, 0.0], 1.6e-3), ("mul=0", [0.1, 1.5, 0.0], 1.0),
+     ("add=-1", [0.5, 1.5, 0.0], 0.0), ("mul=2", [0.1, 1.5, 0.0], 0.0)],
+)  # fmt: skip
+def test_what_a_mapping_rounds_is_measured(
+    codec: str, values: list[float], off: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The norm of Qwen3-Next's delta nets, which Megatron-core keeps less one, lost up to all of itself unsaid."""
+    stated = torch.tensor(values, dtype=torch.bfloat16)
+    save_file({"w": stated, "v": stated + 1}, tmp_path / "model.safetensors")
+    (tmp_path / "map").write_text(f"w: a -> w: a; {codec}\nv -> v\n")
+    options = ["--to", "hf", "--mapping", str(tmp_path / "map")]
+    for folder, more in (("made", ["--json"]), ("again", [])):
+        assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / folder), *options, *more]) == 0
+    out, printed = capsys.readouterr().out.split("\n}\n")
+    rounded = json.loads(out + "}")["rounded"]
+    made = load_file(tmp_path / "made" / "model.safetensors")["w"].double()
+    sign, number = codec[:3], float(codec[4:])
+    back = made - number if sign == "add" else made / number if number else made
+    want = float(((back - stated.double()) / stated.double()).abs().nan_to_num().max())
+    assert rounded == ({"w": pytest.approx(want)} if off else {})
+    assert off / 2 <= want <= off * 2
+    assert ("1 tensor rounded by the mapping's add or mul, a value by up to" in printed) == bool(off)

@@ -368,3 +368,12 @@ def as_torchtitan(tensors: Mapping[str, Tensor], config: Any, release: str) -> d
             name = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, name)
         made[name] = tensor
     return {**made, **{name: torch.stack(some) for name, some in experts.items()}}
+
+
+def test_a_type_of_model_says_what_its_configuration_leaves_out() -> None:
+    """`architectures` may be missing, of GPT-2 and of models with images as of all others."""
+    for kind, fields in HF.values():
+        base = {key: fields[key] for key in ("vision_config",) if key in fields}
+        family = {"ministral": "llama", "mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}.get(kind, kind)
+        family = "gemma3_vl" if kind == "gemma3" else family
+        assert family_of({"model_type": kind, **base}).name == family

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tangram.checkpoint.conversion.convert import IDENTITY, config_of, restructure, steps_of
+from tangram.checkpoint.conversion.convert import IDENTITY, config_of, restructure
 from tangram.checkpoint.conversion.find_mapping import choose
+from tangram.checkpoint.conversion.new_tensors import steps_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.inspect import diff, tree, verify

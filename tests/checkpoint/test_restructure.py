@@ -266,6 +266,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_at
         (["FEW", "OUT", "--to", "torch_dist"], "is not what the family llama says"),
         (["CUT", "OUT", "--to", "dcp"], "is damaged or cut off"),
         (["LOST", "OUT", "--to", "dcp"], "its file model-00002-of-00002.safetensors is not there"),
+        (["HF", "OUT", "--to", "hf", "--mapping", "a -> b"], "--mapping takes a file: write a -> b into one"),
         (["HF", "OUT", "--to", "hf", "--mapping", "BAD"], "no statement names the source tensor"),
         (["HF", "OUT", "--to", "hf", "--mapping", "BAD", "--size", "g"], "--size g: give a name and a number"),
     ],

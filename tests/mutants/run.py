@@ -34,7 +34,19 @@ from tests.selection.durations import TURNS  # noqa: E402
 if TYPE_CHECKING:
     from tests.mutants.mutant import Mutant
 
-TABLES = ("layout", "relayout", "exchange", "sequences", "distill", "bases", "memory", "nodes", "watch", "models")
+TABLES = (
+    "layout",
+    "relayout",
+    "exchange",
+    "sequences",
+    "distill",
+    "bases",
+    "memory",
+    "nodes",
+    "watch",
+    "models",
+    "conversion",
+)
 LIMIT = 60
 """Seconds for the tests of one mutant, or three times what they take unchanged where that is longer; one that takes
 longer counts as found (it does not end)."""

@@ -290,6 +290,11 @@ def test_facts_that_the_weights_contradict(
     save_file(dict(weights), folder / "model.safetensors")
     assert convert(folder, tmp_path / "out", to="hf") == 0
     assert said in capsys.readouterr().out
+    fits = "predict_layers" in said
+    assert convert(folder, tmp_path / "core", to="torch_dist") == (0 if fits else 2)
+    out = capsys.readouterr()
+    assert said in (out.out if fits else out.err)
+    assert fits or len(out.err) < 200
 
 
 def test_a_directory_that_its_own_configuration_does_not_name(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from tangram.models.building.build import build_on_meta, config_of
+from tests.checkpoint.peers.models import save
 from tests.public.test_convert import Capture, beside, convert, same, saved
 
 SMALL: Mapping[str, Any] = {
@@ -118,3 +119,20 @@ def test_the_head_of_a_tied_pair_alone(
     if to != "hf":
         assert convert(tmp_path / "out", tmp_path / "back") == 0
     same(tmp_path / ("out" if to == "hf" else "back"), expected)
+
+
+def test_experts_as_a_module_has_them(tmp_path: Path, capsys: Capture) -> None:
+    """PrimeIntellect-ai/prime-rl#1812, vllm-project/vllm#36997: FSDP saves experts put together, as transformers 5 has
+    them in memory; in a directory other programs look for them one by one."""
+    model: Any = save("qwen3_moe", tmp_path / "plain")
+    source = saved({"model": dict(model.state_dict())}, tmp_path / "in")
+    assert convert(source, tmp_path / "out", "--config", tmp_path / "plain") == 0
+    assert "4 tensors are experts put together, as model.layers.0.mlp.experts.gate_up_proj" in capsys.readouterr().out
+    loaded = cast(Any, type(model)).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], one) for name, one in model.state_dict().items())
+    assert convert(source, tmp_path / "core", "--config", tmp_path / "plain", to="torch_dist") == 0
+    assert convert(tmp_path / "core", tmp_path / "back") == 0
+    assert "put together" not in capsys.readouterr().out
+    same(tmp_path / "back", load_file(tmp_path / "plain/model.safetensors"))
+    assert convert(tmp_path / "plain", tmp_path / "again") == 0
+    assert "put together" not in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Public reports about families of models between Hugging Face and Megatron-core, rebuilt small."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from tangram.checkpoint.formats.detect import open_any
-from tests.checkpoint.peers.models import save
+from tests.checkpoint.peers.models import HF, save
 from tests.public.test_convert import convert, same
 
 LAYER = "decoder.layers.self_attention"
@@ -64,3 +64,55 @@ def test_a_predictor_that_is_no_layer_of_the_model(tmp_path: Path) -> None:
     loaded, report = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not report["missing_keys"]
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_norm_that_is_kept_less_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """modelscope/ms-swift#7102: the norm of Qwen3-Next's delta nets loses bits on the way to Megatron-core and back,
+    and nothing said so. How far a value is off is printed; float32 keeps it."""
+    save("qwen3_next", tmp_path / "hf", torch.bfloat16)
+    own = load_file(tmp_path / "hf/model.safetensors")
+    norms = [name for name in own if name.endswith("linear_attn.norm.weight")]
+    own |= {name: torch.full_like(own[name], 0.1) for name in norms}
+    save_file(own, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    assert convert(tmp_path / "hf", tmp_path / "core", to="torch_dist") == 0
+    assert "2 tensors rounded by the mapping's add or mul, a value by up to 0.015 of itself" in capsys.readouterr().out
+    assert convert(tmp_path / "core", tmp_path / "back") == 0
+    back = load_file(tmp_path / "back/model.safetensors")
+    off = {name: float((back[name].double() / own[name].double() - 1).abs().max()) for name in own}
+    assert {name for name, some in off.items() if some} == set(norms)
+    assert max(off.values()) == pytest.approx(0.0146, abs=1e-3)
+    capsys.readouterr()
+    assert convert(tmp_path / "hf", tmp_path / "wide", "--dtype", "float32") == 0
+    assert convert(tmp_path / "wide", tmp_path / "core32", to="torch_dist") == 0
+    assert convert(tmp_path / "core32", tmp_path / "back32") == 0
+    assert "rounded" not in capsys.readouterr().out
+    same(tmp_path / "back32", {name: one.float() for name, one in own.items()})
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl"])
+def test_tied_embeddings_below_another_prefix(kind: str, tmp_path: Path) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#4883: tied embeddings were known by one name, which models with images have not, so
+    the head of an export was not written; and it is not to be written twice."""
+    text = {**dict(HF[kind][1]["text_config"]), "tie_word_embeddings": True}
+    model: Any = save(kind, tmp_path / "hf", text_config=text, tie_word_embeddings=True)
+    there_and_back(tmp_path)
+    assert not any("lm_head" in name for name in load_file(tmp_path / "back/model.safetensors"))
+    loaded, report = cast(Any, type(model)).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert torch.equal(loaded.get_output_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_a_predictor_that_training_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """areal-project/AReaL#1403: a model trained without its predictor lost every file of the export that was to hold a
+    tensor of it, with other layers and the head. All else is written, and one sentence tells what is not there."""
+    save("deepseek_v3", tmp_path / "hf", num_nextn_predict_layers=1)
+    own = load_file(tmp_path / "hf/model.safetensors")
+    assert convert(tmp_path / "hf", tmp_path / "core", to="torch_dist") == 0
+    assert convert(tmp_path / "core", tmp_path / "back", "--shard-size", "20KB") == 0
+    assert "num_nextn_predict_layers 1, but no weights of it are there" in capsys.readouterr().out
+    made = [load_file(file) for file in sorted((tmp_path / "back").glob("*.safetensors"))]
+    assert len(made) > 4
+    found = {name: one for file in made for name, one in file.items()}
+    assert set(found) == set(own)
+    assert all(torch.equal(found[name], one) for name, one in own.items())

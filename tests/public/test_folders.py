@@ -152,3 +152,21 @@ def test_a_disk_that_takes_no_more(to: str, tmp_path: Path, capsys: Capture) -> 
     assert "None" not in said
     assert [file.name for file in tmp_path.iterdir()] == ["w.pt"]
     assert convert(tmp_path / "w.pt", tmp_path / "out", to=to) == 0
+
+
+def test_a_checkpoint_of_the_old_megatron(tmp_path: Path, capsys: Capture) -> None:
+    """RLinf/RLinf#322, alibaba/Pai-Megatron-Patch#124: a file for each rank, as Megatron-LM wrote before torch_dist."""
+    (tmp_path / "iter_0000010/mp_rank_00").mkdir(parents=True)
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "iter_0000010/mp_rank_00/model_optim_rng.pt")
+    assert convert(tmp_path / "iter_0000010", tmp_path / "out") == 2
+    assert "Megatron-LM's format before torch_dist: save it by --ckpt-format torch_dist" in capsys.readouterr().err
+
+
+def test_a_folder_of_many_steps(tmp_path: Path, capsys: Capture) -> None:
+    """The output folder of a trainer is given for one of its checkpoints, as in LlamaFactory#10832."""
+    for step in (10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}/model.safetensors")
+        (tmp_path / f"checkpoint-{step}/config.json").write_text(json.dumps(dict(FIELDS)))
+    assert convert(tmp_path, tmp_path / "out") == 2
+    assert "checkpoint-20 is a Hugging Face directory: give one of them" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tangram.cli import main
-from tests.checkpoint.quantising import METHODS, NAME, Repository, gptq, write
+from tests.checkpoint.quantising import BLOCK, METHODS, NAME, Repository, gptq, write
 
 WEIGHT = f"{NAME}.weight"
 Capture = pytest.CaptureFixture[str]
@@ -163,3 +163,15 @@ def test_an_adapter_beside_codes(tmp_path: Path, capsys: Capture) -> None:
     assert convert(tmp_path, "--to", "hf", "--dequantise", "--json") == 0
     error = json.loads(capsys.readouterr().out)["dequantised"]["error"]
     assert 0 < error <= math.ldexp(1, -8)  # of rounding to bfloat16, measured
+
+
+def test_the_size_of_blocks_is_not_that_of_the_shapes(tmp_path: Path) -> None:
+    """NVIDIA/TensorRT-Model-Connect#1115: 1,000 rows in 8 blocks are blocks of 128 rows and a rest, not of 125."""
+    codes, scale = torch.randn(1000, 300).to(torch.float8_e4m3fn), torch.rand(8, 3) + 0.5
+    rows, columns = (torch.arange(n) // 128 for n in codes.shape)
+    tensors = {WEIGHT: codes, f"{WEIGHT}_scale_inv": scale}
+    value = (codes.float() * scale[rows[:, None], columns]).numpy()
+    repository = Repository(BLOCK, tensors, {WEIGHT: value})
+    write(tmp_path / "q", repository)
+    assert convert(tmp_path, "--to", "hf", "--dequantise") == 0
+    is_right(tmp_path, repository)

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.cli import main
+from tests.checkpoint.peers.models import save
+from tests.public.test_convert import convert, same
 
 Capture = pytest.CaptureFixture[str]
 
@@ -40,3 +42,35 @@ def test_numbers_that_are_packed(kind: str, tmp_path: Path, capsys: Capture) -> 
     for words in (["inspect"], ["convert", str(tmp_path / "out"), "--to", "hf"]):
         assert main(["checkpoint", words[0], str(tmp_path / "hf"), *words[1:]]) == 2
         assert f"has the type {kind}, and those that are read are " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("through", ["", "torch_dist", "tangram"])
+def test_what_a_router_keeps_in_float32(through: str, tmp_path: Path, capsys: Capture) -> None:
+    """ISEEKYAN/Megatron-LM#81: an export in bfloat16 rounds the bias that chooses experts, which transformers keeps in
+    float32, so that other experts are chosen."""
+    model = save("deepseek_v3", tmp_path / "hf")
+    source = tmp_path / "hf"
+    if through:
+        assert convert(source, tmp_path / through, to=through) == 0
+        source = tmp_path / through
+    assert convert(source, tmp_path / "out", "--dtype", "bfloat16", "--round") == 0
+    assert "2 not cast to bfloat16, as the model's class keeps them in float32" in capsys.readouterr().out
+    narrow = type(model).from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)  # pyright: ignore
+    narrow.save_pretrained(tmp_path / "own")
+    own = load_file(tmp_path / "own/model.safetensors")
+    assert {str(one.dtype) for one in own.values()} == {"torch.float32", "torch.bfloat16"}
+    same(tmp_path / "out", own)
+    core = tmp_path / "core16"
+    assert convert(source, core, "--dtype", "bfloat16", "--round", to="torch_dist") == 0
+    assert convert(core, tmp_path / "back") == 0
+    same(tmp_path / "back", own)
+
+
+def test_a_type_in_which_half_a_model_is_kept(tmp_path: Path) -> None:
+    """ISEEKYAN/Megatron-LM#81, of float16: norms of GPT-OSS stay float32 there, and are cast in bfloat16."""
+    save("gpt_oss", tmp_path / "hf")
+    for kind, kept in (("float16", {"norm.weight", "layernorm.weight"}), ("bfloat16", set[str]())):
+        assert convert(tmp_path / "hf", tmp_path / kind, "--dtype", kind, "--round") == 0
+        made = load_file(tmp_path / kind / "model.safetensors")
+        wide = {name for name, one in made.items() if one.dtype == torch.float32}
+        assert {name.split(".")[-2].split("_")[-1] + ".weight" for name in wide} == kept

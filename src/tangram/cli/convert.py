@@ -15,9 +15,10 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import count, printable
 
 if TYPE_CHECKING:
-    from tangram.checkpoint.conversion.convert import NewTensor, Restructured
+    from tangram.checkpoint.conversion.convert import Restructured
     from tangram.checkpoint.conversion.converting import ConvertOptions
     from tangram.checkpoint.conversion.find_mapping import ChosenMapping
+    from tangram.checkpoint.conversion.new_tensors import NewTensor
     from tangram.checkpoint.formats.common.opened import OpenCheckpoint
     from tangram.checkpoint.formats.hf_export import Converted
     from tangram.checkpoint.inspect.diff import CheckpointDiff
@@ -236,6 +237,9 @@ def _print_result(
     tensors = count(made.tensors, "tensor")
     print(f"{made.path}: {made.format}, {tensors}, {size(made.nbytes)}, {rate}/s; {_how(chosen)}{cast}")
     _skipped(source, notes)
+    if made.rounded:
+        off = f"a value by up to {max(made.rounded.values()):.2g} of itself"
+        print(f"{count(len(made.rounded), 'tensor')} rounded by the mapping's add or mul, {off}: float32 loses less")
     if chosen.left:
         print(f"{count(len(chosen.left), 'tensor')} of optimiser states not converted")
     _beside(made)
@@ -309,6 +313,8 @@ def _text(file: Path | None) -> str | None:
     """A mapping of the user's own: statements, and lines that begin with #."""
     if file is None:
         return None
+    if "->" in str(file) and not file.exists():
+        raise UserError(f"--mapping takes a file: write {file} into one, and give its name")
     lines = file.read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
 

@@ -27,6 +27,13 @@ _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _TOWER = {
     "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "out_hidden_size": 32,
 }  # fmt: skip
+_IMAGES = {
+    "mm_tokens_per_image": 4,
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4,
+    },
+}  # fmt: skip
 HF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {**_DENSE, "rope_parameters": _LONG}),
     "llama-2": ("llama", _OLD),
@@ -94,26 +101,21 @@ HF: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "vision_config": {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         },
     ),
-    "gemma3_vl": (
-        "gemma3",
-        {
-            "text_config": {**_DENSE, **_WINDOWS}, "mm_tokens_per_image": 4,
-            "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 16, "patch_size": 4,
-            },
-        },
-    ),
+    "gemma3_vl": ("gemma3", {"text_config": {**_DENSE, **_WINDOWS}, **_IMAGES}),
     "llama-reward": ("llama", {**_DENSE, "num_labels": 1, "pad_token_id": 0}),
     "gpt2-classes": (
         "gpt2",
         {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128, "pad_token_id": 0},
     ),
+    "gpt2-tokens": ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128}),
+    "gemma3-classes": ("gemma3_text", {**_DENSE, **_WINDOWS, "pad_token_id": 0}),
+    "gemma3_vl-classes": ("gemma3", {"text_config": {**_DENSE, **_WINDOWS}, **_IMAGES}),
 }  # fmt: skip
 CLASSES: Mapping[str, str] = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "gemma3_vl": "Gemma3ForConditionalGeneration", "llama-reward": "LlamaForSequenceClassification",
-    "gpt2-classes": "GPT2ForSequenceClassification",
+    "gpt2-classes": "GPT2ForSequenceClassification", "gpt2-tokens": "GPT2ForTokenClassification",
+    "gemma3-classes": "Gemma3TextForSequenceClassification", "gemma3_vl-classes": "Gemma3ForSequenceClassification",
 }  # fmt: skip
 """Of rows that are no causal language model."""
 _CORE = {

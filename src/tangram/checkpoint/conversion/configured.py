@@ -20,7 +20,7 @@ import torch
 
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.formats.common.config_json import EMBEDDINGS, HEADS
-from tangram.checkpoint.formats.common.model_part import leads, only
+from tangram.checkpoint.formats.common.model_part import leads, most_likely, only
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import named_without, renamed, split
 from tangram.checkpoint.formats.common.outgoing import boxes
@@ -72,6 +72,7 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
     if model is not None:
         try:
             source = _named_by(source, model)
+            notes += [] if own else _together(source, model)
         except UserError as error:
             if not own:
                 raise
@@ -99,8 +100,14 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
     params = [name for name in source.specs if not owners[name][1]]
     counts = {lead: sum(name.removeprefix(lead) in wanted for name in params if name.startswith(lead))
               for lead in leads(params)}  # fmt: skip
-    lead = max(counts, key=lambda one: counts[one])
-    if lead and counts[lead] > counts[""]:
+    most = max(counts.values())
+    if most > counts[""]:
+        near = most_likely([one for one in counts if 2 * counts[one] > most])
+        lead, *others = sorted(near, key=lambda one: -counts[one])
+        if others and counts[others[0]] == counts[lead]:
+            raise UserError(
+                f"the configuration's tensors are under {lead} and under {others[0]}: give a --mapping FILE"
+            )
         own = {name for name in source.specs if owners[name][0].startswith(lead)}
         source = named_without(only(source, own), lead)
         params = [name.removeprefix(lead) for name in params if name.startswith(lead)]
@@ -123,6 +130,15 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
             f"transformers would draw them anew: {_some(missing)}; give the --config DIR of this model"
         )
     return source
+
+
+def _together(source: OpenCheckpoint, model: Any) -> list[str]:
+    """A sentence where experts are put together, as a module has them and no file that transformers writes."""
+    from tangram.models.building.conversions import put_together
+
+    found = put_together(model, source.specs)
+    ways = "other programs than transformers 5 look for them one by one, as --to torch_dist and back makes them"
+    return [f"{len(found):,} tensors are experts put together, as {found[0]}: {ways}"] if found else []
 
 
 def _missing(model: Any, found: "Conversion") -> list[str]:
@@ -251,6 +267,11 @@ def facts(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[st
     configured = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
     found = [fact(specs, configured) for fact in FACTS]
     return [one for one in found if one]
+
+
+def contradictions(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
+    """Those with which no model can have the tensors: without a predictor of a later token it can."""
+    return [one for one in facts(specs, config) if "num_nextn_predict_layers" not in one]
 
 
 def _layers(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:

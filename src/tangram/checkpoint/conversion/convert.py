@@ -12,10 +12,10 @@ where a mapping scatters (experts from many small tensors into one), the disk se
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tangram import __version__
+from tangram.checkpoint.conversion.new_tensors import cast_specs
 from tangram.checkpoint.conversion.object_store import placing
 from tangram.checkpoint.formats.common.config_json import true_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
@@ -30,7 +31,7 @@ from tangram.checkpoint.formats.common.optimiser_names import split
 from tangram.checkpoint.formats.common.outgoing import WriteTask
 from tangram.checkpoint.formats.common.side_files import side_files, small_files, with_provenance
 from tangram.checkpoint.formats.detect import TARGETS, WriteFormat
-from tangram.checkpoint.formats.hf_export import SHARD, cast_of, with_dtype
+from tangram.checkpoint.formats.hf_export import SHARD, with_dtype
 from tangram.checkpoint.loading.scatter import cast_into
 from tangram.checkpoint.saving.file_writer import RING
 from tangram.checkpoint.store.digest import Bytes
@@ -41,7 +42,7 @@ from tangram.layout.intervals import span
 from tangram.layout.region import stretch
 from tangram.models.building.directory import hub_hint
 from tangram.relayout import BoundMapping, Piece, PieceIndex, TensorSpec, execute, plan
-from tangram.relayout.mapping.states import States
+from tangram.relayout.mapping.codecs import ROUNDED, measured
 
 __all__ = [
     "IDENTITY",
@@ -50,10 +51,8 @@ __all__ = [
     "TARGETS",
     "ConvertOptions",
     "Filler",
-    "NewTensor",
     "Restructured",
     "restructure",
-    "steps_of",
 ]
 
 IDENTITY = "{name*} -> {name*}"
@@ -107,23 +106,6 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True)
-class NewTensor:
-    """What becomes of a tensor."""
-
-    name: str
-    spec: TensorSpec
-    sources: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.spec.shape) * DTYPES[self.spec.dtype]
-
-    def as_json(self) -> dict[str, Any]:
-        spec = {"shape": list(self.spec.shape), "dtype": self.spec.dtype}
-        return {"name": self.name, **spec, "of": list(self.sources)}
-
-
-@dataclass(frozen=True)
 class Restructured:
     """What has been written."""
 
@@ -140,38 +122,12 @@ class Restructured:
     """What was changed in the configuration, so that it is true of the tensors."""
     left_beside: tuple[str, ...] = ()
     """What is beside the weights and was not carried along."""
+    rounded: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Tensors that a sum or product of the mapping rounded: how far off a value comes back at most, of itself."""
 
     def as_json(self) -> dict[str, Any]:
         lists = {key: list(getattr(self, key)) for key in ("files", "changed", "left_beside")}
         return {**vars(self), **lists, "seconds": round(self.seconds, 3)}
-
-
-def cast_specs(bound: BoundMapping, dtype: str | None, states: States, rounded: bool = False) -> dict[str, TensorSpec]:
-    """The tensors that are made, in a natural order; those of a model in another type where that is asked.
-
-    `states`: of the optimiser, which are never cast. Raises UserError where bits would be lost and `rounded` is not
-    said.
-    """
-    owners = split(bound.target.specs, states)
-    made: dict[str, TensorSpec] = {}
-    for name, spec in sorted(bound.target.specs.items(), key=lambda item: _natural(item[0])):
-        kept = dtype is None or owners[name][1]
-        made[name] = spec if kept else TensorSpec(spec.shape, cast_of(name, spec.dtype, dtype, rounded))
-    return made
-
-
-def steps_of(bound: BoundMapping, made: Mapping[str, TensorSpec]) -> list[NewTensor]:
-    """Every new tensor, as it is cast, and what it is made of."""
-    found: list[NewTensor] = []
-    for name, spec in made.items():
-        family, region = bound.target.lift(name, Region.full(spec.shape))
-        sources: dict[str, None] = {}
-        for cell in bound.cells[family.name]:
-            hit = any(cell.target.boxes(box) for box in region.boxes)
-            if hit and cell.source is not None:
-                sources[cell.source.tensor] = None
-        found.append(NewTensor(name, spec, tuple(sources)))
-    return found
 
 
 def restructure(
@@ -196,7 +152,8 @@ def restructure(
     writer, memory = target_of(to), options.memory
     if memory < LEAST:
         raise UserError(f"{memory:,} bytes of memory are too few: give {LEAST >> 20} MiB or more")
-    specs = cast_specs(bound, options.dtype, source.states, options.rounded)
+    beside = source.small if small is None else small
+    specs = cast_specs(bound, options.dtype, source.states, options.rounded, beside.get("config.json"))
     if not specs:
         raise UserError(f'"{source.path}" has no tensors to convert')
     for name, spec in specs.items():
@@ -204,7 +161,7 @@ def restructure(
             if spec.dtype.startswith("complex"):
                 raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give --to dcp or tangram")
             raise UserError(f"{name} is {spec.dtype}, which {writer.title} cannot hold: give a --dtype")
-    beside, changed, left = _side_files(source, bound, specs, to, options, source.small if small is None else small)
+    beside, changed, left = _side_files(source, bound, specs, to, options, beside)
     nbytes = sum(math.prod(spec.shape) * DTYPES[spec.dtype] for spec in specs.values())
     filler = Filler(source, bound, specs, max(1, memory // 4))
     chunk = min(CHUNK, (memory - LEAST) // 4 + BLOCK)
@@ -217,8 +174,9 @@ def restructure(
     cast = sum(bound.target.specs[name] != spec for name, spec in specs.items())
     configured = "config.json" in beside
     return Restructured(
-        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin, changed, left
-    )
+        str(target), to, len(specs), nbytes, tuple(files), cast, configured, time.perf_counter() - begin, changed, left,
+        filler.rounded,
+    )  # fmt: skip
 
 
 def _side_files(
@@ -289,6 +247,8 @@ class Filler:
         self._own = bound.target.specs
         self._direct = _copies_of(source, bound)
         self._read = 0
+        self._summed = _summed_in(bound, specs)
+        self.rounded: dict[str, float] = {}
 
     def fill(self, name: str, region: Region, out: Tensor) -> None:
         """A box of a tensor into memory of its shape."""
@@ -299,11 +259,18 @@ class Filler:
             cast_into(name, into, out)
         else:
             into = out if out.dtype == own else torch.empty(out.shape, dtype=own)
-            steps = plan(self._bound, self._holders, [Piece(_OUT, name, region)])
+            bound = self._bound
+            if name in self._summed:
+                bound = replace(bound, codecs=measured(bound.codecs, partial(self._heard, name)))
+            steps = plan(bound, self._holders, [Piece(_OUT, name, region)])
             execute(steps, self._source.read, {(_OUT, name): into})
             if into is not out:
                 cast_into(name, into, out)
         self._let_go(into.nbytes)
+
+    def _heard(self, name: str, off: float) -> None:
+        if off > self.rounded.get(name, 0.0):
+            self.rounded[name] = off
 
     def _let_go(self, nbytes: int) -> None:
         """Count bytes that were read, and let go of them where they are many."""
@@ -353,6 +320,17 @@ def _lines(bound: BoundMapping) -> list[str]:
     return [*map(str, other), *([IDENTITY] if kept else [])]
 
 
+def _summed_in(bound: BoundMapping, specs: Mapping[str, TensorSpec]) -> frozenset[str]:
+    """The new tensors that a mapping adds to, or multiplies."""
+    families = {
+        name for name, cells in bound.cells.items() if any(key in ROUNDED for cell in cells for key, _ in cell.options)
+    }
+    if not families:
+        return frozenset()
+    owners = {name: bound.target.lift(name, Region.full(spec.shape))[0].name for name, spec in specs.items()}
+    return frozenset(name for name, family in owners.items() if family in families)
+
+
 def _copies_of(source: OpenCheckpoint, bound: BoundMapping) -> dict[str, Piece]:
     """The pieces that are a new tensor as they are: whole, alone, and of the same shape without any codec."""
     whole: dict[str, Piece | None] = {}
@@ -369,8 +347,3 @@ def _copies_of(source: OpenCheckpoint, bound: BoundMapping) -> dict[str, Piece]:
         if piece is not None and target.spec == source.specs[piece.tensor]:
             found[name] = piece
     return found
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Names with their numbers in order: layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -15,29 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from tangram.checkpoint.conversion.adapter_files import WEIGHTS
-from tangram.checkpoint.conversion.configured import fitted
+from tangram.checkpoint.conversion.configured import contradictions, fitted
 from tangram.checkpoint.conversion.convert import (
     ConvertOptions,
-    NewTensor,
     Restructured,
-    cast_specs,
     config_of,
     restructure,
     small_of,
-    steps_of,
     target_of,
 )
 from tangram.checkpoint.conversion.find_mapping import ChosenMapping, choose, model_of, structure_of
 from tangram.checkpoint.conversion.lora_adapters import with_adapter, without_adapter
+from tangram.checkpoint.conversion.new_tensors import NARROW, WIDE, NewTensor, cast_specs, kept_wide, steps_of
 from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
+from tangram.checkpoint.formats.common.optimiser_names import split
 from tangram.checkpoint.formats.hf_export import Converted, to_hugging_face
 from tangram.checkpoint.formats.own import is_own
 from tangram.checkpoint.formats.paddle.step_count import betas_of, with_betas, with_steps
 from tangram.checkpoint.store.objects import is_remote
 from tangram.errors import UserError
 from tangram.models.families import family_named
+from tangram.relayout import TensorSpec
+from tangram.relayout.mapping.states import States
 
 __all__ = [
     "ConvertOptions",
@@ -118,6 +119,8 @@ def exported_as_it_is(
     local = not is_remote(str(source)) and not is_remote(str(target))
     changed = options.mapping is not None or options.adapters or options.dequantise
     as_it_is = local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
+    small = small_of(options.config) if options.config else opened.small
+    as_it_is = as_it_is and kept_wide(small.get("config.json"), options.dtype) is None
     return as_it_is and _is_named_as_configured(opened, options)
 
 
@@ -154,11 +157,7 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
         source = with_adapter(replace(source, small=small), folder, tensors, weight=weight)
         small = dict(source.small)
     source = _with_settings(source, options)
-    chosen = choose(
-        source, to, config_of(small), text=options.mapping, sizes=options.sizes or {},
-        family=family_named(options.family) if options.family else None, local=options.local_layers,
-        divisor=options.pad_vocabulary, states=options.states,
-    )  # fmt: skip
+    chosen = _chosen(source, to, config_of(small), options)
     if options.adapters:
         counts = [one["tensors"] for one in source.objects.get("adapters") or [source.objects["adapter"]]]
         each = (
@@ -167,8 +166,31 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
         )
         merged = f"with {', '.join(each)}"
         chosen = replace(chosen, description=f"{chosen.description}, {merged}", left=left)
-    made = cast_specs(chosen.bound, options.dtype, chosen.source.states, options.rounded)
+    made = cast_specs(chosen.bound, options.dtype, chosen.source.states, options.rounded, small.get("config.json"))
+    notes += _kept_wide(made, options.dtype, chosen.source.states)
     return PreparedConversion(source, chosen, small, to, options, steps_of(chosen.bound, made), notes, rounding)
+
+
+def _kept_wide(made: Mapping[str, TensorSpec], dtype: str | None, states: States) -> tuple[str, ...]:
+    owners = split(made, states)
+    kept = [name for name, spec in made.items() if spec.dtype == WIDE and dtype in NARROW and not owners[name][1]]
+    return (f"{len(kept):,} not cast to {dtype}, as the model's class keeps them in {WIDE}: {kept[0]}",) if kept else ()
+
+
+def _chosen(
+    source: OpenCheckpoint, to: str, config: Mapping[str, Any] | None, options: ConvertOptions
+) -> ChosenMapping:
+    try:
+        return choose(
+            source, to, config, text=options.mapping, sizes=options.sizes or {},
+            family=family_named(options.family) if options.family else None, local=options.local_layers,
+            divisor=options.pad_vocabulary, states=options.states,
+        )  # fmt: skip
+    except UserError as error:
+        wrong = [] if config is None or options.mapping else contradictions(source.specs, config)
+        if not wrong:
+            raise
+        raise UserError(f"{'; '.join(wrong)}: give the configuration of these weights with --config") from error
 
 
 def _with_settings(source: OpenCheckpoint, options: ConvertOptions) -> OpenCheckpoint:

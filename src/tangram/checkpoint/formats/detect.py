@@ -75,7 +75,8 @@ def _seen(path: Path, kinds: Mapping[str, Callable[[Path], bool]]) -> str:
     if below:
         named = dict(reversed(below))
         some = ", ".join(f"{name} is {kind}" for name, kind in sorted(named.items())[:NAMED])
-        return f"{some}{' and others are, too' if len(named) > NAMED else ''}: give that"
+        more = " and others are, too" if len(named) > NAMED else ""
+        return f"{some}{more}: give {'that' if len(named) == 1 else 'one of them'}"
     names = [one.name for one in there]
     for fits, sentence in SPECIAL:
         if any(fits(name) for name in names):
@@ -92,6 +93,10 @@ SPECIAL: tuple[tuple[Callable[[str], bool], str], ...] = (
     (
         lambda name: name == "adapter_model.safetensors",
         "it is an adapter of peft's: give the model, and this as --adapter",
+    ),
+    (
+        lambda name: name.startswith("mp_rank_"),
+        "it is of Megatron-LM's format before torch_dist: save it by --ckpt-format torch_dist",
     ),
     (
         lambda name: name.endswith(".distcp"),

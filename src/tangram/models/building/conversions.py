@@ -122,6 +122,17 @@ def keep_names(model: PreTrainedModel, stored: Iterable[str]) -> None:
     cast("Any", model)._weight_conversions = [one for one in transforms if other and one.was_used()]
 
 
+def put_together(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of a module's tensors that transformers puts together on loading, and writes one by one: experts."""
+    ends = tuple(
+        end
+        for one in _transforms(model)
+        if isinstance(one, WeightConverter) and one.source_patterns != one.target_patterns
+        for end in one.target_patterns
+    )
+    return [name for name in names if name.endswith(ends)]
+
+
 def _transforms(model: PreTrainedModel) -> list[WeightTransform]:
     """What transformers declares for a model. FSDP puts its name before classes', so a twin without it is asked."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):

@@ -110,9 +110,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a configuration. Raises UserError where there is none."""
     asked = architectures_of(config, [one for family in families() for one in family.architectures])
     bases = {_CLASSIFIER.sub("ForCausalLM", one) for one in asked}
-    for family in families():
-        if set(family.architectures) & {*asked, *bases}:
-            return family
+    for names in (set(asked), bases):
+        for family in families():
+            if names & set(family.architectures):
+                return family
     known = ", ".join(one.name for one in families())
     said = ", ".join(asked) or f"none (its model_type is {config.get('model_type')!r})"
     raise UserError(f"no family has the architecture {said}; there are {known}: give a --family FILE of your own")
@@ -142,10 +143,15 @@ def architectures_of(config: Mapping[str, Any], known: Collection[str]) -> list[
     """What a configuration says that it is; where it says none, the one of `known` that its type of model names."""
     said = [str(one) for one in config.get("architectures") or ()]
     kind = str(config.get("model_type") or "")
-    if said or not kind or "vision_config" in config:
+    if said or not kind:
         return said
-    wanted = {f"{one.replace('_', '')}ForCausalLM".lower() for one in (kind, kind.removesuffix("_text"))}
-    return [one for one in known if one.lower() in wanted]
+    heads = ["ForConditionalGeneration"] if "vision_config" in config else ["ForCausalLM", "LMHeadModel"]
+    wanted = {_folded(one + head) for one in (kind, kind.removesuffix("_text")) for head in heads}
+    return [one for one in known if _folded(one) in wanted]
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def mapping_of(

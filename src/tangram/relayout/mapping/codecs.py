@@ -8,7 +8,7 @@ a table of their own, `tangram.relayout.quantised`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tangram.layout.syntax import Option
@@ -130,7 +130,40 @@ CODECS: Mapping[str, Codec] = {
     "cast": Codec(_cast, _cast_dtype, _cast_back, _cast_exact),
     "swap_nibbles": Codec(_swap_nibbles, _uint8, lambda value: value, lambda value: True),
 }
-"""`add` and `mul` are undone up to rounding. Pass a larger table to `bind` for codecs of your own."""
+"""Pass a larger table to `bind` for codecs of your own."""
+ROUNDED = ("add", "mul")
+"""Those that are undone up to rounding."""
+
+
+def measured(codecs: Mapping[str, Codec], heard: Callable[[float], None]) -> Mapping[str, Codec]:
+    """The same codecs, whose sums and products call `heard` with how far off a value comes back that was rounded.
+
+    That is the largest |undone - own| / |own|, where `undone` is what the inverse makes of the result in 64-bit floats.
+    """
+
+    def with_measure(codec: Codec) -> Codec:
+        def apply(x: Tensor, value: Value) -> Tensor:
+            import torch
+
+            made, own = codec.apply(x, value), _exact(x)
+            try:
+                undone = codec.apply(_exact(made), codec.inverse(value))
+            except NotInvertibleError:
+                undone = torch.zeros_like(own)
+            off = (undone - own).abs() / own.abs()
+            heard(float(off[off.isfinite()].max()) if off.isfinite().any() else 0.0)
+            return made
+
+        return replace(codec, apply=apply)
+
+    return {**codecs, **{name: with_measure(codecs[name]) for name in ROUNDED if name in codecs}}
+
+
+def _exact(x: Tensor) -> Tensor:
+    import torch
+
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
 
 FILL = "fill"
 """Not a codec: the value of elements that the source does not have."""

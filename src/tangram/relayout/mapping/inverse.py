@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tangram.layout.notation import Mapping as MappingText
 from tangram.layout.syntax import Option, Side, Statement
 from tangram.relayout.mapping.bind import BoundMapping, bind
-from tangram.relayout.mapping.codecs import CODECS, FILL, Codec
+from tangram.relayout.mapping.codecs import CODECS, FILL, ROUNDED, Codec
 from tangram.relayout.mapping.errors import NotInvertibleError, RelayoutError
 
 
@@ -55,7 +55,7 @@ def _undone(option: Option, statement: Statement, lossy: bool, codecs: Mapping[s
     name, value = option
     if name not in codecs:
         raise RelayoutError(f"{statement}: no codec {name!r}; there are {', '.join([*codecs, FILL])}")
-    exact = codecs[name].exact(value) or name in ("add", "mul")
+    exact = codecs[name].exact(value) or name in ROUNDED
     if not exact and not lossy:
         raise NotInvertibleError(
             f"{statement}: {name}={value} loses bits that the way back would need; allow lossy to go on"

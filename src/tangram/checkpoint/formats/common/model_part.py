@@ -8,6 +8,7 @@ The optimiser's states tell most: the names that they have are the model's. With
 model are followed as long as what lies beside them is known to be none of a model. All else is left out, and listed.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -21,6 +22,8 @@ MODELS = frozenset(
     {"model", "module", "state_dict", "model_state", "model_state_dict", "network", "student", "actor", "policy"}
 )
 """Keys under which programs keep a model."""
+OTHERS = re.compile(r"(^|_)(ema|swa|shadow|averaged?|teacher|ref|reference|target|grads?|gradients|best|old|init)(_|$)")
+"""What programs call what has the names of a model and is none that an optimiser trains: averages above all."""
 HOLDERS = frozenset({"app", "state", "state_dict", "checkpoint", "ckpt", "trainer", "train_state"})
 """Keys under which they keep the model and what belongs to its training."""
 NEVER = ("optim", "lr_sched", "dataloader", "train_state", "rng_state", "grad_scaler", "loss_scaler", "param_groups")
@@ -43,10 +46,12 @@ def model_part(source: OpenCheckpoint, naming: Naming, objects: Collection[str] 
     params = {name: spec for name, spec in source.specs.items() if name not in states}
     if states and all("param_groups." in name for name in params):
         return named(only(source, states), naming)
-    prefix = _by_states(params, {param for param, _ in states.values()})
-    if prefix is None:
-        prefix = _by_keys(params, [*objects, *states])
-    own = {name for name in params if name.startswith(prefix) and not (prefix == "" and is_beside(name))} or {*params}
+    found = _by_states(params, {param for param, _ in states.values()})
+    likely = most_likely(found)
+    prefix = likely[0] if len(likely) == 1 else _by_keys(params, [*objects, *states])
+    twins = tuple(lead for lead in found if lead.startswith(prefix) and lead != prefix) if likely == [prefix] else ()
+    own = {name for name in params if name.startswith(prefix) and not name.startswith(twins)}
+    own = {name for name in own if not (prefix == "" and is_beside(name))} or {*params}
     plain = {name.removeprefix(prefix) for name in own}
     own |= {name for name, (param, _) in states.items() if param in plain}
     return named(only(source, own), naming, prefix)
@@ -80,13 +85,24 @@ def leads(names: Collection[str]) -> list[str]:
     return sorted(found, key=lambda lead: lead.count("."))
 
 
-def _by_states(params: Mapping[str, TensorSpec], trained: Collection[str]) -> str | None:
-    """What stands before the names that states have, in those of the parameters; None where nothing says it."""
+def _by_states(params: Mapping[str, TensorSpec], trained: Collection[str]) -> list[str]:
+    """All that stands before the names that states have, in those of the parameters."""
     first = next((one for one in trained if not one.isdigit()), None)
     if first is None:
-        return None
-    found = sorted(name.removesuffix(first) for name in params if name == first or name.endswith(f".{first}"))
-    return next((lead for lead in found if all(f"{lead}{one}" in params for one in trained)), None)
+        return []
+    found = [name.removesuffix(first) for name in params if name == first or name.endswith(f".{first}")]
+    return [lead for lead in found if all(f"{lead}{one}" in params for one in trained)]
+
+
+def most_likely(found: Collection[str]) -> list[str]:
+    """Of what stands before tensors of the same names, that which programs call a model, else that of no average."""
+
+    def rank(lead: str) -> int:
+        keys = lead.split(".")
+        return 2 if any(map(OTHERS.search, keys)) else 1 - bool(MODELS.intersection(keys))
+
+    best = min(map(rank, found), default=0)
+    return sorted(lead for lead in found if rank(lead) == best)
 
 
 def _by_keys(params: Mapping[str, TensorSpec], objects: Collection[str]) -> str:
