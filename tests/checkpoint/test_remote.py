@@ -119,7 +119,7 @@ def test_what_fails_on_the_way_leaves_nothing(
     for arguments, words in (
         ((tmp_path / "hf", f"s3://{bucket}/x", "--to", "hf"), "is there already"),
         ((f"s3://{bucket}/nothing", tmp_path / "y", "--to", "hf"), "is not there, or empty"),
-        (("s3://no-such-bucket/x", tmp_path / "y", "--to", "hf"), "cannot be looked at"),
+        (("s3://no-such-bucket/x", tmp_path / "y", "--to", "hf"), "there is no such bucket: make it"),
         (("abc://x/y", tmp_path / "y", "--to", "hf"), "is no address of an object store"),
     ):
         capsys.readouterr()

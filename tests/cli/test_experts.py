@@ -6,28 +6,30 @@ from pathlib import Path
 import pytest
 
 from tangram.cli import main
-from tangram.training.objective.expert_loads import FILE, append, read, together
+from tangram.training.objective.expert_loads import read, together
 from tangram.training.observe.events import ExpertLoads
+from tangram.training.observe.steps_file import EXPERTS, StepsFile
 
 COUNTS = (ExpertLoads(10, 40, {"mlp.experts": (60, 10, 5, 5)}), ExpertLoads(20, 40, {"mlp.experts": (40, 20, 15, 5)}))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    steps = StepsFile(tmp_path, lambda event: None)
     for one in COUNTS:
-        append(tmp_path, one)
+        steps(one)
     return tmp_path
 
 
 def test_counts_come_back_and_add_up(run: Path) -> None:
-    assert read(run) == read(run / FILE) == [*COUNTS]
+    assert read(run) == read(run / EXPERTS) == [*COUNTS]
     assert together(COUNTS) == {"mlp.experts": (100, 30, 20, 10)}
     assert COUNTS[0].evenness == {"mlp.experts": 20 / 60}
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(run: Path) -> None:
-    text = (run / FILE).read_text()
-    (run / FILE).write_text(text + text[:20])
+    text = (run / EXPERTS).read_text()
+    (run / EXPERTS).write_text(text + text[:20])
     assert read(run) == [*COUNTS]
 
 
@@ -60,9 +62,9 @@ def test_mistakes_are_told(run: Path, arguments: list[str], said: str, capsys: p
 def test_a_run_that_has_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experts", str(tmp_path), "--ranks", "2"]) == 2
     assert "run.count_experts" in capsys.readouterr().err
-    (tmp_path / FILE).write_text("{}\n{}\n")
+    (tmp_path / EXPERTS).write_text("{}\n{}\n")
     assert main(["experts", str(tmp_path), "--ranks", "2"]) == 2
     assert "line 1 is no count" in capsys.readouterr().err
-    (tmp_path / FILE).write_bytes(b"\xff")
+    (tmp_path / EXPERTS).write_bytes(b"\xff")
     assert main(["experts", str(tmp_path), "--ranks", "2"]) == 2
     assert "is not UTF-8 text" in capsys.readouterr().err

@@ -78,4 +78,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "who is asked to stop between two attempts begins another",
         (_RUN + "who_is_asked_to_stop_between_two_attempts_begins_none",),
     ),
+    Mutant(
+        "the-clock-alone", "resilience/tiers.py",
+        "theirs.step > ours.step and theirs.created >= ours.created", "theirs.created > ours.created",
+        "after the clock was set back the newest state, in memory, is older than the disk's, and removed",
+        ("tests/resilience/test_tiers.py::test_a_clock_that_is_set_back_makes_nothing_older",),
+    ),
+    Mutant(
+        "memory-before-all", "resilience/tiers.py",
+        "(far if later else near).pop()", "near.pop()",
+        "what was left in memory is newer than what was trained elsewhere since",
+        ("tests/resilience/test_tiers.py::test_what_was_trained_elsewhere_since_is_newer_than_what_was_left_in_memory",),
+    ),
+    Mutant(
+        "counts-forgotten", "training/state/restore.py",
+        'state.experts = partial(dict, _table(manifest, "experts"))', "pass",
+        "a count of experts lacks the steps before a rank was lost",
+        ("tests/training/test_checkpoints.py::test_what_was_counted_of_experts_and_not_told_yet_goes_along",),
+    ),
+    Mutant(
+        "half-a-line-stays", "training/observe/steps_file.py",
+        "if end and ", "if False and ",
+        "a line is written behind half of one, and the file is read no more",
+        ("tests/training/test_runs.py::test_half_a_line_in_the_midst_is_gone_with_the_next",),
+    ),
+    Mutant(
+        "older-on-the-disk-will-do", "resilience/rescue.py",
+        "if isinstance(error, OSError):", "if False:",
+        "what a full disk did not take is removed, as an older checkpoint is on the disk",
+        ("tests/resilience/test_tiers.py"
+         "::test_what_a_full_disk_does_not_take_stays_in_memory_beside_an_older_checkpoint",),
+    ),
 )

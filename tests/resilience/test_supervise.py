@@ -122,7 +122,10 @@ def test_what_fails_at_once_each_time_is_given_up(text: Path) -> None:
 
     seen = Killing()
     folder = text.parent / "hopeless"
-    with pytest.raises(RankError, match=r"rank 0 of 2 .* it failed 3 times in a row after step 0"):
+    with pytest.raises(
+        RankError,
+        match=r"^rank 0 of 2 ended the job: killed .* it failed 3 times in a row after step 0; with --min-ranks N",
+    ):
         run(job_of(folder, text, **TABLES), seen, Settings(1, limits=Limits(in_a_row=2)))
     assert seen.starts == 3
     memory = memory_of(folder)

@@ -18,15 +18,17 @@ from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.saving.snapshot import share
 from tangram.checkpoint.saving.writer_process import Order, SaveWriter
 from tangram.checkpoint.state.describe import describe
+from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.commits import committed, read_manifest, read_marker
 from tangram.checkpoint.tiers.promote import pin, promote
 from tangram.relayout.exchange.peers import Peers
+from tangram.resilience import rescue
 from tangram.resilience.tiers import Tiers, memory_of
 
 
-def write(folder: Path, step: int) -> Path:
+def write(folder: Path, step: int, created: str = "") -> Path:
     path = folder / f"step-{step:08d}"
-    save({"model": {"w": torch.arange(1000.0) + step}}, path, about=About(step=step))
+    save({"model": {"w": torch.arange(1000.0) + step}}, path, about=About(step=step, created=created))
     return path
 
 
@@ -176,6 +178,62 @@ def test_the_newest_comes_first_from_the_nearest_place(tmp_path: Path) -> None:
     assert tiers.newest_first() == [tiers.disk / "step-00000003", first]
     tiers.forget()
     assert not (tmp_path / "memory").exists()
+
+
+def test_a_clock_that_is_set_back_makes_nothing_older(tmp_path: Path) -> None:
+    """The checkpoint on the disk of an hour ago was gone on from, and at the end the newer state in memory removed."""
+    tiers = Tiers(tmp_path / "memory", tmp_path / "disk")
+    old, ours = tiers.attempt(9), tiers.attempt(10)
+    assert old is not None
+    assert ours is not None
+    write(tiers.disk, 10, created="2026-01-01T12:00:00+00:00")
+    before = write(old, 12, created="2026-01-01T12:00:01+00:00")
+    newest = write(ours, 11, created="2026-01-01T11:00:00+00:00")
+    assert tiers.newest_first() == [newest, before, tiers.disk / "step-00000010"]
+    assert rescue.rescue_alone(tiers, lambda event: None) == ""
+    assert commits.newest(tiers.disk) == tiers.disk / "step-00000011"
+
+
+def test_what_a_full_disk_does_not_take_stays_in_memory_beside_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one was on the disk already, so all in memory was removed: twenty steps were lost without a word."""
+    tiers, told = Tiers(tmp_path / "memory", tmp_path / "disk"), list[object]()
+    ours = tiers.attempt(1)
+    assert ours is not None
+    write(tiers.disk, 10)
+    newest = write(ours, 30)
+
+    def full(path: Path, folder: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rescue, "promote", full)
+        assert "tangram launch --resume" in rescue.rescue_alone(tiers, told.append)
+    assert newest.exists()
+    assert rescue.rescue_alone(tiers, told.append) == ""
+    assert commits.newest(tiers.disk) == tiers.disk / "step-00000030"
+
+
+def test_a_damaged_snapshot_is_left_for_the_older_checkpoint(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path / "memory", tmp_path / "disk")
+    ours = tiers.attempt(1)
+    assert ours is not None
+    write(tiers.disk, 10)
+    flip(write(ours, 30))
+    assert rescue.rescue_alone(tiers, lambda event: None) == ""
+    assert not (tmp_path / "memory").exists()
+
+
+def test_what_was_trained_elsewhere_since_is_newer_than_what_was_left_in_memory(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path / "memory", tmp_path / "disk")
+    left = tiers.attempt(1)
+    assert left is not None
+    write(left, 12, created="2026-01-01T12:00:00+00:00")
+    further = write(tiers.disk, 30, created="2026-01-01T13:00:00+00:00")
+    assert tiers.newest_first()[0] == further
+    assert rescue.rescue_alone(tiers, lambda event: None) == ""
+    assert commits.newest(tiers.disk) == further
 
 
 def test_snapshots_of_two_runs_lie_apart(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -90,6 +91,27 @@ def test_the_plan_stands_beside_as_text(tmp_path: Path) -> None:
 def test_memory_that_nobody_measured_has_no_curve(tmp_path: Path) -> None:
     write(tmp_path, step(1, 1.0))
     assert "memory/rss_mb" not in read(tmp_path).Tags()["scalars"]
+
+
+def test_a_board_that_cannot_be_written_stops_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On a full disk the run died of it, with a stack trace. Here the folder is gone, which the library's thread hears
+    of in the same way."""
+    told: list[object] = []
+    board = Boards(tmp_path, plan("tensorboard"), told.append)
+    board(step(1, 1.0))
+    shutil.rmtree(tmp_path / "tensorboard")
+    until = time.monotonic() + 30
+    number = 2
+    while not told and time.monotonic() < until:
+        board(step(number, float(number)))
+        number += 1
+        time.sleep(0.02)
+    board(step(number, float(number)))
+    board.close()
+    (note,) = told
+    assert isinstance(note, Note)
+    assert note.text.startswith("TensorBoard lacks what comes now, for it cannot be written: ")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint(tmp_path: Path) -> None:

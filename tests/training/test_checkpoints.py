@@ -279,6 +279,18 @@ def test_a_model_without_an_optimiser_is_copied_at_once(tmp_path: Path) -> None:
     assert torch.equal(found.model.get_parameter("embed.weight"), before)
 
 
+def test_what_was_counted_of_experts_and_not_told_yet_goes_along(tmp_path: Path) -> None:
+    counted = {"step": 0, "tokens": 5, "layers": {"experts": [3, 7]}}
+    checkpointer = Checkpointer(tmp_path, ONE, None)
+    checkpointer.save(JobState(net(), None, experts=lambda: counted), wait=True)
+    (event,) = checkpointer.close()
+    assert isinstance(event, CheckpointSaved)
+    found = JobState(net(3), None)
+    assert found.experts() == {}
+    load(Path(event.path), found, ONE, None)
+    assert found.experts() == counted
+
+
 def test_who_writes_the_state_by_hand_waits_at_the_fence(tmp_path: Path) -> None:
     state = whole_state(net())
     saved = values(state)

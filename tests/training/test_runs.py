@@ -82,6 +82,15 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "give the folder of a run that has trained a step" in capsys.readouterr().err
 
 
+def test_half_a_line_in_the_midst_is_gone_with_the_next(tmp_path: Path) -> None:
+    """A disk that was full, or a kill, left it, and the next line was written behind it: no step could be read."""
+    run = written(tmp_path / "run", [3.0, 2.0])
+    with (run / FILE).open("a") as stream:
+        stream.write('{"step": 3, "lo')
+    written(run, [1.75, 1.25], first=3)
+    assert [one["loss"] for one in read_steps(run).values()] == [3.0, 2.0, 1.75, 1.25]
+
+
 def test_a_disk_that_is_full_stops_no_run(tmp_path: Path) -> None:
     told: list[object] = []
     write = StepsFile(tmp_path / "gone", told.append)

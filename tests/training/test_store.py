@@ -232,6 +232,10 @@ def test_missing_and_wrong_credentials_are_told_apart(address: str, monkeypatch:
         with pytest.raises(UserError, match="it refuses the credentials"):
             remote.committed_in(store_of(address, quick=True))
         refusing.shutdown()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"it does not answer: look at its address \(AWS_ENDPOINT_URL, say\)"):
+        remote.committed_in(store_of(address, quick=True))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")

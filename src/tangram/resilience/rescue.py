@@ -54,6 +54,8 @@ def rescue_alone(tiers: Tiers, on_event: OnEvent) -> str:
                 f'the state in memory, "{newest}", could not be brought to "{tiers.disk}": {sentence(error)}: make '
                 "room there, and go on with tangram launch --resume"
             )
+            if isinstance(error, OSError):  # older ones are none for it: it is sound, and stays
+                return why
     if not why:
         tiers.forget()
     return why

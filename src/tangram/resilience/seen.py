@@ -1,7 +1,6 @@
 """What is told of a run whose ranks are started again: each step once, with the clock of the whole run."""
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from tangram.planner.cost.failures import FILE
 from tangram.resilience.policy import Cause, Failure
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone, StepSkipped
+from tangram.training.observe.steps_file import append_line
 
 MEMORY = "memory"
 ROUNDED = 1e-4
@@ -130,5 +130,5 @@ class FailureLog:
         if self._file is None:
             return
         row["device_hours"] = round((time.monotonic() - self._begun) * self._devices / 3600, 6)
-        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as stream:  # a disk that is full, say
-            stream.write(json.dumps(row) + "\n")
+        with contextlib.suppress(OSError):  # a disk that is full, say
+            append_line(self._file, row)

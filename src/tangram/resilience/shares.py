@@ -29,7 +29,7 @@ from tangram.checkpoint.store.manifest import Manifest
 from tangram.checkpoint.tiers.promote import copy_share
 from tangram.errors import UserError, sentence
 from tangram.resilience.nodes import Nodes
-from tangram.resilience.tiers import HELD, RESUME, Tiers
+from tangram.resilience.tiers import HELD, RESUME, Tiers, newest_first
 
 
 @dataclass(frozen=True, order=True)
@@ -159,9 +159,9 @@ def _everywhere(nodes: Nodes, here: dict[Share, Path], tiers: Tiers) -> list[_Sn
     for node, (shares, _) in enumerate(words):
         for share in shares:
             holders.setdefault(share.id, {}).setdefault(share, node)
-    found = list(_complete(holders))
-    found += [_Snapshot(created, step, save_id, (), path) for created, step, save_id, path in words[0][1]]
-    return sorted(found, key=lambda one: (one.created, one.step), reverse=True)
+    memory = sorted(_complete(holders), key=lambda one: (one.step, one.created))
+    there = [_Snapshot(created, step, save_id, (), path) for created, step, save_id, path in words[0][1]]
+    return newest_first(memory, there, lambda one: one)
 
 
 def _complete(holders: dict[str, dict[Share, int]]) -> Iterator[_Snapshot]:

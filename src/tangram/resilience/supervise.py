@@ -286,8 +286,10 @@ class _Run:
             self.job = _shrunk(self.job, least, f"{failure.words}; {why}", self.on_event)
             self.begun, why, self.seen.relaid = len(self.failures), "", True
         if why:
+            if least is None and self.nodes is None and lost_capacity(of_size, limits):
+                why += "; with --min-ranks N it goes on with fewer"
             if isinstance(error, RankError):
-                raise RankError(error.rank, self.job.plan.ranks, f"{failure.words}; {why}", error.details) from error
+                raise RankError(error.rank, self.job.plan.ranks, f"{error.error}; {why}", error.details) from error
             raise UserError(f"{failure.words}; {why}")
         self.tiers.settle()
         resume = self._newest()

@@ -17,14 +17,16 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-from tangram.checkpoint.store.commits import PARTIAL, Marker, committed, read_marker
+from tangram.checkpoint.store.commits import PARTIAL, committed, read_marker
 
 SHARED = Path("/dev/shm")
 HELD, RESUME = "held", "resume"
+One = TypeVar("One")
 SETTLE = 0.5
 """Seconds that a dead rank's writer is given to commit what it has begun."""
 
@@ -37,6 +39,30 @@ def memory_of(run: Path, memory: Path | None = None) -> Path | None:
         return None
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
     return memory / f"tangram-{os.getuid()}-{digest}"
+
+
+class Written(Protocol):
+    """When a checkpoint was written."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def created(self) -> str: ...
+
+
+def newest_first(memory: Iterable[One], disk: Iterable[One], written: Callable[[One], Written]) -> list[One]:
+    """Those in memory and on the disk, each in the order in which they were written, together, the last one first.
+
+    What is in memory is of the last launcher, so it is newer, unless the run has gone further elsewhere since. Which is
+    the later by the clock does not decide it alone: clocks are set back.
+    """
+    near, far, found = [*memory], [*disk], list[One]()
+    while near and far:
+        ours, theirs = written(near[-1]), written(far[-1])
+        later = theirs.step > ours.step and theirs.created >= ours.created
+        found.append((far if later else near).pop())
+    return [*found, *reversed(near), *reversed(far)]
 
 
 @dataclass(frozen=True)
@@ -72,12 +98,11 @@ class Tiers:
 
         Of two copies of one save the one in memory, which is nearer.
         """
-        found: dict[str, tuple[Marker, Path]] = {}
-        for folder in (*self.attempts(), self.disk):
-            for path, marker in committed(folder):
-                found.setdefault(marker.id, (marker, path))
-        ordered = sorted(found.values(), key=lambda one: (one[0].created, one[0].step), reverse=True)
-        return [path for _, path in ordered]
+        attempts = sorted(self.attempts(), key=lambda path: int(path.name.partition("-")[2]))
+        memory = [(marker, path) for folder in attempts for path, marker in committed(folder)]
+        near = {marker.id for marker, _ in memory}
+        disk = [(marker, path) for path, marker in committed(self.disk) if marker.id not in near]
+        return [path for _, path in newest_first(memory, disk, lambda one: one[0])]
 
     def on_disk(self, path: Path) -> bool:
         """Whether the save that this is of is in the run's folder, too."""

@@ -15,7 +15,6 @@ the id of the save. Whatever goes wrong with the storage is a result of `poll`; 
 """
 
 import contextlib
-import dataclasses
 import queue
 import threading
 import time
@@ -323,7 +322,7 @@ class AsyncSaver:
             problem=problem,
             hopeless=hopeless,
         )
-        process.channel.send({"save": dataclasses.asdict(order)})
+        process.channel.send({"save": vars(order)})
         task.handed_over = True
         return self._listen(process, task)
 

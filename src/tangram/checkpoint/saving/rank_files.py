@@ -23,6 +23,7 @@ from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places, wi
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.digest import Bytes, Sums
 from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum, region_fields, region_of
+from tangram.checkpoint.store.safetensors_header import PAGE
 from tangram.relayout import TensorSpec
 
 SPARES = ".spares"
@@ -95,7 +96,7 @@ class RankFiles:
     def _shared(self, partial: Path, file: Image, save_id: str, memory: Bytes, digests: bool) -> WrittenFile | None:
         """The file of an earlier checkpoint, under a second name, where it has the very same bytes.
 
-        A file that has changed differs in its first block, nearly always, and costs no more than that.
+        A file that has changed differs in its first bytes, nearly always, and costs no more than those.
         """
         if self._earlier is None:
             self._earlier = commits.newest_files(partial.parent)
@@ -105,6 +106,13 @@ class RankFiles:
             return None
         head = with_id(file.head, save_id, known.save)
         memory[: len(head)] = bytearray(head)
+        begin = memory[: min(len(head) + PAGE, file.size)].tobytes()
+        try:
+            with (path / file.name).open("rb", buffering=0) as stream:
+                if stream.read(len(begin)) != begin:
+                    return None
+        except OSError:  # it is gone
+            return None
         sums: dict[str, Sums] = {}
         for start, expected in zip(range(0, file.size, BLOCK), known.sums, strict=True):
             data = memory[start : min(start + BLOCK, file.size)]
@@ -113,9 +121,6 @@ class RankFiles:
             if digests:
                 add_sums(file, start, data, sums)
         try:
-            with (path / file.name).open("rb") as stream:
-                if stream.read(len(head)) != head:
-                    return None
             os.link(path / file.name, partial / file.name)
         except OSError:  # it is gone, or the file system has no second names
             return None

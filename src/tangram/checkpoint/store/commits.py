@@ -19,10 +19,12 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,7 +148,11 @@ def read_bounded(file: Path, largest: int) -> bytes:
 
 def _plain_size(file: Path) -> int | None:
     """The size of a plain file, None for what is none: a link would lead out of the checkpoint."""
-    return file.stat().st_size if file.is_file() and not file.is_symlink() else None
+    try:
+        found = os.lstat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _absent(path: Path) -> str:
@@ -160,6 +166,7 @@ def _absent(path: Path) -> str:
     return f'"{path}" is not a whole checkpoint: it has no {MARKER}, which is written last'
 
 
+@lru_cache(16)
 def parse_marker(data: bytes, path: Path) -> Marker:
     """The marker of the checkpoint `path` that these bytes say. Raises UserError when they are not those written."""
     try:

@@ -120,6 +120,11 @@ _REASONS = (
         r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|AccessDenied|\b40[13] (Forbidden|Unauth)",
         "it refuses the credentials of the environment, or these may not do it",
     ),
+    (r"NoSuchBucket|ContainerNotFound|bucket does not exist", "there is no such bucket: make it, or give another"),
+    (
+        r"error sending request|[Cc]onnection refused|dns error|operation timed out",
+        "it does not answer: look at its address (AWS_ENDPOINT_URL, say) and at the network",
+    ),
 )
 """By what stands in an error: where nobody gives credentials, the machine's own service for them is asked."""
 

@@ -95,10 +95,17 @@ def refuse_unlike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup) -> No
 
 def refuse_unlike_saved(model: nn.Module, world: World) -> None:
     """The same for what a checkpoint would hold of a model's buffers. Collective, where there are any."""
+    if world.size == world.stages or not any(map(_has_saved, model.modules())):  # at once: every save asks
+        return
     saved = model.state_dict(keep_vars=True).keys()
     own = {name: one for name, one in model.named_buffers() if name in saved}
-    if world.size > world.stages and own:
+    if own:
         refuse_unlike(own, of_stage(world))
+
+
+def _has_saved(module: nn.Module) -> bool:
+    own: Any = module
+    return not own._buffers.keys() <= own._non_persistent_buffers_set
 
 
 def refuse_counted_twice(path: str, module: nn.Module) -> None:

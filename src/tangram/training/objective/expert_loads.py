@@ -9,7 +9,6 @@ again in the backward, is counted as often by all of them: it is divided out, fo
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,8 @@ from tangram.models.lora.base_layers import BASE
 from tangram.training.data import Batch
 from tangram.training.mesh.world import World
 from tangram.training.observe.events import ExpertLoads
-from tangram.training.observe.steps_file import read_lines
+from tangram.training.observe.steps_file import EXPERTS, read_lines
 
-FILE = "experts.jsonl"
-"""In the folder of a run: a line for each count."""
 _INDEX = ("top_k_index", "router_indices")
 """What the argument is called that has each token's experts."""
 
@@ -41,8 +38,12 @@ class _Counted:
 class Loads:
     """Counts what the experts of a model's parts are given, until `close`, says so every some steps (0: never)."""
 
-    def __init__(self, parts: Iterable[nn.Module], device: torch.device, every: int) -> None:
+    def __init__(
+        self, parts: Iterable[nn.Module], device: torch.device, every: int, before: Mapping[str, Any] | None = None
+    ) -> None:
+        """`before`: what a run that goes on had counted and not told yet, as `carried` gave it."""
         self._every = every
+        self._before = _counted({"step": 0, "tokens": 0, "layers": {}, **(before or {})})
         self._counted: dict[str, _Counted] = {}
         self._handles: list[Any] = []
         self._tokens = 0
@@ -63,6 +64,18 @@ class Loads:
 
     def counted(self, step: int, world: World) -> ExpertLoads:
         """What was counted since the last time, over the global batches. Collective over all ranks."""
+        found = self._summed(step, world)
+        for own in self._counted.values():
+            own.counts.zero_()
+        self._tokens, self._before = 0, ExpertLoads(0, 0, {})
+        return found
+
+    def carried(self, world: World) -> dict[str, Any]:
+        """The same so far, and counted on: what a checkpoint has of it, alike on all ranks. Collective where there is
+        something."""
+        return vars(self._summed(0, world)) if self._tokens or self._before.tokens else {}
+
+    def _summed(self, step: int, world: World) -> ExpertLoads:
         mine = {name: (cast("list[int]", own.counts.tolist()), own.per_token) for name, own in self._counted.items()}
         every: list[Any] = [None] * world.size
         dist.all_gather_object(every, (mine, self._tokens), group=world.group)
@@ -73,10 +86,7 @@ class Loads:
             found = [one[0][name] for one in every if name in one[0]]
             summed = [sum(column) for column in zip(*(counts for counts, _ in found), strict=True)]
             layers[name] = _once(summed, tokens * max(per_token for _, per_token in found))
-        for own in self._counted.values():
-            own.counts.zero_()
-        self._tokens = 0
-        return ExpertLoads(step, tokens, layers)
+        return ExpertLoads(step, tokens + self._before.tokens, together((self._before, ExpertLoads(step, 0, layers))))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -112,25 +122,20 @@ def _hook(own: _Counted, name: str, place: int) -> Any:
 # ---------------------------------------------------------------- files
 
 
-def append(folder: Path, counted: ExpertLoads) -> None:
-    line = json.dumps({"step": counted.step, "tokens": counted.tokens, "layers": counted.layers})
-    with (folder / FILE).open("a", encoding="utf-8") as stream:
-        stream.write(line + "\n")
-
-
 def read(path: Path) -> list[ExpertLoads]:
-    """The counts of a run's folder, or of a file of such lines. Raises UserError."""
-    file = path / FILE if path.is_dir() else path
+    """The counts of a run's folder, or of a file of such lines; of a step that was done twice the last. Raises
+    UserError."""
+    file = path / EXPERTS if path.is_dir() else path
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f'"{file}": {error.strerror}; run.count_experts says how often a run counts') from None
     except UnicodeDecodeError:
         raise UserError(f'"{file}" is not UTF-8 text: give the folder of a run that counted experts') from None
-    found = list(read_lines(file, lines, _counted, "count of experts"))
+    found = {one.step: one for one in read_lines(file, lines, _counted, "count of experts")}
     if not found:
         raise UserError(f'"{file}" has no count of experts: run.count_experts says how often a run counts')
-    return found
+    return [found[step] for step in sorted(found)]
 
 
 def _counted(one: dict[str, Any]) -> ExpertLoads:

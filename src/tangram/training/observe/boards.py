@@ -5,17 +5,19 @@
 A board is a class with `write` and `close`, and a row of `BOARDS`.
 """
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Generator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tangram.errors import UserError
+from tangram.errors import UserError, sentence
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
-from tangram.training.observe.events import CheckpointSaved, Evaluated, StepDone, StepSkipped
+from tangram.training.observe.events import CheckpointSaved, Evaluated, Note, StepDone, StepSkipped
 from tangram.training.observe.summary import duration
 
 if TYPE_CHECKING:
@@ -38,15 +40,17 @@ class Board(Protocol):
 
 
 class Boards:
-    """Takes in the events of a run; those that are no figures are passed over."""
+    """Takes in the events of a run; those that are no figures are passed over. A board that cannot be written, as on a
+    full disk, stops no run: that is said, and it is left out."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan, tell: Callable[[object], None] = lambda event: None) -> None:
         """`folder`: of the run. Raises UserError where a library is missing, or a board cannot be reached.
 
         Here, before the run trains, that of the report at its end is looked for, too.
         """
         need(("plotly", *(name for name in plan.run.boards if name == "tensorboard")), "report")
         self._boards: list[Board] = []
+        self._tell = tell
         try:
             for name in plan.run.boards:
                 self._boards.append(BOARDS[name](folder, plan))
@@ -72,8 +76,19 @@ class Boards:
                 pass
 
     def close(self) -> None:
-        for board in self._boards:
-            board.close()
+        for board in [*self._boards]:
+            with self._left_out(board):
+                board.close()
+
+    @contextlib.contextmanager
+    def _left_out(self, board: Board) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._boards.remove(board)
+            self._tell(
+                Note(f"{type(board).__name__} lacks what comes now, for it cannot be written: {sentence(error)}")
+            )
 
     def _of_step(self, event: StepDone) -> dict[str, float]:
         scalars = {"train/loss": event.loss, "train/gradient_norm": event.gradient_norm, "train/lr": event.lr}
@@ -86,8 +101,9 @@ class Boards:
         return scalars | {name: x for name, x in more.items() if x} | _under("train", event.figures)
 
     def _write(self, step: int, scalars: Mapping[str, float], first: int = 1) -> None:
-        for board in self._boards:
-            board.write(step, scalars, first)
+        for board in [*self._boards]:
+            with self._left_out(board):
+                board.write(step, scalars, first)
 
 
 class WeightsAndBiases:
@@ -187,6 +203,9 @@ class TensorBoard:
 
         resumed = first if first > 1 else None
         writer = SummaryWriter(str(self._folder), purge_step=resumed, flush_secs=FLUSH_SECONDS)
+        # What its thread raises comes again from the next call; the interpreter would print a stack trace, too.
+        before = threading.excepthook
+        threading.excepthook = lambda of: before(of) if type(of.thread).__name__ != "_AsyncWriterThread" else None
         # Indented by four, TensorBoard's Markdown shows it as it is written.
         text = "".join(f"    {line}" for line in dumps(self._plan).splitlines(keepends=True))
         writer.add_text("plan", text, first - 1)

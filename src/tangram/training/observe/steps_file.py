@@ -1,4 +1,5 @@
-"""The steps of a run as lines of JSON, `steps.jsonl` in its folder: what a person plots, and runs are compared by.
+"""The steps of a run as lines of JSON, `steps.jsonl` in its folder: what a person plots, and runs are compared by;
+and what was counted of experts, `experts.jsonl`.
 
 A run that goes on appends; of a step that was done twice the last line holds.
 """
@@ -6,22 +7,23 @@ A run that goes on appends; of a step that was done twice the last line holds.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tangram.errors import UserError
-from tangram.training.observe.events import Evaluated, Note, StepDone
+from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone
 
-FILE = "steps.jsonl"
+FILE, EXPERTS = "steps.jsonl", "experts.jsonl"
 
 
 class StepsFile:
-    """Writes the steps and evaluations that it is called with. What cannot be written (a full disk) stops no run: it is
-    told once, by an event."""
+    """Writes the steps, evaluations and counts of experts that it is called with. What cannot be written (a full disk)
+    stops no run: it is told once, by an event."""
 
     def __init__(self, folder: Path, on_event: Callable[[object], None]) -> None:
-        self._file, self._on_event, self._told = folder / FILE, on_event, False
+        self._folder, self._on_event, self._told = folder, on_event, False
 
     def __call__(self, event: object) -> None:
         match event:
@@ -40,17 +42,31 @@ class StepsFile:
             case Evaluated():
                 figures = {f"held_out_{key}": value for key, value in event.figures.items()}
                 self._append({"step": event.step, "held_out_loss": event.loss, **figures})
+            case ExpertLoads():
+                self._append(vars(event), EXPERTS)
             case _:
                 pass
 
-    def _append(self, figures: Mapping[str, float]) -> None:
+    def _append(self, figures: Mapping[str, Any], file: str = FILE) -> None:
         try:
-            with self._file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(figures) + "\n")
+            append_line(self._folder / file, figures)
         except OSError as error:
             if not self._told:
                 self._told = True
-                self._on_event(Note(f"{FILE} cannot be written ({error.strerror}): `tangram runs compare` lacks steps"))
+                self._on_event(Note(f"{file} cannot be written ({error.strerror}): it lacks steps"))
+
+
+def append_line(file: Path, row: Mapping[str, Any]) -> None:
+    """Write a table as a line at the end of a file. Raises OSError.
+
+    What a disk that was full, or a kill, has left of the line before is removed: in the midst it would be no line.
+    """
+    with file.open("ab+") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        if end and (stream.seek(end - 1), stream.read(1))[1] != b"\n":
+            stream.seek(0)
+            stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.write(json.dumps(row).encode() + b"\n")
 
 
 def read_steps(folder: Path) -> dict[int, dict[str, float]]:

@@ -6,6 +6,7 @@
 The questions are answered by measuring, and a wrong answer fails the job.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ from tangram.training.data import (
     unigram_entropy,
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
-from tangram.training.objective import expert_loads
 from tangram.training.observe.boards import BOARD_FOLDER, Boards
-from tangram.training.observe.events import Doing, ExpertLoads, Note, Record, TableEvent
+from tangram.training.observe.events import Doing, Note, Record, TableEvent
 from tangram.training.observe.steps_file import StepsFile
 from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.text_tables import count
@@ -110,7 +110,7 @@ def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
-    record, boards = Record(), Boards(job.folder, chosen.plan)
+    record, boards = Record(), Boards(job.folder, chosen.plan, on_event)
     steps = StepsFile(job.folder, on_event)
     known: dict[str, Any] = {
         "model": ready.source.name,
@@ -128,15 +128,14 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
             boards(event)
             steps(event)
             send(event)
-            if isinstance(event, ExpertLoads):
-                expert_loads.append(job.folder, event)
 
         try:
             on_event(Doing("starting the ranks"))
             report = run(job, everybody)
             ended = report.trained.stopped
         except RankError as failure:  # its stack trace goes to a file
-            (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
+            with contextlib.suppress(OSError):  # of a disk that is full, say
+                (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
             raise
         finally:
             boards.close()

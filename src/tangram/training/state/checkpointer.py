@@ -45,6 +45,9 @@ __all__ = ["Checkpointer", "JobState", "Progress", "describe", "load", "newest"]
 
 DEAD = 600.0  # seconds: a save that goes on changes its folder more often, even when no run is left to wait for it
 
+MEMORY_STALLS = 60.0
+"""Seconds without any progress after which a writer into memory is replaced: no storage is as slow."""
+
 # How often to save where nobody says it: so that saving takes no more than a share of training. What a save costs is
 # the time that training stood still for it, and the processor's time of copying and writing where training computes
 # on the same cores. Rank 0 measures, and wishes for a save ahead of a step; all ranks hear of it in the all-reduce of
@@ -130,8 +133,10 @@ class Checkpointer:
         self._places, self._world = TensorPlaces(plan, world), world
         self._saver: AsyncSaver | None = None
         if plan.checkpoint.asynchronous or snapshots:
-            policy, retries = "skip" if snapshots else "wait", 1 if node is None else 0  # of one id on all machines
-            settings = Settings(policy, retries, keep=self._keep, node=node, digests=not snapshots)
+            retries = 1 if node is None else 0  # of one id on all machines
+            settings = Settings(retries=retries, keep=self._keep, node=node)
+            if snapshots:
+                settings = replace(settings, policy="skip", digests=False, limit=MEMORY_STALLS, pause=0.5)
             self._saver = AsyncSaver(folder, self._peers, settings, spare)
         self._tells = self._peers.index == (0 if node is None else node[2])
         self._known: tuple[StateEntry, ...] = ()
@@ -225,6 +230,7 @@ class Checkpointer:
         objects = {
             "progress": asdict(state.progress),
             "metrics": dict(state.metrics),
+            "experts": dict(state.experts()),
             "about": dict(state.about),
         }
         return Described(self._known, objects)

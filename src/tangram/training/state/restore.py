@@ -6,6 +6,7 @@ block of it once. Everything that can be known beforehand is checked before the 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +46,8 @@ def load(path: str | Path, state: JobState, plan: Plan, world: World | None) -> 
     except DamagedError as damaged:
         raise DamagedError(f"{damaged}{older(path)}") from None
     state.progress = progress
-    state.metrics.update(_metrics(manifest))
+    state.metrics.update(_table(manifest, "metrics"))
+    state.experts = partial(dict, _table(manifest, "experts"))
     return progress
 
 
@@ -89,9 +91,9 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
         ) from None
 
 
-def _metrics(manifest: Manifest) -> dict[str, float]:
-    found = manifest.objects.get("metrics")
-    return cast("dict[str, float]", found) if isinstance(found, dict) else {}
+def _table(manifest: Manifest, name: str) -> dict[str, Any]:
+    found = manifest.objects.get(name)
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def _frozen(manifest: Manifest) -> tuple[str, ...]:

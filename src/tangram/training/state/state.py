@@ -8,7 +8,7 @@ the learning rate is a function of the step.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -65,6 +65,8 @@ class JobState:
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """The last of each number that was measured; by them the best checkpoints can be kept."""
+    experts: Callable[[], Mapping[str, Any]] = dict[str, Any]
+    """What was counted of experts and not told yet (`Loads.carried`); a save calls it on all ranks."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What made the state, for people and for checks before loading: anything that JSON can say."""
     plain: PlainParts = field(default_factory=dict[str, PlainPart])
@@ -176,7 +178,8 @@ def memory_of(state: JobState) -> InMemory:
     tensors = [*state.model.parameters(), *state.model.buffers()]
     if state.optimiser is not None:
         tensors += [value for states in state.optimiser.state.values() for value in states.values()]
-    return tuple((id(tensor), local_of(tensor).data_ptr(), tensor.requires_grad) for tensor in tensors)
+    with torch.no_grad():  # else a part of a DTensor goes through autograd
+        return tuple((id(tensor), local(tensor).data_ptr(), tensor.requires_grad) for tensor in tensors)
 
 
 def local_of(tensor: Tensor) -> Tensor:

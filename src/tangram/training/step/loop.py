@@ -109,11 +109,11 @@ def train_steps(
     model.module.train()
     if model.reference is not None:
         model.reference.before_write = checkpointer.fence  # its forward comes before the optimiser, which waits, too
-    started = time.monotonic()
+    started, losses, tokens = time.monotonic(), list[float](), 0
     begun, first = state.progress, state.progress.step
-    losses, tokens = list[float](), 0
     stopped = _stopped_before(model, state, corpus, hooks)
-    loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts)
+    loads = Loads([part.module for part in model.parts], world.device, plan.run.count_experts, state.experts())
+    state.experts = partial(loads.carried, world)
     save_every = plan.checkpoint.every_steps if hooks.save_every is None else hooks.save_every
     guard = Guard(plan, begun.scale, begun.good, begun.skipped, begun.judged)
     while state.progress.step < plan.run.steps and stopped is None:
