@@ -42,6 +42,14 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: object, code: int =
     return json.loads(said(capsys, *arguments, "--json", code=code))
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "prune"])
+def test_an_address_is_said_to_be_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", command, "s3://bucket/run/step-3"]) == 2
+    told = capsys.readouterr().err
+    assert '"s3://bucket/run/step-3" is the address of an object store' in told
+    assert "convert ADDRESS DIR" in told
+
+
 def test_inspect_folds_layers(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "inspect", runs / "step-2")
     assert "model.layers.{0..2}.w  3        float32  4 6" in text

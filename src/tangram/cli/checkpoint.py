@@ -22,7 +22,19 @@ ROWS = 30
 
 checkpoint = typer.Typer()
 
-Folder = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")]
+
+def _local(path: Path) -> Path:
+    """The path. Raises UserError for the address of an object store, which is none."""
+    scheme, colon, rest = str(path).partition(":/")
+    if colon and len(scheme) > 1 and scheme.isalnum() and not path.exists():
+        raise UserError(
+            f'"{scheme}://{rest}" is the address of an object store, which this does not look into: '
+            "`tangram checkpoint convert ADDRESS DIR --to tangram` brings a checkpoint here, and `diff` reads it there"
+        )
+    return path
+
+
+Folder = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.", callback=_local)]
 Pattern = Annotated[str, typer.Argument(metavar="[NAMES]", help="Only tensors that fit, as 'model.layers.*'.")]
 
 
@@ -206,7 +218,7 @@ def family(
 
 @checkpoint.command()
 def prune(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.", callback=_local)],
     keep: Annotated[list[str] | None, typer.Option(help="last=3, every=1000, best=loss:min:2, younger=7d.")] = None,
     partials: Annotated[bool, typer.Option("--partials", help="Also what is torn or dead runs left.")] = False,
     verified: Annotated[bool, typer.Option("--verify", help="First read the newest: it must be sound.")] = False,

@@ -69,10 +69,10 @@ def not_summed(part: str) -> Planted:
     real = tensor_parallel.DerivedModel.sum_gradients
 
     def some(self: Any) -> None:
-        everything = self._summed
-        self._summed = {name: axes for name, axes in everything.items() if part not in name}
+        everything = self.sums.over
+        self.sums.over = {name: axes for name, axes in (everything or {}).items() if part not in name}
         real(self)
-        self._summed = everything
+        self.sums.over = everything
 
     with (
         swapped(tensor_parallel.DerivedModel, "sum_gradients", some),

@@ -107,6 +107,11 @@ class LocalParts:
             if (name := names[p]) in at_once
         ]
         for path, module in named_modules(model):
+            if own[path] and getattr(module, "max_norm", None) is not None:  # autograd forbids it of a DTensor's part
+                raise UserError(
+                    f"{path} writes into its table in the forward (max_norm), which is not done beside axes of the "
+                    "model: leave max_norm out and shorten the vectors after each update"
+                )
             inner = (at for at in own if at != path and (not path or at.startswith(f"{path}.")))
             if own[path] or any(own[at] for at in inner):
                 self._wrap(path, module, own[path])
