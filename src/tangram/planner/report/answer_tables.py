@@ -252,7 +252,7 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
     experts = f"{one.expert} x {one.expert_tensor}" if one.expert > 1 else ""
     return (
         place,
-        one.mesh,
+        one.mesh + (" sp=1" if one.at["tensor"] > 1 and not one.at["sequence_parallel"] else ""),
         f"{one.micro} x {one.micros}",
         one.stages,
         experts,
