@@ -78,6 +78,10 @@ def read_config(folder: Path) -> Config:
     usual = _numbers({key: fields.get(key) for key in ("r", "lora_alpha")})
     if usual is None or ranks is None or alphas is None or not all(isinstance(one, str) for one in named):
         raise UserError(f'"{file}" does not say ranks and alphas as numbers: r, lora_alpha and their patterns')
+    if not usual["lora_alpha"] and not alphas:  # a program that saves adapters may write 0 where it does not know it
+        raise UserError(
+            f'"{file}" has lora_alpha = 0, by which its adapters would add nothing: write what they were trained with'
+        )
     rows: Any = fields.get("trainable_token_indices") or {}
     tokens = cast("dict[str, Any]", rows if isinstance(rows, dict) else {"": rows})
     numbered = (isinstance(some, list) and {*map(type, cast("list[Any]", some))} <= {int} for some in tokens.values())
