@@ -1,5 +1,6 @@
 """Public reports about merging adapters, each with its input rebuilt small. The oracle is peft's model."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,15 @@ def test_two_adapters_in_a_checkpoint(tmp_path: Path, capsys: Any) -> None:
     names = [str(tmp_path / one) for one in ("model.pt", "merged", "hf", "adapter")]
     assert main(["checkpoint", "convert", *names[:2], "--to", "hf", "--config", names[2], "--adapter", names[3]]) == 2
     assert "has 2 adapters (default, second), and one can be merged" in capsys.readouterr().err
+
+
+def test_an_alpha_of_0_is_refused(tmp_path: Path, capsys: Any) -> None:
+    """verl-project/verl#6380: a configuration was written with lora_alpha = 0, so a merge gave the base, unsaid."""
+    adapted(tmp_path, "llama", {"target_modules": "all-linear"}).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    words = ["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "hf"]
+    words += ["--adapter", str(tmp_path / "adapter")]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 0}))
+    assert main(words) == 2
+    assert "has lora_alpha = 0, by which its adapters would add nothing" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
