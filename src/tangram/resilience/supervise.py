@@ -265,7 +265,7 @@ class _Run:
         if why := self._rescued():
             raise UserError(why)
         trained = Trained((), 0, self.seen.spent(), "signal")
-        return self._with_all_steps(RankReport(trained, 0, step, None, None, 0.0, 0.0, packing))
+        return self._with_all_steps(RankReport(trained, 0, step, None, None, 0.0, 0.0, packing, self.job.plan.ranks))
 
     def _after(self, error: RankError | _SnapshotsEnd) -> Path | None:
         """Where the run goes on from after a failure. Raises what the policy stops at."""

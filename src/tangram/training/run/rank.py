@@ -110,6 +110,8 @@ class RankReport:
     blocked_seconds: float
     packing: Packing
     """Which documents a sample held."""
+    ranks: int
+    """With how many it ended: fewer than its plan has where not all could be kept alive."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
         packing=begun.settled.packing,
+        ranks=plan.ranks,
     )
 
 
