@@ -252,8 +252,8 @@ def finish(
     entropy = unigram_entropy(ready.corpus, plan.data) if by_token else None
     if (loss := report.held_out_loss) is not None:
         beside = f"; unigram entropy {entropy:.4f}, ratio {loss / entropy:.2f}" if entropy else ""
-        on_event(Note(f"held out   loss {loss:.6f} on {count(plan.ranks, 'rank')}{beside}"))
-    with computing_as_a_rank(plan.ranks):
+        on_event(Note(f"held out   loss {loss:.6f} on {count(report.ranks, 'rank')}{beside}"))
+    with computing_as_a_rank(report.ranks):
         proved = prove(plan, ready.source, ready.tokens, ready.corpus, checkpoint, out, report, on_event)
     trace = _traced(job)
     summary = summarise(
