@@ -151,6 +151,7 @@ def test_where_a_rank_cannot_be_kept_alive_fewer_go_on(text: Path, undisturbed: 
     assert [step.step for step in seen.steps] == [*range(1, STEPS + 1)]
     assert seen.losses == pytest.approx(undisturbed.losses, rel=1e-4), "same data, same batch: rounding alone"
     assert report.trained.tokens == sum(step.tokens for step in undisturbed.steps)
+    assert report.ranks == 1
     assert not any("computes otherwise" in note for note in seen.notes)
 
 
