@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from tangram.resilience.policy import Limits
 from tangram.resilience.supervise import Recovered, Settings, supervised
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
@@ -105,9 +106,9 @@ class Watched:
 Run = Callable[[RankJob, Watched], RankReport]
 
 
-def kept_going(snapshot_every: int | None) -> Run:
-    """By `tangram launch`; None: with as many snapshots as it chooses itself."""
-    return lambda job, seen: supervised(job, seen, Settings(snapshot_every), seen.started)
+def kept_going(snapshot_every: int | None, restarts: int = Limits().restarts) -> Run:
+    """By `tangram launch`; None: with as many snapshots as it chooses itself. `restarts`: as `--restarts`."""
+    return lambda job, seen: supervised(job, seen, Settings(snapshot_every, Limits(restarts)), seen.started)
 
 
 def alone(job: RankJob, seen: Watched) -> RankReport:
