@@ -102,7 +102,8 @@ def goodput(quick: bool, folder: Path, repeats: int | None = None) -> Iterable[R
     """Of a run whose ranks are killed at any time; by the model with what its first half has shown of restarts."""
     seconds = 60 * (repeats or (2 if quick else 20))
     seen = Watched(apart=APART, seed=2)
-    kept_going(None)(job_of(plan_of(folder, steps=100_000, every=0, seconds=seconds), folder / "killed"), seen)
+    run = kept_going(None, restarts=10_000)  # as many as come: an hour has more than the 100 of `tangram launch`
+    run(job_of(plan_of(folder, steps=100_000, every=0, seconds=seconds), folder / "killed"), seen)
     begun, ended = min(seen.times.values()), max(seen.times.values())
     half = (begun + ended) / 2
     later = sum(at > half for at in seen.times.values())
