@@ -45,9 +45,9 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: object, code: int =
 @pytest.mark.parametrize("command", ["inspect", "verify", "prune"])
 def test_an_address_is_said_to_be_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", command, "s3://bucket/run/step-3"]) == 2
-    told = capsys.readouterr().err
-    assert '"s3://bucket/run/step-3" is the address of an object store' in told
-    assert "convert ADDRESS DIR" in told
+    error = capsys.readouterr().err
+    assert '"s3://bucket/run/step-3" is the address of an object store' in error
+    assert "convert ADDRESS DIR" in error
 
 
 def test_inspect_folds_layers(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
