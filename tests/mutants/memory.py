@@ -94,13 +94,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{_MEANS}::test_an_entry_that_is_like_another_differs_in_what_it_says",),
     ),
     Mutant(
-        "keys-of-one-class", "models/building/config_keys.py",
+        "keys-of-one-class", "models/building/strict.py",
         "            yield from _names(path, base.id)\n", "            pass\n",
         "keys that all configurations have are strange to each",
         (f"{_KEYS}::test_keys_of_a_type_are_those_of_its_class",),
     ),
     Mutant(
-        "told-after-torch", "cli/plan/inputs.py",
+        "told-after-torch", "cli/plan/plan_files.py",
         "    refuse_misspelt(model)\n", "",
         "a misspelt key is told after five seconds", (f"{_KEYS}::test_a_misspelt_key_is_told_before_torch_is_loaded",),
     ),

@@ -37,8 +37,7 @@ from tangram.planner.report.answer_tables import (
 )
 from tangram.planner.report.charts import Picture
 from tangram.planner.report.figures import three
-from tangram.planner.report.html_page import page
-from tangram.planner.report.html_parts import figures, section, table
+from tangram.planner.report.html_parts import figures, page, section, table
 from tangram.planner.search.explain import Explained
 from tangram.planner.search.pareto import Fronts
 from tangram.planner.search.query import Answer

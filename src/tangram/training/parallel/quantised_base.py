@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from tangram.errors import UserError
 from tangram.layout import intervals
 from tangram.layout.intervals import IntSet, span
-from tangram.models.lora.base_layers import base_layers
-from tangram.models.lora.bases import BASES, Base, Kept, Picked
+from tangram.models.lora.bases import BASES, Base, Kept, Picked, base_layers
 from tangram.models.lora.expert_adapters import made_again
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import tangram
 from tangram.planner.report import figures
-from tangram.planner.report.html_page import page
-from tangram.planner.report.html_parts import section
+from tangram.planner.report.html_parts import page, section
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.text import packaged, write_file
