@@ -20,8 +20,9 @@ import numpy as np
 from bench._planner.ranking import spearman
 from tangram.hardware.measuring.measure import Row
 from tangram.planner.cost.history import Entry, History, key_of
-from tangram.planner.local.rank import Ranked, by_history
-from tangram.planner.local.ranking_table import Trial, tried
+from tangram.planner.local.rank import Ranked
+from tangram.planner.local.rerank import by_history
+from tangram.planner.local.trials import Trial, tried
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of

@@ -100,7 +100,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{_KEYS}::test_keys_of_a_type_are_those_of_its_class",),
     ),
     Mutant(
-        "told-after-torch", "cli/plan/plan_files.py",
+        "told-after-torch", "cli/plan/inputs.py",
         "    refuse_misspelt(model)\n", "",
         "a misspelt key is told after five seconds", (f"{_KEYS}::test_a_misspelt_key_is_told_before_torch_is_loaded",),
     ),

@@ -29,7 +29,7 @@ from tangram.planner.cost.history import (
     read,
 )
 from tangram.planner.local.estimate import Estimate, Seconds
-from tangram.planner.local.rank import predicted_plan
+from tangram.planner.local.rerank import predicted_plan
 from tangram.schema.tuning import LoraPlan
 from tests.training.small import small_plan
 

@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig
 
 from tangram.planner.cost.history import Entry, Here, History, key_of
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.rank import Ranked, by_history, predicted_plan, rank
-from tangram.planner.local.ranking_table import Ranking, Trial, tried
+from tangram.planner.local.rank import Ranked, rank
+from tangram.planner.local.ranking_table import Ranking
+from tangram.planner.local.rerank import by_history, predicted_plan
+from tangram.planner.local.trials import Trial, tried
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tests.models.tiny import tiny

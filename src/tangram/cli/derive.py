@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tangram.models.capturing.graph import Graph
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark
-    from tangram.sharding.derive.problem.folding import WorkRates
+    from tangram.sharding.derive.problem.rates import WorkRates
     from tangram.sharding.discover.own_rules import Samples
 
 
@@ -146,7 +146,7 @@ def _mesh(text: str) -> Mesh:
 def _rates(asked: DeriveOptions, mesh: Mesh) -> "WorkRates":
     """Those of the cluster for each axis that the mesh has."""
     from tangram.hardware.catalogue.cluster import load
-    from tangram.sharding.derive.problem.folding import WorkRates
+    from tangram.sharding.derive.problem.rates import WorkRates
 
     rates = WorkRates(cluster=load(asked.cluster) if asked.cluster else None)
     for axis in mesh.axes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tangram.sharding.derivation import Derivation
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark, marks_of, read_marks
-    from tangram.sharding.derive.problem.folding import WorkRates
+    from tangram.sharding.derive.problem.rates import WorkRates
     from tangram.sharding.eager.api import layout_of, mark, relayout
 else:
     __getattr__, __dir__ = lazily(
@@ -34,7 +34,7 @@ else:
             "tangram.sharding.derivation": ["Derivation"],
             "tangram.sharding.derive.derive": ["ConflictError", "Derived"],
             "tangram.sharding.derive.marking.marks": ["Mark", "marks_of", "read_marks"],
-            "tangram.sharding.derive.problem.folding": ["WorkRates"],
+            "tangram.sharding.derive.problem.rates": ["WorkRates"],
             "tangram.sharding.eager.api": ["layout_of", "mark", "relayout"],
         },
     )

@@ -27,7 +27,8 @@ from tangram.sharding.choose.search import search
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.layouts import value_layout
 from tangram.sharding.derive.marking.marks import Mark, marks_of
-from tangram.sharding.derive.problem.folding import WorkRates, fold
+from tangram.sharding.derive.problem.folding import fold
+from tangram.sharding.derive.problem.rates import WorkRates
 from tangram.sharding.derive.solve.solve import SolverCosts
 from tangram.sharding.ops.rule_table import builtin
 from tangram.sharding.proof.derived import check

@@ -23,7 +23,8 @@ from tangram.sharding.derive.collectives_between import LEAVE_NOTHING, Comm
 from tangram.sharding.derive.derive import AxisProblem, Derived, Over, WorkRates, derive, fixed_by
 from tangram.sharding.derive.layouts import moved
 from tangram.sharding.derive.marking.marks import Mark, marks_of
-from tangram.sharding.derive.problem.folding import FoldedStep, effort
+from tangram.sharding.derive.problem.folding import FoldedStep
+from tangram.sharding.derive.problem.rates import effort
 from tangram.sharding.derive.solve.solve import Name, least
 
 BOUND = 1.1

@@ -11,7 +11,8 @@ from tangram.hardware.catalogue import cluster
 from tangram.layout import Mesh
 from tangram.models.capturing.capture import capture
 from tangram.sharding.derive.derive import AxisProblem
-from tangram.sharding.derive.problem.folding import WorkRates, effort, fold
+from tangram.sharding.derive.problem.folding import fold
+from tangram.sharding.derive.problem.rates import WorkRates, effort
 from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin

@@ -20,8 +20,8 @@ from tangram.cli.plan.exports import (
     typed_or_read,
     write,
 )
+from tangram.cli.plan.inputs import TANGRAM, Taking, own, read_job, read_outline, search_request
 from tangram.cli.plan.options import Common, Failures
-from tangram.cli.plan.plan_files import TANGRAM, Taking, own, read_job, read_outline, search_request
 from tangram.errors import UserError
 from tangram.hardware.catalogue import cluster as clusters
 from tangram.hardware.catalogue.cluster import Cluster

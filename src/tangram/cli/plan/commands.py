@@ -56,7 +56,7 @@ def cluster(
     """Rank the parallel strategies of a model on a cluster; exit code 1 where nothing fits."""
     refuse_unknown(common)
     from tangram.cli.plan.answer import Look, answered, answered_over_parts, names_of_parts
-    from tangram.cli.plan.plan_files import Taking
+    from tangram.cli.plan.inputs import Taking
 
     look = Look(
         objective or "", costs.pareto, train_tokens, hours, costs.prices(), costs.failures(), common.timeline,
@@ -81,7 +81,7 @@ def explain(common: o.Common, how: o.Strategy, costs: o.Costs, strategy: o.Expla
     """Explain one strategy on a cluster: is it legal, does it fit, where do its step and its memory go."""
     refuse_unknown(common)
     from tangram.cli.plan.answer import Look, answered
-    from tangram.cli.plan.plan_files import Taking
+    from tangram.cli.plan.inputs import Taking
 
     look = Look("", costs.pareto, None, None, costs.prices(), costs.failures(), common.timeline, common.report)
     return answered(common, how.of(strategy), look, None, Taking(None, 1, runs=False))
@@ -113,7 +113,7 @@ def export(
     refuse_unknown(common)
     from tangram.cli.plan.answer import Look, answered
     from tangram.cli.plan.exports import ExportRequest
-    from tangram.cli.plan.plan_files import Taking
+    from tangram.cli.plan.inputs import Taking
 
     nothing = (None, None, None)
     look = Look("", False, None, None, nothing, (*nothing, None, ()), common.timeline, common.report)

@@ -1,24 +1,18 @@
-"""`tangram plan JOB --cluster C`: a job planned for a cluster, and a row of the ranking as a plan to train by.
-
-What `tangram plan` is given, a model or a job, and what is written of it; loads torch for no model by name.
-"""
+"""`tangram plan JOB --cluster C`: a job planned for a cluster, and a row of the ranking as a plan to train by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from tangram.cli.plan.exports import ExportRequest, Typed
-from tangram.cli.plan.options import Common, Taking, TrainingOptions
+from tangram.cli.plan.exports import Typed
+from tangram.cli.plan.options import Taking
 from tangram.errors import UserError
 from tangram.models.building.build import read_source
-from tangram.models.building.strict import refuse_misspelt
 from tangram.models.lora.outline import adapted
-from tangram.models.outlines.catalogue import in_catalogue
 from tangram.models.outlines.outline import Outline
 from tangram.models.outlines.outlined import outline_of
 from tangram.planner.imports.tangram import TYPES
@@ -26,9 +20,8 @@ from tangram.planner.local.model_costs import Counted, Rows
 from tangram.planner.local.plan_from_cluster import plan_to_train, why_not
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.search.strategy import Ask, Choice
-from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.setting import Beside
-from tangram.planner.space.tasks import beside, task_of
+from tangram.planner.space.tasks import beside
 from tangram.schema.files import dumps, load, mistakes
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
@@ -36,9 +29,6 @@ from tangram.text import refuse_unwritable, write_file
 from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 from tangram.training.trials.local_plans import rows_of_steps
-
-if TYPE_CHECKING:
-    from tangram.cli.plan.plan_files import JobAndOutline
 
 ENDS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 """What embedding and head are called in models."""
@@ -170,58 +160,3 @@ def not_run(choices: Sequence[Choice], outline: Outline) -> Titled | None:
     """The rows of a ranking that `tangram train` does not run, and why; None where it runs all."""
     rows = [(str(row), one.mesh, why) for row, one in enumerate(choices, start=1) if (why := why_not(one, outline))]
     return ("Not run by tangram train", ("", "mesh", "since"), rows) if rows else None
-
-
-
-TANGRAM = "tangram"
-"""Of `--to`: the plan that `tangram train` takes."""
-
-
-def own(wanted: ExportRequest, file: str) -> Taking:
-    """What `tangram plan export --to tangram` writes: the plan of a job. Raises UserError where there is none, or no
-    file."""
-    if Path(file).suffix != ".toml" or wanted.out is None:
-        raise UserError("a plan of Tangram is of a job, with data and optimiser: give a job's .toml, and --out")
-    if wanted.emit or wanted.submit:
-        raise UserError("--to and --job-file write one file each: call the command for each of them")
-    return Taking(wanted.out, wanted.pick, runs=True)
-
-
-def read_job(common: Common, taking: Taking) -> JobAndOutline | None:
-    """The job that is named; None where a model is. Raises UserError."""
-    if Path(common.model).suffix == ".toml":
-        from tangram.cli.plan.plan_files import job_in  # loads torch and transformers
-        from tangram.schema.files import changes_of
-
-        changes = changes_of(common.change or [])
-        if common.lora_targets:
-            raise UserError("--lora-targets is of a model by name: a job says lora.targets, so change them with --set")
-        return job_in(common.model, taking, common.typed()[:3], changes, common.lora, common.base)
-    if taking.out is not None or taking.runs:
-        raise UserError("--out and --runs are for a job, which a plan is written of: give its .toml, or export")
-    if common.change:
-        raise UserError("--set changes keys of a job or a plan, and a model has none: give a job's .toml")
-    return None
-
-
-def search_request(job: JobAndOutline | None, asked: Ask, training: TrainingOptions, outline: Outline) -> Ask:
-    """What is asked of a search, with ways to train as they are typed, as the job has them, or as is usual."""
-    if job is None:
-        rows, forwards = task_of(training.task or "sft")
-        teacher = read_outline(training.teacher) if training.teacher else None
-        asked = replace(asked, rows=rows, beside=beside(forwards, outline, teacher))
-        return training.of(asked, outline, framework(asked.framework).optimiser)
-    if training.task or training.teacher:
-        raise UserError("--task and --teacher are of a model by name: a job says its task itself")
-    return job.of(training.of(asked, outline, job.optimiser))
-
-
-def read_outline(model: str) -> Outline:
-    """Of a model by its name, directory or file. Raises UserError."""
-    known = None if Path(model).exists() else in_catalogue(model)
-    if known is not None:
-        return known
-    refuse_misspelt(model)
-    from tangram.models.outlines.outlined import outlined  # loads torch and transformers
-
-    return outlined(model)

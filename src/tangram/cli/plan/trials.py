@@ -17,7 +17,7 @@ from tangram.cli.output import print_json, print_table, progress, size
 from tangram.errors import UserError
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry
-from tangram.planner.local.ranking_table import Tried
+from tangram.planner.local.trials import Tried
 from tangram.schema.files import dumps
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan

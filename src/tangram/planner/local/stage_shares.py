@@ -30,7 +30,7 @@ from tangram.schema.plan import Plan, matches
 from tangram.schema.schedule_table import Action, kept, simulate
 from tangram.schema.tuning import base_of
 from tangram.sharding.derive.derive import Derived
-from tangram.sharding.derive.problem.folding import effort
+from tangram.sharding.derive.problem.rates import effort
 
 Stages = tuple[tuple[str, ...], ...]
 """For each stage the modules whose parameters it has."""

@@ -26,7 +26,8 @@ from tangram.hardware.catalogue.cluster import Cluster, moved_seconds, product_s
 from tangram.sharding.choose.options import CommOptions, Options, States, still
 from tangram.sharding.choose.transition_time import StepTimes
 from tangram.sharding.derive.collectives_between import Customs
-from tangram.sharding.derive.problem.folding import Folded, FoldedStep, effort, far_from_borders
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep, far_from_borders
+from tangram.sharding.derive.problem.rates import effort
 from tangram.sharding.derive.problem.states import SAME, SEVERAL, State, part_dim
 from tangram.sharding.derive.solve.solve import SolverCosts
 

@@ -35,16 +35,8 @@ from tangram.sharding.derive.collectives_between import (
     row_comms,
 )
 from tangram.sharding.derive.marking.marks import ConflictError, Mark, fixed_by
-from tangram.sharding.derive.problem.folding import (
-    Folded,
-    FoldedStep,
-    WorkRates,
-    effort,
-    far_at_taker,
-    far_from_borders,
-    fold,
-    led,
-)
+from tangram.sharding.derive.problem.folding import Folded, FoldedStep, far_at_taker, far_from_borders, fold, led
+from tangram.sharding.derive.problem.rates import WorkRates, effort
 from tangram.sharding.derive.problem.states import (
     SAME,
     SEVERAL,

@@ -13,7 +13,8 @@ divisor, a bias that is added to a sum. The notes of a rule say which:
     filled          the operator refuses tensors of nothing, which a part may be
 
 What parts need of each other, by windows and scans (`tangram.sharding.propagation.halo`), `run` does without:
-`run_all` runs ranks together that are all in this process, and a runtime moves `halo.needed` there and `halo.total` back by itself.
+`run_all` runs ranks together that are all in this process, and a runtime moves `halo.needed` there and `halo.total`
+back by itself.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ from tangram.hardware.measuring.rates import rates
 from tangram.planner.cost import history
 from tangram.planner.cost.history import Entry, Here, History, likely
 from tangram.planner.local.estimate import Estimate
-from tangram.planner.local.rank import Ranked, predicted_plan
-from tangram.planner.local.ranking_table import Trial, Tried, tried
+from tangram.planner.local.rank import Ranked
+from tangram.planner.local.rerank import predicted_plan
+from tangram.planner.local.trials import Trial, Tried, tried
 from tangram.schema.files import dumps, load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, prepare, tokens_of

@@ -16,8 +16,9 @@ from tangram.planner.cost import history
 from tangram.planner.cost.history import Here, History
 from tangram.planner.local import estimate
 from tangram.planner.local.model_costs import Counted, Rows, one_of
-from tangram.planner.local.rank import MOST_PROCESSES, by_history, rank
+from tangram.planner.local.rank import MOST_PROCESSES, rank
 from tangram.planner.local.ranking_table import Ranking
+from tangram.planner.local.rerank import by_history
 from tangram.planner.local.strategies import PIPELINE
 from tangram.schema.job import Job
 from tangram.training.data import Tokens, open_corpus, prepare, step_lengths, tokens_of
