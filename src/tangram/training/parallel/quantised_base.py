@@ -6,7 +6,7 @@
     forward     the layer's own code runs with the weight, made for it; autograd keeps no copy of it
     backward    where the gradient of what came in needs the weight, it is made again; it has no gradient itself
 
-Which layers these are says `models.lora.base_layers`. What reads `weight` outside of its layer's forward fails.
+Which layers these are says `models.lora.bases`. What reads `weight` outside of its layer's forward fails.
 """
 
 from __future__ import annotations
