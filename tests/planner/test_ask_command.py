@@ -255,6 +255,13 @@ def test_fsdp_is_an_axis_as_well(typed: str, same: str, capsys: pytest.CaptureFi
     assert (given["memory"] > plain["memory"]) == hybrid
 
 
+@pytest.mark.parametrize("typed", ["dp=4 tp=2 sp=1", "dp=4 tp=2", "dp=8"])
+def test_the_mesh_of_the_answer_has_sp_where_it_is_off(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--explain", typed, "--zero", "3"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("given"))
+    assert ("sp=1" in row) == ("sp=1" in typed)
+
+
 def test_precisions_have_the_names_of_their_scales_too() -> None:
     assert precisions_of("MXFP8,fp8,nvfp4") == ("fp8", "fp4")
 

@@ -252,7 +252,7 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
     experts = f"{one.expert} x {one.expert_tensor}" if one.expert > 1 else ""
     return (
         place,
-        one.mesh,
+        one.mesh + _without_sequence_parallelism(one),
         f"{one.micro} x {one.micros}",
         one.stages,
         experts,
@@ -265,6 +265,11 @@ def _row(place: str, one: Choice) -> tuple[str, ...]:
         f"{one.tokens_per_device:,.0f}",
         f"{one.utilisation:.1%}",
     )
+
+
+def _without_sequence_parallelism(one: Choice) -> str:
+    """Where TP ranks all keep the activations between their matmuls: typed as it is read by `tangram plan explain`."""
+    return " sp=1" if one.at["tensor"] > 1 and not one.at["sequence_parallel"] else ""
 
 
 def divided_words(one: Choice) -> str:
