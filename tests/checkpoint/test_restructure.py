@@ -23,7 +23,7 @@ from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.common.outgoing import boxes
 from tangram.checkpoint.formats.detect import open_any
 from tangram.checkpoint.formats.hf_export import bytes_of
-from tangram.checkpoint.loading.prefetch import fetched
+from tangram.checkpoint.loading.page_memory import fetched
 from tangram.checkpoint.saving.file_writer import FileStream, Ring
 from tangram.checkpoint.store.manifest import BLOCK
 from tangram.cli import main

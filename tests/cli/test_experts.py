@@ -7,8 +7,7 @@ import pytest
 
 from tangram.cli import main
 from tangram.training.objective.expert_loads import read, together
-from tangram.training.observe.events import ExpertLoads
-from tangram.training.observe.steps_file import EXPERTS, StepsFile
+from tangram.training.observe.events import EXPERTS, ExpertLoads, StepsFile
 
 COUNTS = (ExpertLoads(10, 40, {"mlp.experts": (60, 10, 5, 5)}), ExpertLoads(20, 40, {"mlp.experts": (40, 20, 15, 5)}))
 

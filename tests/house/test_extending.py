@@ -26,7 +26,7 @@ from tangram.schema.job import Job
 from tangram.schema.schedule_table import Action, check, simulate
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.discover.own_rules import own_rules
-from tangram.training.data.rows import TextRow, text_of
+from tangram.training.data.files import TextRow, text_of
 from tangram.training.mesh.eager_marks import eager
 from tangram.training.mesh.tensor_parallel import parallel
 from tests.house.doc_blocks import Block, commands_of

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.layout import Layout, LayoutError, Mesh, region
-from tangram.layout.maps import MAPS
+from tangram.layout.intervals import MAPS
 from tests.layout import oracle
 from tests.layout.strategies import as_intervals, as_list, drawn, examples, int_sets, random_set
 

@@ -14,8 +14,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from tangram.errors import UserError
-from tangram.models.building.config_keys import known_keys
-from tangram.models.building.strict import known, mistakes
+from tangram.models.building.strict import known, known_keys, mistakes
 from tangram.models.outlines.catalogue import active_numbers, catalogue, in_catalogue, no_model
 from tangram.models.outlines.outlined import outlined
 

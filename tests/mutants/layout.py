@@ -77,47 +77,49 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- maps
     Mutant(
-        "chunk-rounds-down", "layout/maps.py", "    c = -(-n // k)\n", "    c = max(n // k, 1)\n",
+        "chunk-rounds-down", "layout/intervals.py", "    c = -(-n // k)\n", "    c = max(n // k, 1)\n",
         "uneven cuts lose their last rows", MAPS,
     ),
     Mutant(
-        "chunk-without-clamp", "layout/maps.py", "min(i * c + c, n))", "i * c + c)",
+        "chunk-without-clamp", "layout/intervals.py", "min(i * c + c, n))", "i * c + c)",
         "the last part runs over the end of the tensor", MAPS,
     ),
     Mutant(
-        "zigzag-off-by-one", "layout/maps.py", "for j in (i, 2 * k - 1 - i):", "for j in (i, 2 * k - i):",
+        "zigzag-off-by-one", "layout/intervals.py", "for j in (i, 2 * k - 1 - i):", "for j in (i, 2 * k - i):",
         "a rank gets its neighbour's late chunk", MAPS,
     ),
     Mutant(
-        "zigzag-document-offset", "layout/maps.py", "        base += m\n", "        base = m\n",
+        "zigzag-document-offset", "layout/intervals.py", "        base += m\n", "        base = m\n",
         "the third document is cut where the second stands", MAPS,
     ),
     Mutant(
-        "zigzag-who-folds-wrong", "layout/maps.py", "min(j, 2 * k - 1 - j)", "j % k",
+        "zigzag-who-folds-wrong", "layout/intervals.py", "min(j, 2 * k - 1 - j)", "j % k",
         "late chunks are asked of the wrong rank", MAPS,
     ),
     Mutant(
-        "segments-begin-at-their-end", "layout/maps.py", "(ends[j] - lengths[j], lengths[j])", "(ends[j], lengths[j])",
+        "segments-begin-at-their-end", "layout/intervals.py",
+        "(ends[j] - lengths[j], lengths[j])", "(ends[j], lengths[j])",
         "positions in a packed document are negative", MAPS,
     ),
     Mutant(
-        "cyclic-wrong-stride", "layout/maps.py", "range(i * block, n, k * block)", "range(i * block, n, k)",
+        "cyclic-wrong-stride", "layout/intervals.py", "range(i * block, n, k * block)", "range(i * block, n, k)",
         "blocks of a rank overlap those of others", MAPS,
     ),
     Mutant(
-        "strided-drops-the-offset", "layout/maps.py", "out += shift(_chunk_holds(b - a, k, i), a)",
+        "strided-drops-the-offset", "layout/intervals.py", "out += shift(_chunk_holds(b - a, k, i), a)",
         "out += _chunk_holds(b - a, k, i)", "every piece is taken from the first", MAPS,
     ),
     Mutant(
-        "sizes-start-one-late", "layout/maps.py", "start = sum(args[:i])", "start = sum(args[: i + 1])",
+        "sizes-start-one-late", "layout/intervals.py", "start = sum(args[:i])", "start = sum(args[: i + 1])",
         "ragged parts are those of the next rank", MAPS,
     ),
     Mutant(
-        "sizes-any-number-of-parts", "layout/maps.py", "len(sizes) != k or sum(sizes) != n", "sum(sizes) != n",
+        "sizes-any-number-of-parts", "layout/intervals.py", "len(sizes) != k or sum(sizes) != n", "sum(sizes) != n",
         "ranks beyond the list fail in the middle of a job", MAPS,
     ),
     Mutant(
-        "documents-may-be-too-short", "layout/maps.py", "if docs and sum(docs) != n:", "if docs and sum(docs) > n:",
+        "documents-may-be-too-short", "layout/intervals.py",
+        "if docs and sum(docs) != n:", "if docs and sum(docs) > n:",
         "the tail of a packed batch is with nobody", MAPS,
     ),
     # ---------------------------------------------------------------- mesh

@@ -94,7 +94,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{_MEANS}::test_an_entry_that_is_like_another_differs_in_what_it_says",),
     ),
     Mutant(
-        "keys-of-one-class", "models/building/config_keys.py",
+        "keys-of-one-class", "models/building/strict.py",
         "            yield from _names(path, base.id)\n", "            pass\n",
         "keys that all configurations have are strange to each",
         (f"{_KEYS}::test_keys_of_a_type_are_those_of_its_class",),

@@ -97,7 +97,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/training/test_checkpoints.py::test_what_was_counted_of_experts_and_not_told_yet_goes_along",),
     ),
     Mutant(
-        "half-a-line-stays", "training/observe/steps_file.py",
+        "half-a-line-stays", "training/observe/events.py",
         "if end and ", "if False and ",
         "a line is written behind half of one, and the file is read no more",
         ("tests/training/test_runs.py::test_half_a_line_in_the_midst_is_gone_with_the_next",),

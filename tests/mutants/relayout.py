@@ -437,18 +437,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- execute
     Mutant(
-        "ties-not-compared", "relayout/copies/execute.py",
+        "ties-not-compared", "relayout/copies/plan.py",
         "    for check in plan.checks:\n        compare(check, sources)\n", "",
         "tied weights that differ load without a word", (_REFUSALS + "::test_tied_copies_that_differ",),
     ),
     Mutant(
-        "ties-first-row-only", "relayout/copies/execute.py", "            if not torch.equal(x, y):",
+        "ties-first-row-only", "relayout/copies/plan.py", "            if not torch.equal(x, y):",
         "            if not torch.equal(x[:1], y[:1]):",
         "tied weights that differ below their first row load without a word",
         (_REFUSALS + "::test_tied_copies_that_differ",),
     ),
     Mutant(
-        "shared-memory", "relayout/copies/execute.py", "    refuse_shared(plan.bound, sources, targets)\n", "",
+        "shared-memory", "relayout/copies/plan.py", "    refuse_shared(plan.bound, sources, targets)\n", "",
         "a source is overwritten while it is read", (_REFUSALS + "::test_source_and_target_share_memory",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ import pytest
 
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.planner.cost.failures import FILE, PRIOR, SeenFailures, seen_failures
+from tangram.planner.cost.goodput import FILE, PRIOR, SeenFailures, seen_failures
 
 COMMAND = ("plan", "cluster", "llama-3-8b", "--cluster", "h100-8x2", "--checkpoint-s", "60")
 

@@ -21,9 +21,8 @@ from tangram.models.outlines.outline import Outline
 from tangram.models.outlines.outlined import outline_of
 from tangram.planner.exports.targets import EXPORTS
 from tangram.planner.legality.check_plan import laid
-from tangram.planner.legality.constraints import HEADS as OF_HEADS
-from tangram.planner.legality.constraints import LAID, RULES
-from tangram.planner.legality.engine import At, Facts, Rule, facts_of, holding, refusals
+from tangram.planner.legality.engine import HEADS as OF_HEADS
+from tangram.planner.legality.engine import LAID, RULES, At, Facts, Rule, facts_of, holding, refusals
 from tangram.planner.legality.exclusions import NO_DATA, NO_RING
 from tangram.planner.legality.trainer_support import RULES as TRAINER
 from tangram.planner.legality.trainer_support import SAID, UNSAID
@@ -200,7 +199,7 @@ def test_a_rule_that_is_planted_refuses_everywhere(monkeypatch: pytest.MonkeyPat
     """The search, a choice that becomes a plan, and a plan's file ask one table: a new row holds in all of them."""
     from tangram.planner.legality import check_plan as judging
     from tangram.planner.legality import check_plan as of_plans
-    from tangram.planner.legality import constraints as rules
+    from tangram.planner.legality import engine as rules
 
     job, outline, counted = model(4, 2, 32)
     g = grid(batch=16, sequence=32, data=2, shard=2)

@@ -21,12 +21,11 @@ from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.report.answer_tables import tables
 from tangram.planner.search import by_device_count
 from tangram.planner.search.branch_and_bound import exhaustive, search
-from tangram.planner.search.by_device_count import best, by_size, sizes
+from tangram.planner.search.by_device_count import Budget, best, by_size, durations, fewest, sizes
 from tangram.planner.search.objectives import OBJECTIVES, Aim, Terms, aim_of, objective
 from tangram.planner.search.pareto import REACH, front, fronts, memory_front
 from tangram.planner.search.query import plan, requested
 from tangram.planner.search.strategy import Ask, Choice, described, limit_of, safe, setting_of, unlike
-from tangram.planner.search.training_duration import Budget, durations, fewest
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import joined
 from tangram.planner.space.recompute import is_free

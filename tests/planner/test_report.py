@@ -21,7 +21,7 @@ from tangram.planner.cost.goodput import Goodput
 from tangram.planner.cost.memory_timeline import footprints
 from tangram.planner.cost.step_time import Seconds
 from tangram.planner.cost.timeline import MOST, events_of
-from tangram.planner.report import charts, html_page
+from tangram.planner.report import charts, html_parts
 from tangram.planner.report.answer_tables import HELD, PARTS
 from tangram.planner.report.bottlenecks import KINDS as KINDS_OF_PARTS
 from tangram.planner.report.charts import Picture
@@ -328,7 +328,7 @@ def test_without_plotly_it_says_what_to_install(
     def nothing(name: str) -> Any:
         return None
 
-    monkeypatch.setattr(html_page, "find_spec", nothing)
+    monkeypatch.setattr(html_parts, "find_spec", nothing)
     said = 'a report needs plotly: install with pip install "tangram-train[report]"'
     assert said in refused(capsys, *SAID, "--report", str(tmp_path / "plan.html"))
 

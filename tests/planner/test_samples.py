@@ -23,7 +23,7 @@ from tangram.models.outlines.outlined import outline_of
 from tangram.planner.cost.calibration import Run, published
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
-from tangram.planner.legality.constraints import reasons
+from tangram.planner.legality.engine import reasons
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search.branch_and_bound import exhaustive, search
 from tangram.planner.space.framework_profiles import framework

@@ -18,7 +18,7 @@ from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.calibration import PARTS
 from tangram.planner.cost.memory import memory, needs
 from tangram.planner.cost.step_time import scaled, seconds
-from tangram.planner.legality.constraints import LAID, RULES, legal, reasons
+from tangram.planner.legality.engine import LAID, RULES, legal, reasons
 from tangram.planner.legality.enumerate import Able, Request, expanded, meshes, of_mesh, remade, scheduled
 from tangram.planner.search import branch_and_bound as searching
 from tangram.planner.search.branch_and_bound import exhaustive, search, some_fits

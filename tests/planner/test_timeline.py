@@ -18,7 +18,7 @@ from tangram.planner.cost.block_time import Pass
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import Seconds, loads, pipeline_seconds, seconds
 from tangram.planner.cost.timeline import MOST, as_trace, play, timeline
-from tangram.planner.legality.constraints import legal
+from tangram.planner.legality.engine import legal
 from tangram.planner.space.framework_profiles import framework
 from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.layers_per_stage import sizes

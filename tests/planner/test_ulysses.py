@@ -21,7 +21,7 @@ from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.exports.numbers import numbers_of
 from tangram.planner.exports.targets import EXPORTS, able_of, written
-from tangram.planner.legality.constraints import legal, reasons
+from tangram.planner.legality.engine import legal, reasons
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.search.explain import StrategyRequest, explain, laid_out
 from tangram.planner.search.query import plan

@@ -15,7 +15,7 @@ from transformers import MixtralConfig
 from tangram.__main__ import main
 from tangram.hardware.catalogue.devices import device
 from tangram.models.outlines.outline import Dims, decoder
-from tangram.planner.cost.expert_imbalance import busiest
+from tangram.planner.cost.kept_activations import busiest
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.legality.enumerate import Able, Request

@@ -19,7 +19,7 @@ from tangram.models.outlines.outline import Dims, Group, Outline, decoder
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.legality import exclusions as leaving
-from tangram.planner.legality.constraints import legal
+from tangram.planner.legality.engine import legal
 from tangram.planner.legality.enumerate import Able, Request, meshes, of_mesh
 from tangram.planner.legality.exclusions import AXES, without
 from tangram.planner.search.branch_and_bound import search

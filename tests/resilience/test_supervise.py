@@ -15,7 +15,7 @@ import pytest
 
 from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
-from tangram.planner.cost.failures import seen_failures
+from tangram.planner.cost.goodput import seen_failures
 from tangram.resilience import carrier, supervise, tiers
 from tangram.resilience.policy import Limits
 from tangram.resilience.rescue import rescue

@@ -18,7 +18,7 @@ from tangram.sharding.ops.rule_table import RuleTable, builtin, parse_lines
 from tangram.sharding.proof.execute import check as check_cut
 from tangram.sharding.proof.execute import run_reference, ways, ways_by_maps
 from tangram.sharding.proof.propagated import check
-from tangram.sharding.propagation import scan as scan_module
+from tangram.sharding.propagation import halo as scan_module
 from tangram.sharding.propagation.explain_conflicts import factor_table
 from tangram.sharding.propagation.propagate import options, propagate
 

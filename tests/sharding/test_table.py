@@ -9,7 +9,7 @@ from tangram.errors import UserError
 from tangram.kernels.attention import ATTEND
 from tangram.kernels.flash.operator import FLASH
 from tangram.layout.rule import Rule
-from tangram.models.capturing import noted
+from tangram.models.capturing import called as noted
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rule_table import builtin, parse_lines
 from tangram.sharding.proof.samples.extra_samples import FUSED

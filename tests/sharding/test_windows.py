@@ -19,9 +19,8 @@ from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.bind import BoundOp, RuleError
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, tree_of
-from tangram.sharding.ops.rank_part import part_of, stands
+from tangram.sharding.ops.rank_part import of_result, part_of, stands
 from tangram.sharding.ops.rule_table import builtin, parse_lines
-from tangram.sharding.ops.same_cut import of_result
 from tangram.sharding.ops.windows import SlidingWindow
 from tangram.sharding.proof.execute import check as check_cut
 from tangram.sharding.proof.execute import run_reference, ways

@@ -19,8 +19,8 @@ from tangram.training.objective.step_guard import Guard
 from tangram.training.run.launch import Rank
 from tangram.training.run.rank import RankJob, begin
 from tangram.training.step import loop
-from tangram.training.updates.parameter_shards import ParameterShards
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.update_rules import ParameterShards
 
 Cuts = tuple[tuple[int, str, int], ...]
 """Dims, the axis that cuts each, and how many of it that axis's first rank has."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.training.run.launch import Rank
-from tangram.training.updates.parameter_shards import ParameterShards
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.update_rules import ParameterShards
 from tests.training.optimiser_tasks import PARTS, part_of, shards_at
 
 SETTINGS: Mapping[str, Any] = {

@@ -23,7 +23,7 @@ from tangram.training.data import BYTES, IGNORE, RankBatches
 from tangram.training.mesh.local_parts import ResultPlacement
 from tangram.training.mesh.world import World, make_world
 from tangram.training.objective import expert_capacity
-from tangram.training.objective.model_inputs import model_inputs
+from tangram.training.objective.packing import model_inputs
 from tangram.training.objective.router_loss import routers_in
 from tangram.training.parallel.apply import apply
 from tangram.training.state.build_model import source_of

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tangram.cli import main
 from tangram.schema.files import load
-from tangram.training.observe.steps_file import read_steps
+from tangram.training.observe.events import read_steps
 from tangram.training.state.export_hf import byte_tokenizer
 from tests.training.causal_models import write_config
 from tests.training.small import small_tables, write_text

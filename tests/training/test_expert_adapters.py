@@ -19,7 +19,7 @@ from tangram.models.building.build import build_on_meta
 from tangram.models.lora import expert_adapters
 from tangram.models.lora.adapter_files import merge_adapters, save_adapters, stored_adapters
 from tangram.models.lora.adapters import Adapters, adapted_layers, add_adapters
-from tangram.models.lora.base_layers import base_layers
+from tangram.models.lora.bases import base_layers
 from tangram.models.lora.expert_adapters import factors_of
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted

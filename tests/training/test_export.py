@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from tangram.schema.plan import Plan
 from tangram.training.data import BYTES, END, Corpus, held_out_batches, open_corpus, prepare
-from tangram.training.objective.model_inputs import logits_in_order
+from tangram.training.objective.packing import logits_in_order
 from tangram.training.run.end_proofs import (
     ProofError,
     load_exported,

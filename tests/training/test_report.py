@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tangram.errors import UserError
-from tangram.planner.report.html_page import script_json
+from tangram.planner.report.html_parts import script_json
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.schema.precision import PrecisionPlan

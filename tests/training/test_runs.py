@@ -12,8 +12,7 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.schema.files import dumps
 from tangram.training.observe.compared_runs import compare_runs
-from tangram.training.observe.events import Evaluated, Note, StepDone
-from tangram.training.observe.steps_file import FILE, StepsFile, read_steps
+from tangram.training.observe.events import FILE, Evaluated, Note, StepDone, StepsFile, read_steps
 from tests.training.small import small_plan, write_text
 
 

@@ -17,8 +17,8 @@ from tangram.planner.local.peak_memory import ROUNDED_BYTES
 from tangram.schema.optimiser import OptimiserPlan, Rounding, RuleName
 from tangram.training.run.launch import run_ranks
 from tangram.training.step.optimiser_step import make_adamw
-from tangram.training.updates.parameter_shards import ParameterShards
 from tangram.training.updates.ruled_optimiser import RuledOptimiser, round_into
+from tangram.training.updates.update_rules import ParameterShards
 from tests.training import test_optimisers
 from tests.training.rounding_tasks import RULES, unlike
 from tests.training.test_optimisers import HALF, planned, run_all

@@ -15,7 +15,7 @@ from tangram.models.capturing.attention import numbers_of
 from tangram.planner.local.show import rows
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch
-from tangram.training.objective.model_inputs import balanced, model_inputs, token_order
+from tangram.training.objective.packing import balanced, model_inputs, token_order
 from tests.training.small import small_tables, write_text
 from tests.training.strategies import GATHERED
 

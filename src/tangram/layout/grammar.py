@@ -16,8 +16,7 @@ from lark import Lark, Token, Transformer, Tree
 from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken, VisitError
 
 from tangram.layout.errors import NotationError
-from tangram.layout.intervals import IntSet, normal
-from tangram.layout.maps import MAPS
+from tangram.layout.intervals import MAPS, IntSet, normal
 from tangram.layout.syntax import (
     REST,
     VOID,

@@ -14,8 +14,7 @@ from math import prod
 
 from tangram.layout import intervals
 from tangram.layout.errors import LayoutError
-from tangram.layout.intervals import IntSet
-from tangram.layout.maps import MAPS
+from tangram.layout.intervals import MAPS, IntSet
 from tangram.layout.mesh import Coords, Mesh
 from tangram.layout.notation import Layout
 from tangram.layout.region import Box, Region, box_intersect, flat_boxes

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import SupportsIndex
 
 from tangram.layout.errors import LayoutError
-from tangram.layout.maps import MAPS
+from tangram.layout.intervals import MAPS
 from tangram.layout.syntax import REST, VOID, Cut, Dim
 
 Shape = tuple[int, ...]

@@ -7,9 +7,8 @@ copies = plan(bound, source, target.pieces(rank))      # coverage proved, nothin
 execute(copies, source_buffers, target_buffers)        # {(place, name): tensor or array}
 """
 
-from tangram.relayout.copies.execute import execute
 from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding, shard
-from tangram.relayout.copies.plan import Copy, CopyPlan, TieCheck, plan
+from tangram.relayout.copies.plan import Copy, CopyPlan, TieCheck, execute, plan
 from tangram.relayout.exchange.peers import Peers
 from tangram.relayout.mapping.bind import BoundMapping, bind
 from tangram.relayout.mapping.codecs import CODECS, Codec

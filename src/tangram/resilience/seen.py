@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tangram.planner.cost.failures import FILE
+from tangram.planner.cost.goodput import FILE
 from tangram.resilience.policy import Cause, Failure
 from tangram.schema.plan import Plan
-from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone, StepSkipped
-from tangram.training.observe.steps_file import append_line
+from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone, StepSkipped, append_line
 
 MEMORY = "memory"
 ROUNDED = 1e-4

@@ -7,8 +7,7 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.schema.job import SourcePlan
-from tangram.training.data.files import list_files
-from tangram.training.data.rows import ROW
+from tangram.training.data.files import ROW, list_files
 from tangram.training.data.sources import documents
 from tests.training.data.texts import corpus_of, data_plan, texts_of
 

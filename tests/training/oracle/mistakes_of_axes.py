@@ -13,7 +13,7 @@ from tangram.kernels import attention
 from tangram.models.capturing import attention as attend
 from tangram.relayout.collectives import ring_attention
 from tangram.training.mesh import tensor_parallel
-from tangram.training.objective import expert_capacity, model_inputs, router_loss
+from tangram.training.objective import expert_capacity, packing, router_loss
 from tangram.training.parallel import pipeline, schedule_runtime
 from tangram.training.step import loop, objectives
 from tests.training.oracle.planting import other_values
@@ -151,7 +151,7 @@ def parts_of_keys_averaged(setting: Setting) -> Planted:
 @contextlib.contextmanager
 def labels_left_in_order(setting: Setting) -> Planted:
     """Tokens are balanced, and their labels are not."""
-    real = model_inputs.model_inputs
+    real = packing.model_inputs
 
     def inputs(tokens: Any, batch: Any) -> Any:
         found = real(tokens, batch)
@@ -167,9 +167,9 @@ def places_left_in_order(setting: Setting) -> Planted:
 
     def numbers(positions: Tensor) -> Tensor:
         found = attend.numbers_of(positions)
-        return found[:, model_inputs.balanced(positions.shape[1], 2).argsort()]
+        return found[:, packing.balanced(positions.shape[1], 2).argsort()]
 
-    with swapped(model_inputs, "numbers_of", numbers):
+    with swapped(packing, "numbers_of", numbers):
         yield
 
 

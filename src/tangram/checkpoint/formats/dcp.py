@@ -41,7 +41,7 @@ from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import Naming
 from tangram.checkpoint.formats.common.outgoing import WriteTask, filled
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
-from tangram.checkpoint.loading.prefetch import fetched
+from tangram.checkpoint.loading.page_memory import fetched
 from tangram.checkpoint.saving.file_writer import FileStream, Ring
 from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError

@@ -30,7 +30,7 @@ from tangram.checkpoint.formats.common.opened import SETTINGS, OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import MASTER, STEP, Naming, common_step, named, with_steps
 from tangram.checkpoint.formats.common.outgoing import WriteTask, filled
 from tangram.checkpoint.formats.common.side_files import small_files, write_side_files
-from tangram.checkpoint.loading.prefetch import fetched
+from tangram.checkpoint.loading.page_memory import fetched
 from tangram.errors import UserError
 from tangram.layout import Region
 from tangram.relayout import Piece, TensorSpec

@@ -28,12 +28,11 @@ from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.catalogue import active_numbers
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
-from tangram.planner.cost.failures import PRIOR, seen_failures
-from tangram.planner.cost.goodput import Goodput, Snapshots
+from tangram.planner.cost.goodput import PRIOR, Goodput, Snapshots, seen_failures
 from tangram.planner.cost.timeline import as_trace, timeline
 from tangram.planner.exports.numbers import strategy_request
 from tangram.planner.exports.targets import able_of
-from tangram.planner.imports.strategy import ReadStrategy
+from tangram.planner.imports.words import ReadStrategy
 from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.trainer_support import RUNS
 from tangram.planner.local.ranking_table import Titled
@@ -48,16 +47,15 @@ from tangram.planner.report.answer_tables import (
 )
 from tangram.planner.report.cost_tables import duration_json, duration_tables
 from tangram.planner.report.heterogeneous_tables import OverParts
-from tangram.planner.report.html_page import need_plotly
+from tangram.planner.report.html_parts import need_plotly
 from tangram.planner.report.report import Shown, write_report, write_step
-from tangram.planner.search.by_device_count import best
+from tangram.planner.search.by_device_count import Budget, best, durations, fewest
 from tangram.planner.search.explain import Explained, StrategyRequest, explain
 from tangram.planner.search.heterogeneous import alone, enough, over_parts, parts_of
 from tangram.planner.search.objectives import Terms, aim_of, hour_price
 from tangram.planner.search.pareto import Fronts, fronts
 from tangram.planner.search.query import Answer, ask_of, count_of, devices_of
 from tangram.planner.search.strategy import Ask, Choice, safe
-from tangram.planner.search.training_duration import Budget, durations, fewest
 from tangram.planner.space.framework_profiles import framework
 from tangram.text import refuse_unwritable, write_file
 

@@ -124,7 +124,7 @@ def export(
 
 def refuse_unknown(common: o.Common) -> None:
     """Raise UserError for names that are none, before what plans is loaded."""
-    from tangram.cli.plan.names import check
+    from tangram.cli.plan.options import check
 
     check(common)
 

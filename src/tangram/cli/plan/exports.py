@@ -14,7 +14,7 @@ from tangram.hardware.host.workers import command
 from tangram.models.outlines.outline import Outline
 from tangram.planner.exports.numbers import Written, numbers_of, strategy_request
 from tangram.planner.exports.targets import picked, target
-from tangram.planner.imports.strategy import ReadStrategy
+from tangram.planner.imports.words import ReadStrategy
 from tangram.planner.legality.enumerate import Able
 from tangram.planner.local.ranking_table import Titled
 from tangram.planner.platforms.jobs import RUN, job_of

@@ -2,6 +2,14 @@
 
 Capture writes both down, so that what is to happen to a tensor can be said at the border of a module, or around a
 function that its code calls, where a runtime can do it while the code itself stays as it is.
+
+Marks that stand in a model's code, as operators of a graph: they give what they take, and say how it lies.
+
+    tangram::mark(x, "batch seq/tp hidden")          x itself lies so, and what is given
+    tangram::relayout(x, "batch seq hidden/tp")      what is given lies so; x may lie otherwise
+
+Only while a capture listens are they run at all. So a graph carries the text of each and, as of every operator, the
+line that it is from, and a model that is not captured pays nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +17,9 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +28,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op  # pyright: ignore[reportUnknownVariableType]
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_structure  # pyright: ignore[reportUnknownVariableType]
 
@@ -196,3 +207,46 @@ class Log(TorchFunctionMode):
     def _leaves(self, tree: Any) -> Leaves:
         leaves: list[Any] = tree_leaves(tree)
         return tuple(self._value_of(x) if isinstance(x, Tensor) else None for x in leaves)
+
+
+MARK, RELAYOUT = "tangram::mark", "tangram::relayout"
+_listening: ContextVar[bool] = ContextVar("listening", default=False)
+Given = Callable[[Tensor, str], Tensor]
+
+
+def _copy(x: Tensor, layout: str) -> Tensor:
+    """As operators that a library adds have to: never what they take."""
+    return x.clone()
+
+
+def _empty(x: Tensor, layout: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _back(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient, None
+
+
+def _made(name: str) -> Given:
+    made: Any = custom_op(name, mutates_args=())(_copy)
+    made.register_fake(_empty)
+    made.register_autograd(_back)
+    return cast(Given, made)
+
+
+mark, relayout = _made(MARK), _made(RELAYOUT)
+
+
+@contextmanager
+def listening() -> Generator[None]:
+    """Marks in code that runs in here become operators."""
+    token = _listening.set(True)
+    try:
+        yield
+    finally:
+        _listening.reset(token)
+
+
+def is_listening() -> bool:
+    """Whether a capture is under way."""
+    return _listening.get()

@@ -31,10 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportU
 from tangram.errors import UserError
 from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_of_symbols, storage_of, with_values
 from tangram.models.capturing.answers import ASKING, Known
-from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, named_results
+from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, listening, named_results
 from tangram.models.capturing.custom import Customs
 from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, named_arguments, refs
-from tangram.models.capturing.noted import listening
 from tangram.models.capturing.opened import BACK, CUTTING, GROUPED, Opening, grouped, plain, plainly, unsaid
 from tangram.models.capturing.reasons import place_and_reason
 from tangram.models.capturing.stages import Through

@@ -28,7 +28,7 @@ import numpy as np
 from tangram.hardware.catalogue import curves
 from tangram.models.outlines.outline import Batched, Block, Group, Product, Scores, Stream
 from tangram.planner.cost.communication_time import exchange, no_links
-from tangram.planner.cost.expert_imbalance import busiest, greatest
+from tangram.planner.cost.kept_activations import busiest, greatest
 from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.setting import Setting
 

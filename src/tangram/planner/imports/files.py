@@ -7,10 +7,9 @@ from pathlib import Path
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Outline
 from tangram.planner.imports.megatron import megatron
-from tangram.planner.imports.strategy import ReadStrategy
 from tangram.planner.imports.tangram import tangram
 from tangram.planner.imports.torchtitan import is_torchtitan, torchtitan
-from tangram.planner.imports.words import words_of
+from tangram.planner.imports.words import ReadStrategy, words_of
 
 
 def strategy_of(path: Path, outline: Outline, devices: int, most: int) -> ReadStrategy:

@@ -12,8 +12,7 @@ from tangram.errors import UserError
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.megatron import STRATEGIES
 from tangram.planner.exports.numbers import Numbers, experts_of
-from tangram.planner.imports.strategy import ReadStrategy, nearest
-from tangram.planner.imports.words import Words
+from tangram.planner.imports.words import ReadStrategy, Words, nearest
 from tangram.planner.space.layers_per_stage import fewer, sizes
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, again_name
 from tangram.planner.space.setting import Precision

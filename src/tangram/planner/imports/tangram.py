@@ -16,7 +16,7 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers
-from tangram.planner.imports.strategy import ReadStrategy
+from tangram.planner.imports.words import ReadStrategy
 from tangram.planner.search.explain import ordered
 from tangram.planner.space.recompute import again_name, spread
 from tangram.planner.space.schedule_formulas import code

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.models.outlines.outline import Group, Outline
 from tangram.planner.exports.numbers import Numbers, experts_of
-from tangram.planner.imports.strategy import ReadStrategy, nearest
-from tangram.planner.imports.words import Words
+from tangram.planner.imports.words import ReadStrategy, Words, nearest
 from tangram.planner.space.layers_per_stage import sizes
 from tangram.planner.space.recompute import ALL_BLOCKS, BY_OPERATOR, NOTHING
 from tangram.planner.space.schedule_formulas import SCHEDULES

@@ -2,6 +2,8 @@
 
 Launch scripts are not run. Variables that they set to a plain value are put in where arguments use them; an argument
 whose value only a shell can work out is refused where it is needed, and never guessed.
+
+What comes of a file: a strategy, what of it is taken otherwise, and what was not looked at.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from typing import Any, cast
 import yaml
 
 from tangram.errors import UserError
+from tangram.models.outlines.outline import Group
+from tangram.planner.exports.numbers import Numbers
+from tangram.planner.space.recompute import EXPLAINED, again_name
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _SET = re.compile(r"(\w+)=(.*)", re.DOTALL)
@@ -153,3 +158,29 @@ def _filled(word: str, variables: Mapping[str, str]) -> str:
         return match[0] if known is None or "$" in known else known
 
     return _VARIABLE.sub(value, word)
+
+
+@dataclass(frozen=True)
+class ReadStrategy:
+    """A strategy that was read."""
+
+    numbers: Numbers
+    """`sequence` is 0 where the file does not say it."""
+    framework: str
+    """An entry of `frameworks.toml`: whose file it is."""
+    notes: tuple[str, ...]
+    """Of layout or time, and taken otherwise than it says."""
+    ignored: tuple[str, ...]
+    """Names in the file that say nothing of either."""
+
+
+def nearest(groups: Group, share: float, told: list[str], said: str) -> str:
+    """What is recomputed; of sets of operators that have no name the nearest that has one, which is told."""
+    if groups in (Group.NONE, Group.BLOCK):
+        return again_name(int(groups), share)
+    name = min(EXPLAINED, key=lambda one: int(EXPLAINED[one] ^ groups).bit_count())
+    if groups.bit_count() < int(EXPLAINED[name] ^ groups).bit_count():
+        name = again_name(0, 1.0)
+    if EXPLAINED.get(name) != groups:
+        told.append(f"{said}: taken as {name}, recomputed")
+    return name

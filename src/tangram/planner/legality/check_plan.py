@@ -33,12 +33,10 @@ from tangram.models.capturing.attention import refuse_unable
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.stages import refuse_unlike_chain, refuse_unlike_modules
-from tangram.models.lora.base_layers import base_layers
-from tangram.models.lora.bases import BASES
+from tangram.models.lora.bases import BASES, base_layers
 from tangram.models.outlines.costs import block_names
 from tangram.models.outlines.outline import Group
-from tangram.planner.legality.constraints import EXCHANGED, HEADS, RULES
-from tangram.planner.legality.engine import Facts, Refusal, nearest, refusals, uneven
+from tangram.planner.legality.engine import EXCHANGED, HEADS, RULES, Facts, Refusal, nearest, refusals, uneven
 from tangram.planner.legality.trainer_support import KV_HEADS, SAID
 from tangram.planner.space.grid import Grid, grid
 from tangram.planner.space.schedule_formulas import code

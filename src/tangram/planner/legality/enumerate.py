@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from tangram.models.outlines.outline import Group, Outline
-from tangram.planner.legality.constraints import legal
-from tangram.planner.legality.engine import Rule, facts_of, holding
+from tangram.planner.legality.engine import Rule, facts_of, holding, legal
 from tangram.planner.space.grid import Grid, grid, joined
 from tangram.planner.space.optimisers_and_offload import Offload, away, moved_of
 from tangram.planner.space.recompute import ALL_BLOCKS, NOTHING, SETS, SOME, Ladder

@@ -97,6 +97,6 @@ UNSAID = (
 """What no plan can say: such a choice does not become one."""
 
 RULES = (*SAID, *UNSAID)
-"""Beside those of `planner.legality.constraints`."""
+"""Beside those of `planner.legality.engine`."""
 RUNS = Able(staged=(0, 1), again=WHOLE, expert=1, uneven=0, rules=RULES)
 """For the search."""

@@ -18,8 +18,7 @@ from tangram.models.capturing.attention import by_tokens
 from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.stages import tied_modules
 from tangram.models.lora.adapters import Adapters, add_adapters
-from tangram.models.lora.base_layers import base_layers
-from tangram.models.lora.bases import BASES
+from tangram.models.lora.bases import BASES, base_layers
 from tangram.models.outlines.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.legality.check_plan import refused_heads

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from tangram.planner.local.ranking_table import Titled
+from tangram.planner.search.by_device_count import Budget, Duration, fewest
 from tangram.planner.search.objectives import Terms
 from tangram.planner.search.strategy import Choice
-from tangram.planner.search.training_duration import Budget, Duration, fewest
 
 
 def _hours(one: Choice, terms: Terms) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 What matters most comes first: what was asked, the strategy, what it is predicted to need. Then the ranking, why the
 first wins, its memory and its step action by action, what could be traded, and what would be otherwise. The page is
-`planner.report.html_page`'s; what charts show is `planner.report.charts`'s, and the tables are those of the command
+`planner.report.html_parts`'s; what charts show is `planner.report.charts`'s, and the tables are those of the command
 (`planner.report.answer_tables`). All text goes through `escape`: the name of a model may contain markup.
 """
 
@@ -37,8 +37,7 @@ from tangram.planner.report.answer_tables import (
 )
 from tangram.planner.report.charts import Picture
 from tangram.planner.report.figures import three
-from tangram.planner.report.html_page import page
-from tangram.planner.report.html_parts import figures, section, table
+from tangram.planner.report.html_parts import figures, page, section, table
 from tangram.planner.search.explain import Explained
 from tangram.planner.search.pareto import Fronts
 from tangram.planner.search.query import Answer

@@ -15,7 +15,7 @@ import numpy as np
 from tangram.hardware.catalogue.cluster import Cluster
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import Learned
-from tangram.planner.legality.constraints import legal
+from tangram.planner.legality.engine import legal
 from tangram.planner.legality.enumerate import Request
 from tangram.planner.search.branch_and_bound import quickest, search
 from tangram.planner.search.evaluate import CutRequest

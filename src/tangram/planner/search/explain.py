@@ -12,8 +12,7 @@ from tangram.hardware.catalogue.cluster import Cluster
 from tangram.layout import LayoutError, Mesh
 from tangram.models.outlines.outline import Outline
 from tangram.planner.cost.calibration import published
-from tangram.planner.legality.constraints import reasons
-from tangram.planner.legality.engine import facts_of, refusals
+from tangram.planner.legality.engine import facts_of, reasons, refusals
 from tangram.planner.legality.enumerate import ALL
 from tangram.planner.legality.exclusions import training_rules
 from tangram.planner.search.query import Answer, plan, requested

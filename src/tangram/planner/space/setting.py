@@ -5,7 +5,7 @@ Samples that are packed of documents: what attention costs where no token sees a
 Lengths are taken as log-normal with a mean and a 99th percentile, cut at the length of a sample. A query sees on the
 mean half of E[L^2] / E[L] keys, the length of the document of a token that is drawn. Ranks have documents of their own,
 so the sums of L^2 over a step differ, and the others wait for the rank of the longest ones: as far above the mean as
-the greatest of so many normal numbers (`planner.cost.expert_imbalance`), of a deviation that falls with the documents
+the greatest of so many normal numbers (`planner.cost.kept_activations`), of a deviation that falls with the documents
 of a rank's step.
 
 The trade-off: packing by work, which evens the sums, is not known here, and fused kernels are taken to skip what is

@@ -24,9 +24,8 @@ from tangram.layout import Region, region
 from tangram.layout.region import Box, box_size
 from tangram.relayout.copies.buffers import Buffers, Side, refuse_shared
 from tangram.relayout.copies.dtensor import layout_of, mesh_of
-from tangram.relayout.copies.execute import Step, compare, steps
 from tangram.relayout.copies.pieces import Holders, Piece, PieceIndex, Sharding
-from tangram.relayout.copies.plan import Copy, TieCheck, first_member, plan
+from tangram.relayout.copies.plan import Copy, Step, TieCheck, compare, first_member, plan, steps
 from tangram.relayout.exchange.messages import DIGEST, BoxRequest, Message, Segment, Wire, decoded, digest, encoded
 from tangram.relayout.exchange.peers import Peers
 from tangram.relayout.exchange.rounds import ExchangeReport, ExchangeRoute

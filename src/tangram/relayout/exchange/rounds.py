@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tangram.relayout.copies.execute import Step, write
+from tangram.relayout.copies.plan import Step, write
 from tangram.relayout.exchange.messages import ALIGNED, Message, pack, unpack
 from tangram.relayout.exchange.peers import Peers
 from tangram.relayout.exchange.shared_lanes import Lanes, noticed, open_lanes

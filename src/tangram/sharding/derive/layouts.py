@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tangram.layout import Layout
-from tangram.layout.intervals import size
+from tangram.layout.intervals import MAPS, size
 from tangram.layout.locate import indices_of_rank
-from tangram.layout.maps import MAPS
 from tangram.layout.syntax import VOID, Cut, Dim
 from tangram.sharding.derive.collectives_between import Label, cut_of, passed
 from tangram.sharding.derive.derive import Derived

@@ -30,7 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function  # pyright
 
 from tangram.errors import UserError
 from tangram.layout import Layout
-from tangram.models.capturing import noted
+from tangram.models.capturing import called as noted
 from tangram.models.capturing.called import caller, line_of
 from tangram.sharding.derive.marking.marks import InCode, Mark, parsed
 from tangram.sharding.derive.marking.meant import kind as _kind

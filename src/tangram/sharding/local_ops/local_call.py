@@ -12,9 +12,9 @@ divisor, a bias that is added to a sum. The notes of a rule say which:
     equal           a dim of one element is not broadcast to a larger one: where they differ, both are whole
     filled          the operator refuses tensors of nothing, which a part may be
 
-What parts need of each other, by windows (`tangram.sharding.propagation.halo`) and scans
-(`tangram.sharding.propagation.scan`), `run` does without: `run_all` runs ranks together that are all in this process,
-and a runtime moves `halo.needed` there and `scan.total` back by itself.
+What parts need of each other, by windows and scans (`tangram.sharding.propagation.halo`), `run` does without:
+`run_all` runs ranks together that are all in this process, and a runtime moves `halo.needed` there and `halo.total`
+back by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tangram.sharding.local_ops import local_variants
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.rank_part import Cuts, RankPart, factor_dim, layout_of, part_of, piece
-from tangram.sharding.propagation import halo, scan
+from tangram.sharding.propagation import halo
 from tangram.sharding.propagation.axis_choices import written
 from tangram.sharding.propagation.halo import needed
 from tangram.sharding.propagation.op_cost import results as without_memory
@@ -74,9 +74,9 @@ def run_all(
     if not any(f in parts[0].indices for f in bound.scans):
         return results
     if not in_place:
-        return scan.joined(bound, parts, results)
+        return halo.joined(bound, parts, results)
     copies = [tuple(one.clone() for one in own) for own in results]  # what is written may be kept for backward
-    for own, found in zip(results, scan.joined(bound, parts, copies), strict=True):
+    for own, found in zip(results, halo.joined(bound, parts, copies), strict=True):
         own[0].copy_(found[0])
     return results
 

@@ -25,7 +25,7 @@ from tangram.layout.syntax import Cut
 from tangram.sharding.local_ops.local_call import Cuts, RankPart, layout_of, part_of, piece, run
 from tangram.sharding.ops.bind import BoundOp, Dims
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.propagation import halo, neighbour_needs, scan
+from tangram.sharding.propagation import halo, neighbour_needs
 
 REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 EXPECTED_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, ZeroDivisionError)
@@ -135,7 +135,7 @@ def check(call: OpCall, bound: BoundOp, cuts: Cuts, mesh: Mesh, expected: Refere
         except EXPECTED_ERRORS as error:
             return failure(f"rank {part.rank}", f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     if linked:
-        found = scan.joined(bound, parts, found)
+        found = halo.joined(bound, parts, found)
     results = [tuple(_plain(r) for r in own) for own in found]
     tried = _Tried(bound, cuts, mesh, parts)
     for i, want in enumerate(expected.results):

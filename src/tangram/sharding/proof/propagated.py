@@ -21,7 +21,7 @@ from tangram.layout.intervals import IntSet, elements
 from tangram.layout.locate import indices_of_rank
 from tangram.sharding.local_ops.local_call import RankPart, run_all
 from tangram.sharding.ops.cut_trees import dim_of
-from tangram.sharding.ops.same_cut import made_of
+from tangram.sharding.ops.rank_part import made_of
 from tangram.sharding.proof.execute import EXPECTED_ERRORS, REDUCE, Failure, differs, undefined
 from tangram.sharding.propagation.propagate import Propagation
 

@@ -22,8 +22,8 @@ from tangram.layout import Mesh
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall, is_written, schema_of
 from tangram.sharding.ops.cut_trees import Tree, axes_of, context, with_axis
+from tangram.sharding.ops.rank_part import LISTED, in_chunks
 from tangram.sharding.ops.read_inputs import PlacedInput
-from tangram.sharding.ops.same_cut import LISTED, in_chunks
 from tangram.sharding.propagation.neighbour_needs import price, refusal
 
 Kind = Literal["cut", "waits", "at", "whole"]

@@ -2,7 +2,7 @@
 
     halo    what a part's windows read and other parts hold (`tangram.sharding.propagation.halo`), all at once
     scan    the totals of the other parts, one slice of the results for each stretch
-            (`tangram.sharding.propagation.scan`)
+            (`tangram.sharding.propagation.halo`)
 
 Bytes are exact averages over the ranks: sets are counted, rank by rank of the axes that cut the factor, whatever their
 maps. Over several axes each counts what passes between ranks of which it is the first axis that tells them apart; of
@@ -25,8 +25,8 @@ from tangram.layout.locate import indices_of_rank
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of, only
+from tangram.sharding.ops.rank_part import of_result
 from tangram.sharding.ops.read_inputs import PlacedInput
-from tangram.sharding.ops.same_cut import of_result
 from tangram.sharding.ops.windows import SlidingWindow
 from tangram.sharding.propagation.op_cost import results
 

@@ -23,10 +23,10 @@ from tangram.sharding.ops import factor_products
 from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import Tree, axes_of, dim_of, pruned
+from tangram.sharding.ops.rank_part import made_of
 from tangram.sharding.ops.read_inputs import PlacedInput, read
 from tangram.sharding.ops.rule_table import RuleTable
 from tangram.sharding.ops.rule_table import bound as find_bound
-from tangram.sharding.ops.same_cut import made_of
 from tangram.sharding.propagation import neighbour_needs, op_cost
 from tangram.sharding.propagation.axis_choices import (
     ALL_GATHER,

@@ -44,12 +44,11 @@ from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.transitions import Change, sizes_after
 from tangram.sharding.local_ops.local_call import arguments_of
 from tangram.sharding.ops.calls import OpCall
-from tangram.sharding.runtime.called_again import refuse_called_again, refuse_parts_again
 from tangram.sharding.runtime.install import Now, Runtime, done
 from tangram.sharding.runtime.lower import cut_classes, lower, places_of
 from tangram.sharding.runtime.operators import Operators
 from tangram.sharding.runtime.program import CallKey, OpAction, Program, draws, draws_full_tensor
-from tangram.sharding.runtime.writes import lost_views, refuse_lost_writes
+from tangram.sharding.runtime.writes import lost_views, refuse_called_again, refuse_lost_writes, refuse_parts_again
 
 PASSING = frozenset(
     {"clone", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "_reshape_alias"}

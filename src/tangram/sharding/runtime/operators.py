@@ -31,7 +31,7 @@ from tangram.sharding.ops.bind import BoundOp
 from tangram.sharding.ops.calls import OpCall
 from tangram.sharding.ops.cut_trees import axes_of
 from tangram.sharding.ops.rank_part import RankPart, stands
-from tangram.sharding.propagation import scan
+from tangram.sharding.propagation import halo
 from tangram.sharding.propagation.halo import needed
 from tangram.sharding.runtime.install import Bring
 from tangram.sharding.runtime.lower import makers, places_of, written_by
@@ -72,7 +72,7 @@ class Linked:
                     return move(x, cut(dim), SEVERAL, self._groups[axis], differentiable=x.is_floating_point())
 
                 every = [one.indices[factor] for one in along(axis)]
-                results = scan.with_others(op, results, dim, part.indices[factor], every, exchange)
+                results = halo.with_others(op, results, dim, part.indices[factor], every, exchange)
         return results
 
 

@@ -3,6 +3,8 @@
 A tensor that is moved, cut or put together is another one than before: what is then written into it is not in the
 first, with which the model's code goes on. Likewise a view of what has been moved, and a view that is made otherwise on
 a part.
+
+What the backward calls again where no runtime sees it: outside of any module's forward.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 from tangram.errors import UserError
 from tangram.models.capturing.graph import Called, Graph, Node, Run, refs
 from tangram.models.capturing.opened import unsaid
+from tangram.sharding.derive.derive import Derived
+from tangram.sharding.derive.layouts import input_states
 from tangram.sharding.ops.calls import schema_of
 from tangram.sharding.runtime.program import Border, OpAction, Program
 
@@ -134,3 +138,53 @@ def written_by(node: Node) -> list[int]:
     """The tensors that a node writes into."""
     written = [a.name for a in schema_of(node.operator).arguments if a.is_write]
     return [v for name in written for v in refs(node.arguments[name])]
+
+
+def refuse_called_again(graph: Graph, call: Called) -> None:
+    """Raise UserError for a call that something is done with: in the backward it would be made as it is, and draw other
+    numbers."""
+    within = next((one for one in graph.customs if one.first <= call.first and call.stop <= one.stop), None)
+    if within is not None and within.draws and call.run not in within.runs:
+        raise UserError(
+            f"{call.line}: {call.function} draws random numbers that the backward of {within.name}, an "
+            "autograd.Function, draws again outside of any module's forward: keep them with ctx.save_for_backward"
+        )
+    if call.again:
+        raise UserError(
+            f"{call.line}: {call.function} is done otherwise on a part, and torch.utils.checkpoint calls it again "
+            "outside of any module's forward: checkpoint a module instead of a function"
+        )
+
+
+def refuse_parts_again(found: Derived) -> None:
+    """Raise UserError for parts of parameters: outside of a module's forward they are DTensors, for whoever gathers."""
+    graph = found.folded.graph
+    for call in (call for call in graph.calls if call.again):
+        for name in _cut(found, [v for node in graph.nodes[call.first : call.stop] for v in node.inputs]):
+            raise UserError(
+                f"{call.line}: {call.function} takes a part of {name}, and torch.utils.checkpoint calls it again "
+                "outside of any module's forward: checkpoint a module instead of a function"
+            )
+    for one in graph.customs:
+        for name in _cut(found, one.late):
+            raise UserError(
+                f"{one.line}: the backward of {one.name}, an autograd.Function, takes {name}, of which a rank has a "
+                "part: keep what it needs in the forward, by ctx.save_for_backward"
+            )
+
+
+def read_late(found: Derived) -> set[str]:
+    """The parameters that a backward reads outside of any module's forward: as they stand in the model then."""
+    graph = found.folded.graph
+    calls = (call for call in graph.calls if call.again)
+    values = {v for call in calls for node in graph.nodes[call.first : call.stop] for v in node.inputs}
+    values |= {v for one in graph.customs for v in one.late}
+    return {graph.values[v].name for v in values if graph.values[v].kind == "parameter"}
+
+
+def _cut(found: Derived, values: Sequence[int]) -> Iterator[str]:
+    """The names of parameters of which a rank has a part."""
+    for v in values:
+        value, lies = found.folded.graph.values[v], input_states(found, found.folded.classes[v])
+        if value.kind == "parameter" and any(one.kind == "cut" for one in lies.values()):
+            yield value.name

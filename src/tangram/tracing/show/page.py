@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tangram.planner.report.html_page import page, part
-from tangram.planner.report.html_parts import section, table
+from tangram.planner.report.html_parts import page, part, section, table
 from tangram.text import write_file
 from tangram.tracing.files.format import Kind, Phase
 from tangram.tracing.reading import RankTrace

@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
-from tangram.training.data.files import LEFT_OUT
-from tangram.training.data.rows import ROW
+from tangram.training.data.files import LEFT_OUT, ROW
 from tangram.training.data.sources import EMPTY
 from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 

@@ -23,8 +23,19 @@ from typing import Any, BinaryIO, Literal, cast
 
 from tangram.errors import UserError
 from tangram.models.building.directory import POINTER, refuse_pointers
-from tangram.training.data.files import CELLS, COMPRESSED, JSON, JSON_LINES, PARQUET
-from tangram.training.data.rows import ROW, TextRow, no_field, row_text, text_of, unreadable
+from tangram.training.data.files import (
+    CELLS,
+    COMPRESSED,
+    JSON,
+    JSON_LINES,
+    PARQUET,
+    ROW,
+    TextRow,
+    no_field,
+    row_text,
+    text_of,
+    unreadable,
+)
 
 Kind = Literal["text", "JSON lines", "JSON", "cells", "parquet", "binary"]
 

@@ -15,9 +15,20 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from tangram.errors import UserError
-from tangram.training.data.files import JSON_LINES, LEFT_OUT, TAKEN, Files
+from tangram.training.data.files import (
+    JSON_LINES,
+    LEFT_OUT,
+    ROW,
+    TAKEN,
+    Files,
+    NoField,
+    TextRow,
+    no_field,
+    row_text,
+    text_of,
+    unreadable,
+)
 from tangram.training.data.opened import OpenedDataset, cell_rows, dataset_rows, opened, parquet_rows
-from tangram.training.data.rows import ROW, NoField, TextRow, no_field, row_text, text_of, unreadable
 
 READING = 4
 """The rules by which files are read; to be raised when the same files come to give other documents."""

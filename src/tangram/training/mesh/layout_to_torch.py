@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, Region, intervals, region
+from tangram.layout.intervals import MAPS
 from tangram.layout.locate import indices_of_rank
-from tangram.layout.maps import MAPS
 from tangram.layout.placements import to_placements
 from tangram.planner.legality.check_plan import bound_layout
 from tangram.schema.plan import Plan

@@ -53,7 +53,6 @@ from tangram.sharding.eager.api import marks_in
 from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.samples import places_of
 from tangram.sharding.runtime.apply_change import RankRoutes, brought
-from tangram.sharding.runtime.called_again import read_late
 from tangram.sharding.runtime.dry_check import rehearsed
 from tangram.sharding.runtime.install import Now, Runtime
 from tangram.sharding.runtime.lower import refuse_cut_buffers, refuse_cut_inputs
@@ -61,6 +60,7 @@ from tangram.sharding.runtime.operators import Linked, Operators
 from tangram.sharding.runtime.program import Program
 from tangram.sharding.runtime.ring_attention import NAME as RING
 from tangram.sharding.runtime.ring_attention import RingMark, Rings
+from tangram.sharding.runtime.writes import read_late
 from tangram.training.mesh import modes
 from tangram.training.mesh.gradient_sums import GradientSums
 from tangram.training.mesh.groups import (
@@ -83,8 +83,8 @@ from tangram.training.mesh.local_parts import (
     own_part,
     written_parameters,
 )
+from tangram.training.mesh.mapped_tensors import keep_written
 from tangram.training.mesh.world import World, dim_of
-from tangram.training.mesh.written_parameters import keep_written
 
 MOST_COMPARED = 1 << 12
 Sizes = tuple[tuple[str, Any], ...]

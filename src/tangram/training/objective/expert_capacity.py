@@ -44,7 +44,7 @@ from tangram.training.data import IGNORE
 from tangram.training.mesh.local_parts import ResultPlacement
 from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.mesh.world import World
-from tangram.training.objective.model_inputs import ModelInputs
+from tangram.training.objective.packing import ModelInputs
 from tangram.training.objective.router_loss import result_placement, routers_in
 
 _DIGIT = 8

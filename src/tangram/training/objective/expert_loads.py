@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.errors import UserError
-from tangram.models.lora.base_layers import BASE
+from tangram.models.lora.bases import BASE
 from tangram.training.data import Batch
 from tangram.training.mesh.world import World
-from tangram.training.observe.events import ExpertLoads
-from tangram.training.observe.steps_file import EXPERTS, read_lines
+from tangram.training.observe.events import EXPERTS, ExpertLoads, read_lines
 
 _INDEX = ("top_k_index", "router_indices")
 """What the argument is called that has each token's experts."""

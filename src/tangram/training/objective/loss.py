@@ -30,7 +30,7 @@ from tangram.training.data import IGNORE
 from tangram.training.mesh.local_parts import ResultPlacement, own_part
 from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.objective.cached_teacher import TopLogits
-from tangram.training.objective.model_inputs import ModelInputs
+from tangram.training.objective.packing import ModelInputs
 
 
 class Logits(NamedTuple):

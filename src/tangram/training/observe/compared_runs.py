@@ -14,7 +14,7 @@ from tangram.errors import UserError
 from tangram.planner.report import figures
 from tangram.schema.files import load
 from tangram.schema.job import Job
-from tangram.training.observe.steps_file import read_steps
+from tangram.training.observe.events import read_steps
 from tangram.training.observe.summary import LAST_STEPS
 
 SHOWN = 10

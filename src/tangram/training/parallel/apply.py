@@ -41,7 +41,7 @@ from tangram.training.mesh.tensor_parallel import DerivedModel, install
 from tangram.training.mesh.world import World, of_stage
 from tangram.training.objective import expert_capacity, router_loss
 from tangram.training.objective.expert_capacity import Capacity
-from tangram.training.objective.model_inputs import token_order
+from tangram.training.objective.packing import token_order
 from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.fsdp import map_padded, shard
 from tangram.training.parallel.layer_stream import stream

@@ -37,7 +37,7 @@ from tangram.training.mesh.tensor_parallel import DerivedModel
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_capacity import Capacity
 from tangram.training.objective.loss import Logits, leaving, logits_placement
-from tangram.training.objective.model_inputs import ModelInputs, TokenOrder, model_inputs
+from tangram.training.objective.packing import ModelInputs, TokenOrder, model_inputs
 from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.fsdp import StepShards

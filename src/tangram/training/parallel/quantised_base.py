@@ -6,7 +6,7 @@
     forward     the layer's own code runs with the weight, made for it; autograd keeps no copy of it
     backward    where the gradient of what came in needs the weight, it is made again; it has no gradient itself
 
-Which layers these are says `models.lora.base_layers`. What reads `weight` outside of its layer's forward fails.
+Which layers these are says `models.lora.bases`. What reads `weight` outside of its layer's forward fails.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from tangram.errors import UserError
 from tangram.layout import intervals
 from tangram.layout.intervals import IntSet, span
-from tangram.models.lora.base_layers import base_layers
-from tangram.models.lora.bases import BASES, Base, Kept, Picked
+from tangram.models.lora.bases import BASES, Base, Kept, Picked, base_layers
 from tangram.models.lora.expert_adapters import made_again
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS

@@ -30,7 +30,7 @@ from tangram.models.lora.adapter_files import merge_adapters, save_adapters
 from tangram.schema.plan import Plan
 from tangram.training.data import Corpus, Tokens, held_out_batches
 from tangram.training.mesh.modes import without_cache
-from tangram.training.objective.model_inputs import logits_in_order, token_order
+from tangram.training.objective.packing import logits_in_order, token_order
 from tangram.training.observe.events import Doing, Note
 from tangram.training.observe.text_tables import printable
 from tangram.training.parallel.quantised_base import dequantise

@@ -35,8 +35,7 @@ from tangram.training.data import (
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
 from tangram.training.observe.boards import BOARD_FOLDER, Boards
-from tangram.training.observe.events import Doing, Note, Record, TableEvent
-from tangram.training.observe.steps_file import StepsFile
+from tangram.training.observe.events import Doing, Note, Record, StepsFile, TableEvent
 from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze

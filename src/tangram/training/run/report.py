@@ -1,7 +1,8 @@
 """The report of a run: one HTML file for a person, with everything in it, that never asks the network for anything.
 
 What matters most comes first: did it learn, is what was saved what was trained, does the export load. Then the curves,
-then what was predicted beside what was measured, then what was run and where. The page is `planner.report.html_page`'s.
+then what was predicted beside what was measured, then what was run and where. The page is
+`planner.report.html_parts`'s.
 
 All text goes through `escape`: a plan and what a model writes are free to contain markup.
 """
@@ -15,8 +16,7 @@ from pathlib import Path
 
 import tangram
 from tangram.planner.report import figures
-from tangram.planner.report.html_page import page
-from tangram.planner.report.html_parts import section
+from tangram.planner.report.html_parts import page, section
 from tangram.schema.files import dumps
 from tangram.schema.plan import Plan
 from tangram.text import packaged, write_file

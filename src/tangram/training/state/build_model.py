@@ -23,7 +23,7 @@ from tangram.schema.plan import Plan
 from tangram.training.data import Tokens
 from tangram.training.mesh.local_parts import NO_PARTS, PlainParts
 from tangram.training.mesh.world import World
-from tangram.training.objective.model_inputs import token_order
+from tangram.training.objective.packing import token_order
 from tangram.training.parallel.apply import apply, fill, freeze, give_storage, materialise
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import keep_parameters

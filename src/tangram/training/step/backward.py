@@ -16,7 +16,7 @@ from tangram.tracing.trace import Trace
 from tangram.training.data import RankBatches
 from tangram.training.mesh.drawing import Draws, drawing
 from tangram.training.objective.loss import Logits
-from tangram.training.objective.model_inputs import model_inputs
+from tangram.training.objective.packing import model_inputs
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun
 from tangram.training.step.objectives import LossSum, Objective, Sums, objective_of

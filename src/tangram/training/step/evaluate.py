@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tangram.training.data import Batch, Corpus, held_out_batches
 from tangram.training.objective.loss import Logits
-from tangram.training.objective.model_inputs import TokenOrder, logits_in_order
+from tangram.training.objective.packing import TokenOrder, logits_in_order
 from tangram.training.objective.step_guard import must_be_finite
 from tangram.training.parallel.fsdp import resharded
 from tangram.training.parallel.model import ParallelModel

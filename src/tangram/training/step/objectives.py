@@ -32,7 +32,7 @@ from tangram.training.objective.loss import (
     token_divergence,
     token_loss,
 )
-from tangram.training.objective.model_inputs import model_inputs
+from tangram.training.objective.packing import model_inputs
 from tangram.training.objective.preferences import (
     FIGURES,
     FORMULAS,

@@ -23,8 +23,8 @@ from tangram.training.mesh.local_parts import NO_PARTS, PlainParts, local
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import dtype_of
 from tangram.training.step.weight_decay import rules_of, why_not
-from tangram.training.updates.parameter_shards import ParameterShards, shards_of
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
+from tangram.training.updates.update_rules import ParameterShards, shards_of
 
 NONE_USED: Mapping[str, "LocalGradient"] = MappingProxyType({})
 

@@ -26,7 +26,7 @@ from tangram.text import write_file
 from tangram.training.data import batches_once, held_out_batches, open_corpus, prepare, tokens_of
 from tangram.training.mesh.world import make_world
 from tangram.training.objective.cached_teacher import INDEX, CacheWriter, made_of, row_keys, top_rows
-from tangram.training.objective.model_inputs import logits_in_order
+from tangram.training.objective.packing import logits_in_order
 from tangram.training.observe.events import Doing, Note
 from tangram.training.parallel.model import evaluating
 from tangram.training.run.launch import Rank, run_ranks

@@ -25,8 +25,7 @@ from tangram.errors import UserError
 from tangram.relayout.mapping.states import SAME, States, StateSpec
 from tangram.schema.optimiser import Rounding
 from tangram.training.mesh.local_parts import local
-from tangram.training.updates.parameter_shards import ParameterShards
-from tangram.training.updates.update_rules import RULES, UpdatedPart, UpdateRule
+from tangram.training.updates.update_rules import RULES, ParameterShards, UpdatedPart, UpdateRule
 
 MASTER = "master"
 """The name of the state."""

@@ -40,24 +40,22 @@ from tangram.checkpoint.formats.archives.state_dicts import (
 )
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.side_files import small_files
-from tangram.checkpoint.formats.deepspeed.flat_partitions import (
+from tangram.checkpoint.formats.deepspeed.rank_files import (
     Key,
     Shape,
     Stretch,
-    in_rows,
-    in_shares,
-    pieces_of,
-    share_of,
-)
-from tangram.checkpoint.formats.deepspeed.rank_files import (
     Zero,
     flat_state,
+    in_rows,
+    in_shares,
     list_of,
     members,
     paddings_of,
+    pieces_of,
     read_model,
     read_zero,
     shapes_of,
+    share_of,
     step_of,
     table_of,
 )

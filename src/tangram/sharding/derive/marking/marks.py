@@ -28,8 +28,8 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, NotationError
 from tangram.layout.sizes import check_cut
 from tangram.layout.syntax import Dim
+from tangram.models.capturing.called import MARK, RELAYOUT
 from tangram.models.capturing.graph import Graph, Node
-from tangram.models.capturing.noted import MARK, RELAYOUT
 from tangram.sharding.derive.marking.nodes import operators
 from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Gathered, State, beside, cut, parts_of

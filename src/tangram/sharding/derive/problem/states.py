@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tangram.layout.intervals import IntSet, product, size, span
-from tangram.layout.maps import MAPS
+from tangram.layout.intervals import MAPS, IntSet, product, size, span
 from tangram.relayout.collectives import one_collective
 from tangram.relayout.collectives.one_collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from tangram.relayout.collectives.one_collective import RankPlacement as State

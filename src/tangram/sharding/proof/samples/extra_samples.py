@@ -20,7 +20,7 @@ from tangram.kernels.fused.gated import GATED
 from tangram.kernels.fused.norm import ADD_RMS_NORM, RMS_NORM
 from tangram.kernels.fused.projected_loss import PROJECTED_LOSS
 from tangram.kernels.fused.rotary import ROTARY
-from tangram.models.capturing import noted
+from tangram.models.capturing import called as noted
 
 
 def _of_fused(*shape: int) -> Tensor:
