@@ -39,12 +39,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "what is written through .data is refused", (_CODE,),
     ),
     Mutant(
-        "written-and-thrown-away", "training/mesh/mapped_tensors.py",
+        "written-and-thrown-away", "training/mesh/written_parameters.py",
         "prepend=True", "prepend=False",
         "parameters are taken over after FSDP2 has let them go", (_BUFFERS,),
     ),
     Mutant(
-        "written-part-of-the-first", "training/mesh/mapped_tensors.py",
+        "written-part-of-the-first", "training/mesh/written_parameters.py",
         "int(one.mesh_info.shard_mesh_rank)", "0",
         "each rank takes over the first rank's part", (_BUFFERS,),
     ),

@@ -28,9 +28,9 @@ from tangram.sharding.derive.marking.marks import Mark
 from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.local_ops.samples import draws_of
 from tangram.training.data import Batch, RankBatches
-from tangram.training.mesh.mapped_tensors import keep_written
 from tangram.training.mesh.tensor_parallel import parallel
 from tangram.training.mesh.world import make_world
+from tangram.training.mesh.written_parameters import keep_written
 from tangram.training.observe.events import SaveFailed
 from tangram.training.parallel.apply import apply
 from tangram.training.run.launch import Rank

@@ -34,8 +34,8 @@ from tangram.sharding.local_ops.random_ops import DrawMode
 from tangram.sharding.local_ops.samples import draws_of, places_of
 from tangram.training.data import RankBatches
 from tangram.training.mesh import modes
-from tangram.training.mesh.mapped_tensors import keep_written
 from tangram.training.mesh.tensor_parallel import DerivedModel
+from tangram.training.mesh.written_parameters import keep_written
 
 
 class Drawer:

@@ -83,8 +83,8 @@ from tangram.training.mesh.local_parts import (
     own_part,
     written_parameters,
 )
-from tangram.training.mesh.mapped_tensors import keep_written
 from tangram.training.mesh.world import World, dim_of
+from tangram.training.mesh.written_parameters import keep_written
 
 MOST_COMPARED = 1 << 12
 Sizes = tuple[tuple[str, Any], ...]

@@ -26,8 +26,9 @@ from torch.distributed.tensor import Shard
 from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.training.mesh.layout_to_torch import ParameterCuts
-from tangram.training.mesh.mapped_tensors import fsdp_groups, mapped_like
+from tangram.training.mesh.mapped_tensors import mapped_like
 from tangram.training.mesh.world import World
+from tangram.training.mesh.written_parameters import fsdp_groups
 from tangram.training.parallel.data_parallel import Replicas
 from tangram.training.parallel.precision import keep_gradients, of_one_type, policy_of
 

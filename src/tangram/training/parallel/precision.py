@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.mesh.mapped_tensors import fsdp_groups
+from tangram.training.mesh.written_parameters import fsdp_groups
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -35,7 +35,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tangram.schema.schedule_table import Row, Schedule
-from tangram.training.mesh.mapped_tensors import fsdp_groups
+from tangram.training.mesh.written_parameters import fsdp_groups
 from tangram.training.parallel.data_parallel import Replicas
 
 Before = Callable[[int, int], None]
