@@ -22,6 +22,14 @@ def a_tensor(rank: Rank, size: int) -> Tensor:
     return torch.full((size,), rank.index)
 
 
+def ready_to_give_way(rank: Rank, payload: None) -> tuple[int, int]:
+    """How much sooner than others the kernel would kill this rank, and its writer, where memory runs out."""
+    assert rank.spare is not None
+    own, writer = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ("self", rank.spare.pid))
+    rank.spare.kill()
+    return own, writer
+
+
 def add_up(rank: Rank, payload: int) -> int:
     """Talk to the others, to the parent, and return a result."""
     rank.emit(f"rank {rank.index} is here")

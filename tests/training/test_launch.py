@@ -14,7 +14,16 @@ from tangram.errors import UserError
 from tangram.training.run import launch
 from tangram.training.run.environment import refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
-from tests.training.launch_tasks import a_tensor, abort_at_exit, add_up, be_slow, fail, hang, lose_fork_server
+from tests.training.launch_tasks import (
+    a_tensor,
+    abort_at_exit,
+    add_up,
+    be_slow,
+    fail,
+    hang,
+    lose_fork_server,
+    ready_to_give_way,
+)
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
 
@@ -24,6 +33,14 @@ def test_results_in_rank_order_and_events() -> None:
     assert run_ranks(add_up, 10, world=2, on_event=events.append, device="cpu") == [21, 21]
     assert sorted(map(str, events)) == ["rank 0 is here", "rank 1 is here"]
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="Linux has it")
+def test_where_memory_runs_out_ranks_are_killed_before_their_launcher() -> None:
+    """Of small models the launcher is the largest process, and the kernel takes that: a run ended with it."""
+    mine = int(Path("/proc/self/oom_score_adj").read_text())
+    own, writer = run_ranks(ready_to_give_way, None, world=1, on_event=print, device="cpu", spare=True)[0]
+    assert (own, writer) == (min(1000, mine + 300), mine)
 
 
 def test_tensors_of_ranks_that_have_ended_meanwhile_are_there() -> None:

@@ -40,7 +40,14 @@ from tangram.tracing.trace import UNTRACED, Trace
 from tangram.tracing.watch import LOOK_SECONDS, Watch
 from tangram.training.observe.events import Note, StopRequested
 from tangram.training.run.environment import Among
-from tangram.training.run.fork_server import Inherited, context_of_ranks, end_with_parent, fork_spare, signals_deferred
+from tangram.training.run.fork_server import (
+    Inherited,
+    context_of_ranks,
+    end_with_parent,
+    fork_spare,
+    give_way_in_memory,
+    signals_deferred,
+)
 from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, interrupt, on_signals
 
 Payload = TypeVar("Payload")
@@ -319,6 +326,7 @@ def _rank_main(
     stop = Stop(orders, heard=lambda name: _send(line, _Request(name)))
     try:
         spare = fork_spare() if start.spare else None  # before there are threads, or a device
+        give_way_in_memory()
         end_with_parent(start.store.parents[1])
         # Of a second signal, too, it is for the parent to make something.
         with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
