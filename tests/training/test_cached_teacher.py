@@ -16,8 +16,8 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.rank import teacher_costs
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.teacher import teacher_costs
 from tangram.schema.files import load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan

@@ -15,8 +15,8 @@ from tangram.errors import UserError
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.estimate import estimate
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.rank import teacher_costs, teacher_plan
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.teacher import teacher_costs, teacher_plan
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import DistillPlan, LoraPlan, PreferencePlan

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from tangram.errors import UserError
 from tangram.models.building.build import Source, build_on_meta
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.rank import teacher_plan
+from tangram.planner.local.teacher import teacher_plan
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.data import Tokens
