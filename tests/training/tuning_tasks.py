@@ -266,7 +266,11 @@ def adapted(model: Any, plan: Plan) -> Any:
 
     if plan.lora is None:
         return model
-    config = LoraConfig(r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear")
+    config = LoraConfig(
+        r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear",
+        modules_to_save=[*plan.lora.modules_to_save] or None,
+        trainable_token_indices=[*plan.lora.trainable_token_indices] or None,
+    )  # fmt: skip
     model = get_peft_model(model, config)
     begin_as(model, plan)
     return model
