@@ -1,4 +1,4 @@
-"""Public reports about learning from preferences: what both sides are compared with was no longer the begin."""
+"""Public reports about learning from preferences and from a teacher, each with its input rebuilt small."""
 
 # ruff: noqa: N806  a tensor carries its dims in its name
 
@@ -21,21 +21,25 @@ from tangram.training.run.rank import RankJob, begin
 from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out
+from tests.training import taught
 from tests.training.pairs import oracle, write_pairs
 from tests.training.tuning_tasks import Fenced, assert_as_expected, run_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-WAYS = {"one": Strategy("one process", "dp=1", ("dp",), shard="dp"), "tp": Strategy("tensor", "tp=2", (), (TENSOR,))}
+WAYS = {
+    "one": Strategy("one process", "dp=1", ("dp",), shard="dp"), "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
+    "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
+}  # fmt: skip
 SET = {
     "data.sequence": "64", "data.global_batch": "6", "optimiser.schedule": "constant", "optimiser.lr": "1e-2",
     "run.steps": "3",
 }  # fmt: skip
 
 
-def planned(folder: Path, way: str, file: str = "dpo.toml", **more: str) -> Plan:
+def planned(folder: Path, way: str, file: str = "dpo.toml", micro: int = 6, **more: str) -> Plan:
     asked = load(folder / file, {**SET, "data.cache": str(folder / "cache"), **more})
     prepare(asked.data, tokens_of(asked), lambda event: None)
-    return plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 6)
+    return plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), micro)
 
 
 @pytest.mark.parametrize("kind", ["modules_to_save", "trainable_token_indices"])
@@ -92,3 +96,33 @@ def test_held_out_pairs_are_compared_with_the_begin_after_training(tmp_path: Pat
     assert float(margins.abs().mean()) > 1e-2
     assert figures["rewards/margins"] == pytest.approx(float(margins.mean()), rel=1e-4)
     assert figures["loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(margins).mean()), rel=1e-5)
+
+
+def test_all_parameters_learn_from_labels_under_fsdp(tmp_path: Path) -> None:
+    """hiyouga/LlamaFactory#10126: KTO and DPO of all parameters had a loss of 0 and gradients that were no numbers."""
+    folder = write_pairs(tmp_path)
+    plans = {("kto", "fsdp"): planned(folder, "fsdp", "kto.toml", micro=2)}
+    (ranks,) = run_each(plans, folder / "runs").values()
+    expected = oracle(planned(folder, "one", "kto.toml"))
+    assert expected.losses[0] == pytest.approx(0.5)
+    assert expected.losses[-1] < 0.499
+    assert_as_expected(ranks, expected, "fsdp", 3)
+
+
+def test_no_loss_knows_its_micro_batches(tmp_path: Path) -> None:
+    """huggingface/trl#6006: a divergence was the mean of means over micro-batches; unslothai/unsloth#2055: the loss of
+    ORPO was twice as large with two of them."""
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "taught").mkdir()
+    pairs, rows = write_pairs(tmp_path / "pairs"), taught.write_taught(tmp_path / "taught")
+    orpo = {"preference.loss_type": "orpo", "run.steps": "2"}
+    plans = {
+        ("orpo", "one"): planned(pairs, "one", micro=1, **orpo),
+        ("jsd", "one"): planned(
+            rows, "one", "distill.toml", 1, **{"distill.loss_type": "jsd", "distill.alpha": "0.0", "run.steps": "2"}
+        ),
+    }
+    assert {plan.micro_steps for plan in plans.values()} == {6}
+    expected = {"orpo": oracle(planned(pairs, "one", **orpo)), "jsd": taught.oracle(plans["jsd", "one"])}
+    for (job, _), ranks in run_each(plans, tmp_path / "runs").items():
+        assert_as_expected(ranks, expected[job], "one", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -253,6 +254,8 @@ def oracle(plan: Plan, *, alpha: float | None = None, **options: Any) -> Traced:
     )  # fmt: skip
     if lora.start is None:
         peft: Any = get_peft_model(plain, config)
+        for name, parameter in peft.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not any(fnmatch(name, x) for x in plan.model.freeze))
         begin_as(peft, plan)
     else:
         peft = PeftModel.from_pretrained(plain, lora.start, is_trainable=True)
