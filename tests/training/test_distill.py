@@ -252,6 +252,16 @@ def test_memory_and_time_of_a_teacher_are_predicted(plans: dict[Key, Plan]) -> N
         )  # nothing of the student is there then
 
 
+def test_what_waits_for_a_teacher_in_a_pipeline_is_predicted(plans: dict[Key, Plan]) -> None:
+    plan = plans["forward", "pp"]
+    counted = Counted(plan, source_of(plan, tokens_of(plan)).config)
+    found, costs = teacher_costs(plan, counted), counted.costs(plan.data.micro_batch)
+    assert found is not None
+    waits = plan.micro_steps * plan.data.micro_batch * costs.sequence * 48 * 4
+    beside, alone = (estimate(plan, costs, costs, rates(), teacher=one).memory.logits for one in (found, None))
+    assert beside - alone == pytest.approx(costs.logits_bytes + waits, rel=0.01)
+
+
 def test_gathers_of_a_reference_are_predicted(plans: dict[Key, Plan]) -> None:
     plan = plans["forward", "fsdp"].model_copy(update={"task": "sft", "distill": None})
     costs = Counted(plan, source_of(plan, tokens_of(plan)).config).costs(plan.data.micro_batch)
