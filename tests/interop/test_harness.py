@@ -88,7 +88,10 @@ def values(scores: list[Score]) -> dict[str, float]:
     return {one.metric: one.value for one in scores}
 
 
-def test_scores_are_those_of_likelihoods_summed_by_hand(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_are_those_of_likelihoods_summed_by_hand(
+    made: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made)  # where git has no repository, of which it would complain
     task = (str(made / "sums.yaml"),)
     plain = scores_of(HarnessRequest(made / "hf", task, batch=4))
     assert values(plain) == pytest.approx(by_hand(made / "hf"))
@@ -98,11 +101,32 @@ def test_scores_are_those_of_likelihoods_summed_by_hand(made: Path, capsys: pyte
     assert adapted != values(plain), "the adapters were not put on"
     tangram.convert(made / "hf", made / "step-1", to="tangram")
     assert main(["evaluate", str(made / "step-1"), "-t", task[0], "--samples", "5", "--json"]) == 0
-    few = json.loads(capsys.readouterr().out)["scores"]
+    out, err = capfd.readouterr()
+    assert "fatal" not in err
+    few = json.loads(out)["scores"]
     assert {one["samples"] for one in few} == {5}
     assert [one.value for one in scores_of(HarnessRequest(made / "hf", task, samples=5))] == [
         one["value"] for one in few
     ]
+
+
+@pytest.mark.parametrize("own", [None, 0, 3])
+@pytest.mark.parametrize("shots", [None, 0, 2])
+def test_examples_are_those_of_the_harness(made: Path, tmp_path: Path, own: int | None, shots: int | None) -> None:
+    """As its own command draws and counts them, for a task that asks for none, for some, or says nothing."""
+    lm_eval: Any = pytest.importorskip("lm_eval")
+    more = "" if own is None else f"num_fewshot: {own}\n"
+    (tmp_path / "some.yaml").write_text((made / "sums.yaml").read_text().replace("task: sums\n", f"task: some\n{more}"))
+    found = scores_of(HarnessRequest(made / "hf", (str(tmp_path / "some.yaml"),), samples=6, shots=shots))
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=str(made / "hf"), device="cpu", dtype="auto"), tasks=["some"], limit=6,
+        task_manager=TaskManager(include_path=str(tmp_path)), num_fewshot=shots, bootstrap_iters=100,
+    )  # fmt: skip
+    assert values(found) == {key: theirs["results"]["some"][f"{key},none"] for key in ("acc", "acc_norm")}
+    assert {one.shots for one in found} == {theirs["n-shot"]["some"]}
 
 
 def test_what_is_not_there_is_a_sentence(made: Path, tmp_path: Path) -> None:

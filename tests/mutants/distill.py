@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _RUNS = "tests/training/test_distill.py::test_losses_and_gradients_are_those_of_formulas_on_any_mesh"
 _FORMULAS = "tests/kernels/test_divergence.py"
+_KEPT = "tests/training/test_distill.py::test_a_pipeline_keeps_logits_of_a_teacher_of_one_micro_batch"
 _REFUSED = "tests/training/test_distill.py::test_teachers_that_are_refused"
 
 # fmt: off
@@ -37,6 +38,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "temperature-not-squared", "training/step/objectives.py",
         "(1 - alpha) * temperature**2 * far", "(1 - alpha) * temperature * far",
         "what is learnt from the teacher fades as it is heated", (_RUNS,),
+    ),
+    Mutant(
+        "logits-of-all-micro-batches", "training/step/objectives.py",
+        "return _OnDemand(_teacher_logits(model.teacher, batches), len(batches))",
+        "return [*map(_teacher_logits(model.teacher, batches), range(len(batches)))]",
+        "small micro-batches spare nothing of a teacher's logits", (_KEPT,),
     ),
     Mutant(
         "other-tokenizer-taken", "training/state/teacher.py",

@@ -9,6 +9,8 @@ _STREAM = "tests/training/test_layer_stream.py"
 _MOVED = f"{_STREAM}::test_each_layer_is_moved_twice_and_two_are_there_at_most"
 _PREFERENCES = "tests/training/test_preferences.py"
 _REFERENCE = f"{_PREFERENCES}::test_losses_and_gradients_are_those_of_transformers_and_peft_on_any_mesh"
+_BESIDE = "tests/public/test_preferences.py::test_what_is_trained_beside_adapters_is_not_in_the_reference"
+_HELD_OUT = "tests/public/test_preferences.py::test_held_out_pairs_are_compared_with_the_begin_after_training"
 _PEAKS = "tests/training/test_layer_peaks.py"
 _OTHERS = "tests/training/test_row_lengths.py::test_rows_of_answers_with_labels_are_as_long_as_a_step_needs"
 _STALE = f"{_STREAM}::test_a_copy_that_is_out_of_date_is_not_used"
@@ -121,5 +123,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "        return plan(outline, cluster, replace(ask, able=ALL))\n", "        raise\n",
         "a strategy is refused since its framework's export has no other",
         ("tests/planner/test_ulysses.py::test_what_is_given_is_explained_where_its_frameworks_own_layouts_are_none",),
+    ),
+    Mutant(
+        "adapters-alone-left-out", "training/parallel/model.py",
+        "named_parameters() if p.requires_grad]", "named_parameters() if p.requires_grad and \"lora_\" in name]",
+        "the reference follows a head that is trained beside adapters", (_BESIDE,),
+    ),
+    Mutant(
+        "held-out-with-itself", "training/step/objectives.py",
+        "        with model.reference.used():\n",
+        "        from contextlib import nullcontext\n"
+        "        with model.reference.used() if torch.is_grad_enabled() else nullcontext():\n",
+        "held-out pairs are compared with what is trained", (_HELD_OUT,),
     ),
 )

@@ -1,5 +1,6 @@
 """Learning from a teacher: runs on one process and two beside transformers and formulas written out."""
 
+import gc
 import json
 import shutil
 from collections.abc import Mapping
@@ -20,10 +21,13 @@ from tangram.planner.local.teacher import teacher_costs, teacher_plan
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import DistillPlan, LoraPlan, PreferencePlan
-from tangram.training.data import prepare, tokens_of
-from tangram.training.run.launch import run_ranks
+from tangram.training.data import open_corpus, prepare, step_batches, tokens_of
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.rank import RankJob, begin
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import teacher_source
+from tangram.training.step.loop import StepCosts
+from tangram.training.step.objectives import objective_of
 from tangram.training.trials.dry_run import dry_run
 from tests.planner.machine import rates
 from tests.training.taught import PADDED, Mistake, oracle, write_taught
@@ -106,6 +110,41 @@ def test_losses_and_gradients_are_those_of_formulas_on_any_mesh(
         assert_as_expected(ran[job, way], expected, way, plans[job, way].run.steps)
     if (job, "rest") in ran:  # on another mesh, with the same teacher
         assert ran[job, "rest"][0].losses == pytest.approx(expected.losses[HALF:], rel=1e-5)
+
+
+def _alive(vocabulary: int) -> int:
+    """How many numbers logits have that are there now."""
+    some = (one for one in gc.get_objects() if type(one) is torch.Tensor)  # no fake ones
+    return sum({one.data_ptr(): one.numel() for one in some if one.dim() == 3 and one.shape[2] == vocabulary}.values())
+
+
+def _kept_of_teacher(rank: Rank, work: tuple[Plan, Path]) -> list[int]:
+    """Numbers in a teacher's logits: after its forward, with those of a micro-batch, and when these are gone."""
+    plan, folder = work
+    corpus = open_corpus(plan.data, tokens_of(plan))
+    model = begin(rank, RankJob(plan, folder, corpus.digest, StepCosts(), None)).model
+    assert model.pipeline is not None
+    assert model.teacher is not None
+    batches = step_batches(
+        corpus, plan.data, seed=0, first_sample=0, index=0, size=1, micro_steps=plan.micro_steps, device=rank.device
+    )
+    vocabulary = model.teacher.module.config.vocab_size  # pyright: ignore
+    references = objective_of(plan).references(model, batches.micro)
+    found = [_alive(vocabulary)]
+    for number, batch in enumerate(batches.micro):
+        said = references[number]
+        assert (said is None) == (not model.pipeline.is_last)
+        found.append(_alive(vocabulary) // batch.inputs_BS.numel())
+        del said
+    return [*found, _alive(vocabulary)]
+
+
+def test_a_pipeline_keeps_logits_of_a_teacher_of_one_micro_batch(plans: dict[Key, Plan], tmp_path: Path) -> None:
+    plan = plans["padded", "pp"]
+    assert plan.micro_steps == 3
+    found = run_ranks(_kept_of_teacher, (plan, tmp_path), world=2, on_event=lambda _: None, device="cpu")
+    vocabulary = Counted(plan, source_of(plan, tokens_of(plan)).config).teacher.config.vocab_size  # pyright: ignore
+    assert found == [[0] * 5, [0, *[vocabulary] * 3, 0]]
 
 
 @pytest.mark.parametrize("mistake", [m for m in get_args(Mistake) if m])
@@ -211,6 +250,16 @@ def test_memory_and_time_of_a_teacher_are_predicted(plans: dict[Key, Plan]) -> N
         assert (
             1e9 < large.memory.activations + large.memory.logits + large.memory.gathered < 1.01e9
         )  # nothing of the student is there then
+
+
+def test_what_waits_for_a_teacher_in_a_pipeline_is_predicted(plans: dict[Key, Plan]) -> None:
+    plan = plans["forward", "pp"]
+    counted = Counted(plan, source_of(plan, tokens_of(plan)).config)
+    found, costs = teacher_costs(plan, counted), counted.costs(plan.data.micro_batch)
+    assert found is not None
+    waits = plan.micro_steps * plan.data.micro_batch * costs.sequence * 48 * 4
+    beside, alone = (estimate(plan, costs, costs, rates(), teacher=one).memory.logits for one in (found, None))
+    assert beside - alone == pytest.approx(costs.logits_bytes + waits, rel=0.01)
 
 
 def test_gathers_of_a_reference_are_predicted(plans: dict[Key, Plan]) -> None:

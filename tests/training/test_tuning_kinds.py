@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
+from tangram.models.lora.adapter_files import stored_adapters
 from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
@@ -53,8 +54,11 @@ JOBS: Mapping[str, tuple[LoraPlan, dict[str, Any]]] = {
         {"trainable_token_indices": [256, 10, 7]},
     ),
     "layers": (LoraPlan(rank=4, targets=LINEAR, layers=(1,)), {"layers_to_transform": [1]}),
+    "A as drawn": (LoraPlan(rank=4, alpha=16.0), {}),
 }  # fmt: skip
 """In a job's words and in peft's."""
+FROZEN: Mapping[str, tuple[str, ...]] = {"A as drawn": ("*.lora_A.*",)}
+"""Of adapters what is not trained (LoRA-FA; Zhang et al. 2023)."""
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("kinds"), family="qwen2")
 
 
-def _plan(folder: Path, lora: LoraPlan, way: str) -> Plan:
+def _plan(folder: Path, lora: LoraPlan, way: str, frozen: tuple[str, ...] = ()) -> Plan:
     asked = load(folder / "sft.toml", {**SET, "data.cache": str(folder / "cache")})
-    asked = asked.model_copy(update={"lora": lora})
+    asked = asked.model_copy(update={"lora": lora, "model": asked.model.model_copy(update={"freeze": frozen})})
     prepare(asked.data, tokens_of(asked), lambda event: None)
     plan = plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
     return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": STEPS})})
@@ -74,7 +78,9 @@ def _plan(folder: Path, lora: LoraPlan, way: str) -> Plan:
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> dict[tuple[str, str], list[Traced]]:
     some = {job: ("one",) if job in ("layers", "biases beside") else WAYS for job in JOBS}
-    plans = {(job, way): _plan(folder, JOBS[job][0], way) for job, ways in some.items() for way in ways}
+    plans = {
+        (job, way): _plan(folder, JOBS[job][0], way, FROZEN.get(job, ())) for job, ways in some.items() for way in ways
+    }
     return run_each(plans, folder / "runs")
 
 
@@ -83,7 +89,7 @@ def test_losses_and_gradients_are_those_of_peft(
     folder: Path, ran: dict[tuple[str, str], list[Traced]], job: str
 ) -> None:
     lora, options = JOBS[job]
-    expected = oracle(_plan(folder, lora, "one"), **options)
+    expected = oracle(_plan(folder, lora, "one", FROZEN.get(job, ())), **options)
     for (own, way), ranks in ran.items():
         if own == job:
             assert_as_expected(ranks, expected, way, STEPS)
@@ -91,10 +97,11 @@ def test_losses_and_gradients_are_those_of_peft(
 
 @pytest.mark.parametrize("job", JOBS)
 def test_what_is_saved_is_read_merged_and_begun_with(folder: Path, tmp_path: Path, job: str) -> None:
-    plan, adapter = _plan(folder, JOBS[job][0], "one"), tmp_path / "adapter"
+    plan, adapter = _plan(folder, JOBS[job][0], "one", FROZEN.get(job, ())), tmp_path / "adapter"
     ids, logits = saved_and_merged(plan, adapter)
     with torch.no_grad():
-        started = _plan(folder, JOBS[job][0].model_copy(update={"start": str(adapter)}), "one")
+        lora = JOBS[job][0].model_copy(update={"start": str(adapter)})
+        started = _plan(folder, lora, "one", FROZEN.get(job, ()))
         again = build_unsharded(
             started, source_of(started, tokens_of(started)), torch.device("cpu"), values=True
         ).eval()
@@ -133,6 +140,16 @@ def test_what_begins_as_weights_are_is_theirs_where_ranks_have_unlike_parts(tmp_
     expected = oracle(_plan(own, lora, "one"), trainable_token_indices=[10, 256])
     assert ranks[0].losses == pytest.approx(expected.losses, rel=1e-5)
     assert ranks[0].norms == pytest.approx(expected.norms, rel=1e-4)
+
+
+def test_frozen_adapters_begin_as_stored_ones_where_a_stage_has_some_of_them(folder: Path, tmp_path: Path) -> None:
+    """They were left as drawn, for want of gradients; in one process they were refused."""
+    job = "A as drawn"
+    plan = _plan(folder, JOBS[job][0], "one", FROZEN[job])
+    saved_and_merged(plan, tmp_path)
+    model = build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"))
+    stored = {name for name, _ in stored_adapters(model, tmp_path, all_of_it=False)}
+    assert stored == {name for name, _ in model.named_parameters() if ".lora_" in name}
 
 
 def test_a_normal_begin_has_the_spread_of_peft(folder: Path) -> None:

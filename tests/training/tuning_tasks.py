@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -253,6 +254,8 @@ def oracle(plan: Plan, *, alpha: float | None = None, **options: Any) -> Traced:
     )  # fmt: skip
     if lora.start is None:
         peft: Any = get_peft_model(plain, config)
+        for name, parameter in peft.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not any(fnmatch(name, x) for x in plan.model.freeze))
         begin_as(peft, plan)
     else:
         peft = PeftModel.from_pretrained(plain, lora.start, is_trainable=True)
@@ -266,7 +269,11 @@ def adapted(model: Any, plan: Plan) -> Any:
 
     if plan.lora is None:
         return model
-    config = LoraConfig(r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear")
+    config = LoraConfig(
+        r=plan.lora.rank, lora_alpha=int(plan.lora.alpha), target_modules="all-linear",
+        modules_to_save=[*plan.lora.modules_to_save] or None,
+        trainable_token_indices=[*plan.lora.trainable_token_indices] or None,
+    )  # fmt: skip
     model = get_peft_model(model, config)
     begin_as(model, plan)
     return model

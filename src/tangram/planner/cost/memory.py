@@ -339,9 +339,9 @@ def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
     """Of a micro-batch, with what the loss makes of them, and where ranks keep what they gathered the head's input."""
     each = np.where(g.tensor > 1, setting.logit_bytes(over_ranks=True), setting.logit_bytes(over_ranks=False))
     found = g.tokens * outline.vocab / g.tensor * each
-    if setting.beside is not None and setting.beside.teacher:  # of stages the last has them of all micro-batches
-        kept = np.where(g.pipeline > 1, g.micros, 1.0)
-        found = found + kept * setting.flow_bytes * g.tokens * outline.vocab / g.tensor
+    if setting.beside is not None and setting.beside.teacher:  # hidden states wait at the last stage
+        waiting = np.where(g.pipeline > 1, g.micros * outline.hidden, 0.0)
+        found = found + setting.flow_bytes * g.tokens * (outline.vocab / g.tensor + waiting)
     if not setting.framework.keeps_gathered:
         return found
     return found + np.where(g.sequence_parallel > 0, 2 * setting.flow_bytes * g.tokens * outline.hidden, 0.0)

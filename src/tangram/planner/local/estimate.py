@@ -117,6 +117,8 @@ class TeacherCosts:
     units: tuple[float, ...] = ()
     """Bytes of each of its FSDP units, as it is gathered."""
     shards: int = 1
+    flow: float = 0.0
+    """Bytes of what a stage of a pipeline hands on of a micro-batch."""
 
 
 def estimate(
@@ -139,8 +141,8 @@ def estimate(
     stages, timed = shares(plan, whole.parameters, local), timed or local
     timed_stages = stages if timed is local else shares(plan, whole.parameters, timed)
     memory = max((memory_of(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total)
-    if teacher is not None:  # of stages the last keeps what it says of all micro-batches
-        said = local.logits_bytes * (plan.micro_steps if plan.pipeline is not None else 1)
+    if teacher is not None:  # hidden states of all micro-batches wait at the last stage
+        said = local.logits_bytes + (teacher.flow * plan.micro_steps if plan.pipeline is not None else 0.0)
         memory = replace(memory, parameters=memory.parameters + teacher.nbytes, logits=memory.logits + said)
         flow = memory.activations + memory.logits + memory.gathered  # of its own forward, nothing of the student's
         memory = replace(memory, gathered=memory.gathered + max(0.0, teacher.gathered + said - flow))

@@ -58,9 +58,10 @@ def teacher_costs(plan: Plan, student: Counted) -> TeacherCosts | None:
         for place in own.places_of(one.name):
             of_place[place] += held[one.name] * BYTES[own.precision.parameters]
     forwards, nbytes = costs.forward.flops / student.costs(1).forward.flops, BYTES[own.precision.compute]
+    flow = own.data.micro_batch * max((part.input_bytes for part in costs.blocks), default=0.0)
     if is_plain_ddp(own) or own.shard_ranks == 1:
-        return TeacherCosts(max(of_place), forwards)
+        return TeacherCosts(max(of_place), forwards, flow=flow)
     units = {name: nbytes * size for name, size in unit_numbers(own, costs.parameters, held).items() if size}
     most = max((size for name, size in units.items() if name != OUTSIDE), default=0.0)
     whole = sum(units.values()) if own.pipeline is not None else units.get(OUTSIDE, 0.0) + 2 * most
-    return TeacherCosts(max(of_place), forwards, whole, (*units.values(),), own.shard_ranks)
+    return TeacherCosts(max(of_place), forwards, whole, (*units.values(),), own.shard_ranks, flow)

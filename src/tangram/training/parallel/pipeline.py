@@ -63,6 +63,8 @@ class ModelPart:
 
 StageLoss = Callable[[Logits, int], Tensor]
 """The loss of the logits of a micro-batch, whose number is told."""
+Ahead = Callable[[int], None]
+"""Called with the number of a micro-batch before the last stage's forward of it."""
 RouterLoss = Callable[[Routers, Tensor], Tensor]
 """What the last stage's routers make of the sums over all layers."""
 
@@ -90,6 +92,13 @@ def _size(config: Any, name: str) -> int:
     return found[1]
 
 
+class _PassOn(nn.Module):
+    """A last stage that is run later."""
+
+    def forward(self, x: Tensor, **told: Any) -> Tensor:
+        return x
+
+
 class PipelineRun:
     """This rank's stages, and what they do for the micro-batches of a step. All ranks of the pipeline call alike."""
 
@@ -108,6 +117,7 @@ class PipelineRun:
         self._loss: Callable[[Tensor, int], Tensor] = _no_loss
         self._draws: Draws | None = None
         self._router_loss: RouterLoss = _no_router_loss
+        self._ahead: Ahead | None = None
         self._tokens = next((part.tokens for part in parts.values()), None)
         self._seen: Sequence[ModelInputs] = ()
 
@@ -121,19 +131,49 @@ class PipelineRun:
         """The stage that has them."""
         return self.parts.get(len(self._rank_of) - 1)
 
-    def backward(self, micro: Sequence[Batch], loss: StageLoss, draws: Draws, router_loss: RouterLoss) -> list[Tensor]:
+    def backward(
+        self, micro: Sequence[Batch], loss: StageLoss, draws: Draws, router_loss: RouterLoss, ahead: Ahead | None = None
+    ) -> list[Tensor]:
         """Add the gradients of micro-batches of one size; their losses on the last stage, else none.
 
         `draws` is told which micro-batch runs through which stage, `router_loss` called where the stages' routers are
         watched; what is returned is without it.
         """
-        self._router_loss = router_loss
-        return self._run_in_parts(micro, loss, draws, train=True)
+        self._router_loss, self._ahead = router_loss, ahead
+        try:
+            return self._run_in_parts(micro, loss, draws, train=True)
+        finally:
+            self._ahead = None
 
     def losses(self, micro: Sequence[Batch], loss: StageLoss) -> list[Tensor]:
         """The losses of micro-batches of one size on the last stage, else none; without gradients."""
         with torch.no_grad():
             return self._run_in_parts(micro, loss, None, train=False)
+
+    @torch.no_grad()
+    def before_last(self, micro: Sequence[Batch]) -> Callable[[int], Logits]:
+        """Micro-batches of one size through all stages but the last; without gradients.
+
+        What is returned gives a micro-batch's logits once, on ranks of the last stage, which ask alike: hidden states
+        wait there for it, not logits.
+        """
+        came: dict[int, Tensor] = {}
+
+        def keep(x: Tensor, number: int) -> Tensor:
+            came[number] = x
+            return x.new_zeros(())
+
+        self._run(micro, keep, None, train=False, without_last=True)
+
+        def logits(number: int) -> Logits:
+            part = self._last
+            assert part is not None  # of no other stage
+            inputs = model_inputs(self._tokens, micro[number])
+            with leaving(part.derived):
+                values_BSV: Tensor = part.module(came.pop(number), **inputs.keywords)
+            return Logits(values_BSV, inputs, logits_placement(part.derived, "output0"))
+
+        return logits
 
     def tied(self) -> dict[int, dict[str, nn.Parameter]]:
         """The trained parameters that another place on the pipeline axis has, too, by that place and name."""
@@ -197,9 +237,15 @@ class PipelineRun:
             )
 
     def _run(
-        self, micro: Sequence[Batch], loss: Callable[[Tensor, int], Tensor], draws: Draws | None, *, train: bool
+        self,
+        micro: Sequence[Batch],
+        loss: Callable[[Tensor, int], Tensor],
+        draws: Draws | None,
+        *,
+        train: bool,
+        without_last: bool = False,
     ) -> list[Tensor]:
-        table = self._table(micro[0], len(micro), train)
+        table = self._table(micro[0], len(micro), train, without_last)
         self._loss, self._draws = loss, draws
         for part in self.parts.values():
             if part.module.training != self._model.training:
@@ -221,18 +267,20 @@ class PipelineRun:
             raise cause from cause.__cause__
         finally:
             self._seen = ()
+            if not train:
+                table.forget()
         return [one.detach() for one in losses]
 
-    def _table(self, batch: Batch, count: int, train: bool) -> ScheduleRun:
+    def _table(self, batch: Batch, count: int, train: bool, without_last: bool) -> ScheduleRun:
         rows, length = batch.inputs_BS.shape
-        key = (rows, length, count, train)
+        key = (rows, length, count, train, without_last)
         if key not in self._made:
             actions = self.actions(count) if train else forward_only(self._rank_of, count)
-            stages = [self._stage(number, rows, length, train) for number in self.parts]
+            stages = [self._stage(number, rows, length, train, without_last) for number in self.parts]
             self._made[key] = ScheduleRun(stages, actions, self._loss_of, self._loss_of_sums)
         return self._made[key]
 
-    def _stage(self, number: int, rows: int, length: int, train: bool) -> StageRun:
+    def _stage(self, number: int, rows: int, length: int, train: bool, without_last: bool) -> StageRun:
         """Told what comes and goes, so that nothing is run to find out."""
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         flow = torch.empty(rows, length, self.hidden, dtype=self._dtype, device="meta", requires_grad=True)
@@ -244,7 +292,7 @@ class PipelineRun:
         if routers is not None:
             beside = (torch.empty(routers.width, dtype=torch.float64, device="meta", requires_grad=True),)
         stage = StageRun(
-            part.module,
+            _PassOn() if last and without_last else part.module,
             number,
             len(self._rank_of),
             self._world.device,
@@ -271,6 +319,8 @@ class PipelineRun:
         return routers.sums(self._seen[micro].batch.labels_BS)
 
     def _begin(self, micro: int, stage: int) -> None:
+        if self._ahead is not None and stage + 1 == len(self._rank_of):
+            self._ahead(micro)
         source = self.parts[stage].draws
         if self._draws is not None and source is not None:
             self._draws.begin(micro, source, self._drawn[stage])

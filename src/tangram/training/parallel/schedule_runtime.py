@@ -171,6 +171,11 @@ class ScheduleRun(_PipelineScheduleRuntime):
         reduced: Any = {rank: _add_reduce_grad([*row], schedule.micros) for rank, row in whole.items()}
         self.pipeline_order_with_comms = _add_send_recv(reduced, schedule.rank_of.__getitem__, schedule.stages)
 
+    def forget(self) -> None:
+        """What stages keep of a forward for a backward, where none comes."""
+        for stage in self._stages:
+            stage.clear_runtime_states()
+
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         """All stages are told what comes and goes; else each would ask all others, and read what they say."""
         for stage in stages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import tempfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from tangram.checkpoint.conversion.converting import convert
 from tangram.checkpoint.store.commits import newest
 from tangram.errors import UserError
 from tangram.training.run.run_folder import CHECKPOINTS, PLAN_FILE
 
+SEED = 1234
+"""By which the harness's own command draws examples."""
 EXPORT = "export"
 ADAPTER = "adapter_config.json"
 
@@ -98,10 +104,20 @@ def _evaluated(request: HarnessRequest, folder: Path, adapter: Path | None) -> M
     model = import_module("lm_eval.models.huggingface").HFLM(
         pretrained=str(folder), peft=peft, device=request.device, dtype="auto", batch_size=request.batch,
     )  # fmt: skip
+    # Not by `simple_evaluate`, which asks git and compilers about the machine, and lets them complain.
+    random.seed(0)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
     try:
-        found = harness.simple_evaluate(
-            model=model, tasks=names, task_manager=tasks, limit=request.samples or None, num_fewshot=request.shots,
-            apply_chat_template=request.chat, bootstrap_iters=100, log_samples=False,
+        loaded = tasks.load(names)
+        for task in loaded["tasks"].values():
+            shots = task.get_config("num_fewshot")
+            if shots is None or (shots and request.shots is not None):  # a task that asks for none has none
+                task.set_config(key="num_fewshot", value=request.shots or 0)
+            task.set_fewshot_seed(seed=SEED)
+        found = harness.evaluate(
+            lm=model, task_dict=loaded, limit=request.samples or None, apply_chat_template=request.chat,
+            fewshot_as_multiturn=True, bootstrap_iters=100, log_samples=False,
         )  # fmt: skip
     except (ConnectionError, FileNotFoundError) as error:
         raise UserError(

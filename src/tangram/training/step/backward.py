@@ -17,6 +17,7 @@ from tangram.training.data import RankBatches
 from tangram.training.mesh.drawing import Draws, drawing
 from tangram.training.objective.loss import Logits
 from tangram.training.objective.packing import model_inputs
+from tangram.training.objective.router_loss import Routers
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun
 from tangram.training.step.objectives import LossSum, Objective, Sums, objective_of
@@ -92,13 +93,20 @@ def _backward_of_stage(
     """The same for a stage; its part of the sums is nothing but on the last."""
     objective.refuse_own()
     figures: list[Tensor] = []
+    compared: dict[int, Any] = {}
+
+    def ahead(micro: int) -> None:
+        compared[micro] = references[micro]
 
     def loss(logits: Logits, micro: int) -> Tensor:
-        sums = objective.sums(logits, batches.micro[micro], references[micro])
+        sums = objective.sums(logits, batches.micro[micro], compared.pop(micro))
         figures.extend([] if sums.figures is None else [sums.figures])
         return objective.loss(sums, batches) * scale
 
-    losses = pipeline.backward(batches.micro, loss, draws, lambda r, sums: r.loss(sums, batches.counted) * scale)
+    def of_routers(routers: Routers, sums: Tensor) -> Tensor:
+        return routers.loss(sums, batches.counted) * scale
+
+    losses = pipeline.backward(batches.micro, loss, draws, of_routers, ahead)
     found = _summed(losses, figures, objective.no_sums(batches.micro[0].inputs_BS.device))
     return found._replace(loss=found.loss / scale)
 

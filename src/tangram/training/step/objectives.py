@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,18 +103,15 @@ class Objective:
     def references(self, model: ParallelModel, batches: Sequence[Batch]) -> Sequence[Any]:
         """What it says of each batch, on ranks that have logits. Raises UserError for a model without one.
 
-        A teacher's logits are made when they are asked for, but in a pipeline, whose stages make them together.
+        A teacher's logits are made when they are asked for, each once.
         """
         rows = self.rows
         if self.taught:
-            if model.cached_teacher is not None:
-                return _OnDemand(model.cached_teacher, batches)
+            if (cached := model.cached_teacher) is not None:
+                return _OnDemand(lambda number: cached(batches[number]), len(batches))
             if model.teacher is None:
                 raise UserError("this loss compares with a teacher: give the ParallelModel one before it is trained")
-            teacher = model.teacher
-            if model.pipeline is not None:
-                return _teacher_logits(teacher, batches)
-            return _OnDemand(lambda batch: _teacher_logits(teacher, [batch])[0], batches)
+            return _OnDemand(_teacher_logits(model.teacher, batches), len(batches))
         if rows is None:
             return [None for _ in batches]
         if model.reference is None:
@@ -155,19 +153,33 @@ def count_of(batches: RankBatches, over: Over) -> int:
 class _OnDemand(Sequence[Any]):
     """What a teacher says of each batch, made or read when it is asked for: all ranks ask a model alike."""
 
-    make: Callable[[Batch], Any]
-    batches: Sequence[Batch]
+    make: Callable[[int], Any]
+    size: int
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return self.size
 
     def __getitem__(self, at: Any) -> Any:
-        return self.make(cast(Batch, self.batches[at]))
+        return self.make(at)
 
 
-def _teacher_logits(teacher: ParallelModel, batches: Sequence[Batch]) -> Sequence[Logits | None]:
-    with evaluating(teacher.module):
-        return _each(teacher, batches, lambda logits, _: logits)
+def _teacher_logits(teacher: ParallelModel, batches: Sequence[Batch]) -> Callable[[int], Logits | None]:
+    """Of a batch by its number. In a pipeline the stages before the last have run for all of them then."""
+    pipeline = teacher.pipeline
+    makers: dict[int, Callable[[], Logits]] = {}
+    for some in [] if pipeline is None else _at_once(teacher, batches):
+        assert pipeline is not None
+        with evaluating(teacher.module):
+            make = pipeline.before_last([batch for _, batch in some])
+        makers |= {number: partial(make, place) for place, (number, _) in enumerate(some)}
+
+    def logits(number: int) -> Logits | None:
+        if pipeline is not None and not pipeline.is_last:
+            return None
+        with evaluating(teacher.module):
+            return _logits(teacher.parts[0], batches[number]) if pipeline is None else makers.pop(number)()
+
+    return logits
 
 
 def _each(model: ParallelModel, batches: Sequence[Batch], rows: Callable[[Logits, Batch], R]) -> list[R | None]:
@@ -175,9 +187,7 @@ def _each(model: ParallelModel, batches: Sequence[Batch], rows: Callable[[Logits
     if model.pipeline is None:
         return [rows(_logits(model.parts[0], batch), batch) for batch in batches]
     found: dict[int, R] = {}
-    at_once = model.plan.micro_steps
-    for _, group in groupby(enumerate(batches), lambda one: (one[0] // at_once, one[1].inputs_BS.shape)):
-        some = list(group)
+    for some in _at_once(model, batches):
 
         def keep(logits: Logits, micro: int, some: Sequence[tuple[int, Batch]] = some) -> Tensor:
             number, batch = some[micro]
@@ -186,6 +196,13 @@ def _each(model: ParallelModel, batches: Sequence[Batch], rows: Callable[[Logits
 
         model.pipeline.losses([batch for _, batch in some], keep)
     return [found.get(number) for number in range(len(batches))]
+
+
+def _at_once(model: ParallelModel, batches: Sequence[Batch]) -> list[list[tuple[int, Batch]]]:
+    """Batches that go through a pipeline together, with their numbers."""
+    most = model.plan.micro_steps
+    groups = groupby(enumerate(batches), lambda one: (one[0] // most, one[1].inputs_BS.shape))
+    return [list(group) for _, group in groups]
 
 
 def _labelled_with(
