@@ -33,7 +33,7 @@ from tangram.schema.plan import Plan, matches
 from tangram.schema.tuning import base_of, layout_beside
 from tangram.sharding.derive.derive import Derived, Over
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
-from tangram.sharding.derive.marking.marks import Mark, alternatives, marks_for, marks_of, matched, names_any, states
+from tangram.sharding.derive.marking.marks import Mark, marks_for, marks_of, matched, names_any, states
 from tangram.sharding.derive.marking.published import published
 from tangram.sharding.derive.of_model import (
     States,
@@ -44,6 +44,7 @@ from tangram.sharding.derive.of_model import (
     parameter_states,
 )
 from tangram.sharding.derive.problem.states import SAME, State, chunked, received
+from tangram.text import alternatives
 
 STREAM = "model.embed_tokens,model.layers.*,model.norm"
 """What decoders that call their modules as Llama does hand on of each token; of others, what a mark of their type's is
