@@ -246,9 +246,15 @@ def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> 
     if axis.role == "tensor":
         return [_over(mark, axis.name) for mark in known_marks(config, model)]
     experts = published(model, "none", axis.name) if axis.role == "expert" else []
-    whole = [mark for mark in experts if axis.name in mark.layout.axes]
+    whole = [mark for mark in experts if axis.name in mark.layout.axes] or _by_expert(model, axis)
     others = [_of_text(text, axis, config) for text in WAYS[axis.role, axis.way]]
     return [] if axis.role == "expert" and not whole else [*whole, *others]
+
+
+def _by_expert(model: nn.Module, axis: ModelAxis) -> list[Mark]:
+    """Where transformers publishes no such plan (llama4_text): weights in which all experts lie, cut by expert."""
+    own = [name for name, p in model.named_parameters() if p.ndim == 3 and re.search(r"\.experts\.\w+$", name)]
+    return [Mark.parse(f"{name}: _/{axis.name} _ _") for name, _ in by_pattern(dict.fromkeys(own, ""))]
 
 
 def _of_text(text: str, axis: ModelAxis, config: PreTrainedConfig) -> Mark:
