@@ -84,7 +84,9 @@ def test_samples_of_several_operators(own: Path, capsys: pytest.CaptureFixture[s
     line = capsys.readouterr().out
     assert line == "tangram_own.outer : a b, c -> a c sum:b ; each(0 1)\n"
     own.with_name("own.rules").write_text(line)
-    assert main(["shard", "check", "tangram_own::outer", "sum", *given, "--rules", str(own.with_name("own.rules"))]) == 0
+    assert (
+        main(["shard", "check", "tangram_own::outer", "sum", *given, "--rules", str(own.with_name("own.rules"))]) == 0
+    )
 
 
 @pytest.mark.parametrize(
