@@ -83,7 +83,7 @@ def test_experts_of_which_nothing_is_published() -> None:
 
 
 def test_scans_have_no_heads_to_divide() -> None:
-    config = AutoConfig.for_model("mamba2", num_heads=8, head_dim=8)
+    config = AutoConfig.for_model("mamba2", hidden_size=32, num_heads=8, head_dim=8)
     assert refused_heads(config, tensor=[("tp", 2)]) == ()
     (why,) = refused_heads(config, ulysses=[("cp", 2)])
     assert "a mamba2 model has no attention heads (num_attention_heads) that ranks could exchange" in str(why)

@@ -122,7 +122,7 @@ def prove(
 def same_export(
     model: PreTrainedModel, folder: Path, source: Source, tokens: Tokens, inputs_BS: torch.Tensor
 ) -> tuple[float, bool]:
-    """The difference in logits to what transformers loads from an export, and whether what both write was compared, too.
+    """The difference in logits to what transformers loads from an export, and whether what both write was compared.
 
     It is not where neither can generate. Raises ProofError for anything that is not so.
     """
