@@ -1,8 +1,10 @@
 """Texts that every room needs: tables in plain lines, files that come with it or are written, names that were meant."""
 
 import difflib
+import itertools
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -21,6 +23,21 @@ def plain(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 def packaged(package: str, *names: str) -> str:
     """The text of a file that comes with a package, as `packaged("tangram.hardware", "devices.toml")`."""
     return resources.files(package).joinpath(*names).read_text(encoding="utf-8")
+
+
+def alternatives(pattern: str) -> Iterator[str]:
+    """`a.{b,c}` as `a.b` and `a.c`, `a.{0..2}` as `a.0`, `a.1` and `a.2`."""
+    parts = re.split(r"\{([^}]*)\}", pattern)
+    choices = [
+        [one for some in part.split(",") for one in _range(some)] if i % 2 else [part] for i, part in enumerate(parts)
+    ]
+    return ("".join(chosen) for chosen in itertools.product(*choices))
+
+
+def _range(text: str) -> list[str]:
+    """The numbers of `0..31`; of another text the text."""
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    return [str(number) for number in range(int(ends[1]), int(ends[2]) + 1)] if ends else [text]
 
 
 def refuse_unwritable(path: Path, what: str) -> None:

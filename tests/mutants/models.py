@@ -9,6 +9,13 @@ _CODE = "tests/training/test_code_models.py"
 _BUFFERS = "tests/training/test_buffers.py::test_what_a_forward_writes_into_parameters_is_kept_under_fsdp"
 _SEVERAL = "tests/training/test_buffers.py::test_several_programs_in_a_step_have_the_gradients_of_one_process"
 _STAGES = "tests/models/test_stages.py::test_stages_one_after_the_other_are_the_model"
+_HISTOGRAM = "tests/sharding/test_proof.py::test_a_histogram_is_cut_unless_its_values_say_the_range"
+_OWN_BLOCKS = "tests/sharding/test_own_rules.py::test_blocks_of_a_dim_are_a_number_in_a_product"
+_OWN_DIMS = "tests/sharding/test_own_rules.py::test_calls_that_a_rule_is_not_for_say_nothing_against_it"
+_DETACHED = "tests/training/test_buffers.py::test_what_no_program_could_stand_for_is_refused"
+_WRITTEN = "tests/training/test_incode.py::test_mistakes_are_said_in_one_sentence"
+_NEITHER = "tests/training/test_export_beside.py::test_where_neither_can_generate_only_settings_are_compared"
+_BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
 
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
@@ -72,5 +79,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "computed-again-by-the-last", "training/mesh/tensor_parallel.py",
         "self._runtime.now is not now:", "False:",
         "what is computed again runs by the program of the last forward", (_SEVERAL,),
+    ),
+    Mutant(
+        "histogram-cut-whatever-its-ends", "sharding/ops/computed_rules.py",
+        "if bins == 1 or least != most:", "if bins == 1 or most:",
+        "of two equal ends each rank counts by its own range", (_HISTOGRAM,),
+    ),
+    Mutant(
+        "number-in-a-product-dropped", "sharding/ops/dim_positions.py",
+        "tuple(leaf.name or str(leaf.n) for leaf in dim.leaves)",
+        "tuple(leaf.name for leaf in dim.leaves if leaf.name)",
+        "gate and up side by side are taken for one block", (_OWN_BLOCKS,),
+    ),
+    Mutant(
+        "samples-of-other-dims-refute", "sharding/discover/own_rules.py",
+        "[call for call in calls if not rule_table.misfit(line.rule, call)] or calls", "[*calls]",
+        "what discovery wrote is refuted by calls that it is not for", (_OWN_DIMS,),
+    ),
+    Mutant(
+        "write-through-detach-unseen", "training/mesh/local_parts.py",
+        "return detached and not any(", "return detached or not any(",
+        "a write into a trained parameter ends in torch's own message", (_DETACHED,),
+    ),
+    Mutant(
+        "write-under-eager-unseen", "sharding/eager/sharded_tensor.py",
+        "elif trained and x.standing in written", "elif not x.standing and x.standing in written",
+        "a parameter that a forward has written into gets no gradient", (_WRITTEN,),
+    ),
+    Mutant(
+        "written-texts-said-though-none", "training/run/end_proofs.py",
+        "return difference, isinstance(written[0], list)", "return difference, True",
+        "a model that cannot generate is said to generate the same", (_NEITHER,),
+    ),
+    Mutant(
+        "braces-of-a-name-taken-away", "training/data/files.py",
+        "alternatives(source.pattern) if _CHOICE.search(source.pattern) else (source.pattern,)",
+        "alternatives(source.pattern)",
+        "a file with braces in its name is not matched", (_BRACES,),
     ),
 )

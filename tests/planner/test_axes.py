@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.models.building.build import build_on_meta
-from tangram.planner.legality.check_plan import legal
+from tangram.planner.legality.check_plan import legal, refused_heads
 from tangram.planner.local.derived_layouts import ModelAxis, TensorLayouts, axes_layouts, sample_graph
 from tangram.planner.local.rank import predict
 from tangram.schema.plan import Plan
@@ -70,6 +70,23 @@ def test_experts_are_whole_on_a_rank() -> None:
         assert {text for name, text in found.parameters.items() if "experts" in name} == {"_/ep/dp _ _"}
         assert all("shared" not in name and "experts" in name for name in found.parameters)
     assert laid_out("qwen3", "ep=2", ModelAxis("ep", "expert", "sequence")) is None
+
+
+def test_experts_of_which_nothing_is_published() -> None:
+    """llama4_text multiplies all experts at once, each with its own rows, and has no `ep_plan`."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+    found = laid_out("llama4_text", "ep=2", ModelAxis("ep", "expert", "sequence"), **sizes)
+    assert isinstance(found, TensorLayouts)
+    assert found.parameters == {
+        f"model.layers.*.feed_forward.experts.{name}": "_/ep/dp _ _" for name in ("gate_up_proj", "down_proj")
+    }
+
+
+def test_scans_have_no_heads_to_divide() -> None:
+    config = AutoConfig.for_model("mamba2", hidden_size=32, num_heads=8, head_dim=8)
+    assert refused_heads(config, tensor=[("tp", 2)]) == ()
+    (why,) = refused_heads(config, ulysses=[("cp", 2)])
+    assert "a mamba2 model has no attention heads (num_attention_heads) that ranks could exchange" in str(why)
 
 
 @pytest.mark.parametrize("way", ["gathered", "ring", "heads"])

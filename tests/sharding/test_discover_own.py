@@ -29,6 +29,9 @@ def calls():
 
 def summed():
     yield (torch.randn(3, 6),)
+
+def several():
+    return {"tangram_own::outer": list(calls()), "aten::sum": list(summed())}
 """
 FOOLISH = """
 def raises():
@@ -39,6 +42,9 @@ def numbers():
 
 def too_few():
     yield ()
+
+def of_another():
+    return {"tangram_own::inner": [()]}
 """
 
 
@@ -71,6 +77,18 @@ def test_discovered_proved_and_refuted(own: Path, capsys: pytest.CaptureFixture[
     assert "ranks [0, 1] should have" in ended.stdout
 
 
+def test_samples_of_several_operators(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--rules` takes, discovery and the proof take, too."""
+    given = ["--samples", f"{own}:several"]
+    assert main(["shard", "discover", "tangram_own::outer", *given]) == 0
+    line = capsys.readouterr().out
+    assert line == "tangram_own.outer : a b, c -> a c sum:b ; each(0 1)\n"
+    own.with_name("own.rules").write_text(line)
+    assert (
+        main(["shard", "check", "tangram_own::outer", "sum", *given, "--rules", str(own.with_name("own.rules"))]) == 0
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -84,6 +102,7 @@ def test_discovered_proved_and_refuted(own: Path, capsys: pytest.CaptureFixture[
         (["sum", "--samples", "own.py:raises"], "the samples of aten::sum cannot be made: ValueError: no more"),
         (["sum", "--samples", "own.py:numbers"], "a sample of aten::sum is int: give tuples of arguments"),
         (["sum", "--samples", "own.py:too_few"], "does not run"),
+        (["sum", "--samples", "own.py:of_another"], "there is no sample of aten::sum, but of tangram_own::inner"),
     ],
 )
 def test_mistakes_are_one_sentence(

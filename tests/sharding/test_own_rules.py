@@ -44,6 +44,29 @@ def test_samples_of_several_operators(tmp_path: Path) -> None:
         own_rules(file, own_operator.calls)
 
 
+def test_blocks_of_a_dim_are_a_number_in_a_product(tmp_path: Path) -> None:
+    rules = own_rules(_file(tmp_path, "tangram_gate.packed : ... (2 f) -> ... f"), lambda: [(torch.randn(3, 8),)])
+    call = OpCall.of(torch.ops.tangram_gate.packed.default, (torch.empty(5, 8, device="meta"),), {})
+    found = rule_table.bound(table_of(rules.text), call)
+    assert found.cuttable == [".1", "f"]
+    assert found.sizes["f"] == 4
+    with pytest.raises(UserError, match=r"rule of tangram_gate::packed is wrong"):  # the blocks lie the other way round
+        own_rules(_file(tmp_path, "tangram_gate.packed : ... (f 2) -> ... f"), lambda: [(torch.randn(3, 8),)])
+    with pytest.raises(UserError, match=r"a rule has \(_ f\), and of _ in it nobody knows the size: name it, or write"):
+        own_rules(_file(tmp_path, "tangram_gate.packed : ... (_ f) -> ... f"), lambda: [(torch.randn(3, 8),)])
+
+
+def test_calls_that_a_rule_is_not_for_say_nothing_against_it(tmp_path: Path) -> None:
+    def calls() -> list[Any]:
+        return [(torch.randn(2, 3, 4),), (torch.randn(3, 4),)]
+
+    assert own_rules(_file(tmp_path, "tangram_gate.act : a b -> a b"), calls).text
+    with pytest.raises(UserError, match=r"the rule of tangram_gate\.act has `a` for x, which has 3 dims"):
+        own_rules(_file(tmp_path, "tangram_gate.act : a -> a"), calls)
+    with pytest.raises(UserError, match=r"the rule of tangram_gate::act is wrong: .*float32.3, 4"):
+        own_rules(_file(tmp_path, "tangram_gate.act : a b -> a"), calls)
+
+
 def test_a_line_that_a_built_in_rule_says_too_is_left_out(tmp_path: Path) -> None:
     assert own_rules(_file(tmp_path, "mm : m k, k n -> m n ; each(0 1)")).text == ""
 

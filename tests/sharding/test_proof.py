@@ -102,6 +102,20 @@ def test_a_view_that_is_cut_within_a_window_is_whole() -> None:
     assert rule_table.bound(rule_table.builtin(), call).cuttable == ["v10", "v2"]
 
 
+def test_a_histogram_is_cut_unless_its_values_say_the_range() -> None:
+    """Of equal ends they do, as of zero and zero; experts that are only one have one bin from zero to zero."""
+    table, x = rule_table.builtin(), some(5, 4)
+    for bins, least, most in ((3, 0, 2), (1, 0, 0), (2, -1, 0)):
+        call = OpCall.of(aten.histc.default, (x, bins, least, most), {})
+        n, failure = tried(table, call)
+        assert (n > 1, failure) == (True, None)
+    for ends in ((0, 0), (2, 2)):
+        assert not rule_table.bound(table, OpCall.of(aten.histc.default, (x, 3, *ends), {})).cuttable
+    wrong = table.with_lines(parse_lines("histc : {all} -> _ sum:{all}"))
+    _, failure = tried(wrong, OpCall.of(aten.histc.default, (x, 3, 2, 2), {}))
+    assert "output 0 differs" in str(failure)
+
+
 def test_a_dim_that_the_operator_lacks_is_named() -> None:
     rules = rule_table.builtin().with_lines(parse_lines("mm : ... {axis} ... -> ..."))
     with pytest.raises(RuleError, match=r"the rule of mm speaks of \{axis\}, which is no argument of aten::mm"):

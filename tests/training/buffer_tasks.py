@@ -262,6 +262,11 @@ def _renormed(model: Kinds, x: Tensor) -> Tensor:
     return x
 
 
+def _detached(model: Kinds, x: Tensor) -> Tensor:
+    model.down.weight.detach().mul_(0.9)
+    return x
+
+
 def refused(rank: Rank) -> dict[str, str]:
     """What is said to models that no program could stand for."""
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -287,6 +292,7 @@ def refused(rank: Rank) -> dict[str, str]:
     hear("other modules", _other_modules, 2)
     hear("cache", _same, use_cache=True)
     hear("renormed", _renormed)
+    hear("detached", _detached)
     hear("in a list", _same, more=[torch.zeros(2)])
     return said
 

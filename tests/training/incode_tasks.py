@@ -200,6 +200,14 @@ def run_refused() -> dict[str, str]:
             pass
 
     tried("nested", nested)
+    cut = marked()
+
+    def written() -> None:
+        with eager(cut, devices):
+            cut(ids())
+
+    cut.head.register_forward_pre_hook(lambda head, _: (head.weight.detach().mul_(0.5), None)[1])
+    tried("written", written)
     with held:  # and goes on after what was refused
         model(ids())
     return found

@@ -52,6 +52,27 @@ def _act_backward(ctx: Any, grad: Tensor):
 act.register_autograd(_act_backward, setup_context=_keep)
 
 
+@torch.library.custom_op("tangram_gate::packed", mutates_args=())
+def packed(x: Tensor) -> Tensor:
+    """A gate and what it lets through, side by side in the last dim."""
+    a, b = x.chunk(2, -1)
+    return torch.sigmoid(a) * b
+
+
+@packed.register_fake
+def _(x):  # pyright: ignore
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _packed_backward(ctx: Any, grad: Tensor):
+    a, b = ctx.saved_tensors[0].chunk(2, -1)
+    s = torch.sigmoid(a)
+    return torch.cat([grad * b * s * (1 - s), grad * s], -1)
+
+
+packed.register_autograd(_packed_backward, setup_context=_keep)
+
+
 @torch.library.custom_op("tangram_gate::joined", mutates_args=())
 def joined(xs: list[Tensor]) -> Tensor:
     """An operator of which no call can be drawn."""

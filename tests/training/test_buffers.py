@@ -120,6 +120,7 @@ def test_sums_that_another_forward_has_changed_are_refused_in_the_backward(conve
         ("called again", "dropout is done otherwise on a part, and torch.utils.checkpoint calls it again"),
         ("other modules", "drop.0 is a module that the model had not when it was derived"),
         ("renormed", "a forward writes into down.weight, which is trained: write into it after the optimiser's step"),
+        ("detached", "a forward writes into down.weight, which is trained: write into it after the optimiser's step"),
         ("cache", "use_cache=True would keep this rank's part"),
         ("in a list", "more is a list, and a derived model takes tensors one by one"),
     ],

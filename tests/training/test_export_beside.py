@@ -50,7 +50,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def proved(made: Made) -> float:
-    return same_export(made.model, made.folder, made.source, made.tokens, PROMPT)
+    difference, written = same_export(made.model, made.folder, made.source, made.tokens, PROMPT)
+    assert written
+    return difference
 
 
 def test_all_of_it_is_there(chat: Made) -> None:
@@ -138,11 +140,19 @@ def test_a_configuration_alone_brings_only_how_it_generates(chat: Made, tmp_path
 
 def test_an_export_that_lost_its_settings_writes_otherwise(chat: Made) -> None:
     """Settings are compared by what they write as well: by the source's, and by those of another model."""
-    from tangram.training.run.end_proofs import load_exported, unlike_writing
+    from tangram.training.run.end_proofs import load_exported, unlike_writing, writing
 
     loaded = load_exported(chat.model, chat.folder)
-    assert unlike_writing(chat.model, loaded, chat.source, chat.tokens, PROMPT) == ""
+    assert unlike_writing(*writing(chat.model, loaded, chat.source, chat.tokens, PROMPT)) == ""
     loaded.generation_config.temperature, loaded.generation_config.top_k = 3.0, 0
-    assert unlike_writing(chat.model, loaded, chat.source, chat.tokens, PROMPT).startswith("it goes on with")
+    assert unlike_writing(*writing(chat.model, loaded, chat.source, chat.tokens, PROMPT)).startswith("it goes on with")
     nowhere = replace(chat.source, folder=None)
-    assert unlike_writing(chat.model, loaded, nowhere, chat.tokens, PROMPT)
+    assert unlike_writing(*writing(chat.model, loaded, nowhere, chat.tokens, PROMPT))
+
+
+def test_where_neither_can_generate_only_settings_are_compared(chat: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("a cache of this size")
+
+    monkeypatch.setattr(type(chat.model), "generate", refuse)
+    assert same_export(chat.model, chat.folder, chat.source, chat.tokens, PROMPT) == (0.0, False)

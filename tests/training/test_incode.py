@@ -102,6 +102,7 @@ REFUSED = {
     "blocks.0.up.weight: f/tp h k": "does not fit blocks.0.up.weight",
     "outside": "this rank has parts of the model: run it in the context that `eager` has given",
     "nested": "another model runs as its operators are derived: one at a time",
+    "written": "a forward writes into head.weight, which is trained: write into it after the optimiser's step instead",
 }
 
 

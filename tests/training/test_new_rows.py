@@ -80,7 +80,7 @@ def test_it_is_exported_with_its_vocabulary_and_tokenizer(chat: Path, tmp_path: 
     tokens = load_tokens(asked.data, asked.model.path)
     source, model = source_of(asked, tokens), whole(asked)
     export(model, tmp_path / "export", tokens, source)
-    assert same_export(model, tmp_path / "export", source, tokens, PROMPT) == 0.0
+    assert same_export(model, tmp_path / "export", source, tokens, PROMPT) == (0.0, True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert loaded.config.vocab_size == len(loaded.get_input_embeddings().weight) == ROWS
 

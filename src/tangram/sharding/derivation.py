@@ -100,7 +100,7 @@ def derive(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     graph = graph_of(model, inputs, dtype, rules=rules_text(rules))
     found = derive_model(graph, marks_or_known(graph, [*marks_in(model), *marks_from(marks)], mesh, model), mesh)
-    refuse_idle_axes(found)
+    refuse_idle_axes(found, model)
     return Derivation(found)
 
 

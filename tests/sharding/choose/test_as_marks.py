@@ -16,10 +16,11 @@ from tangram.sharding.choose.export_marks import Marked, as_marks, together
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.explain.show import total
 from tangram.sharding.derive.layouts import value_layout
-from tangram.sharding.derive.marking.marks import Mark, alternatives, matched
+from tangram.sharding.derive.marking.marks import Mark, matched
 from tangram.sharding.derive.problem.folding import fold
 from tangram.sharding.derive.problem.states import cut
 from tangram.sharding.ops.rule_table import builtin
+from tangram.text import alternatives
 from tests.sharding.choose.test_choose import H100, tiny
 
 QUICK = replace(H100, links=tuple(replace(link, latency=0.0, hop=0.0) for link in H100.links))

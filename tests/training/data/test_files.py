@@ -43,6 +43,16 @@ def test_links_are_followed_and_no_file_is_taken_twice(pattern: str | None, tmp_
     assert found.left_out["by a second link to a folder"] == 3
 
 
+def test_braces_choose_as_those_of_a_shell(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "c.py", "deep/d.md", "deep/part-0.txt", "deep/part-1.txt", "e{1}.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert names(tmp_path, "**/*.{md,py}") == ["b.md", "c.py", "deep/d.md"]
+    assert names(tmp_path, "{deep/part-?,a}.{txt,md}") == ["a.txt", "deep/part-0.txt", "deep/part-1.txt"]
+    assert names(tmp_path, "deep/part-{1..3}.txt") == ["deep/part-1.txt"]
+    assert names(tmp_path, "e{1}.txt") == ["e{1}.txt"]
+
+
 def test_many_links_to_one_another_end(tmp_path: Path) -> None:
     folders = [tmp_path / f"{number:02d}" for number in range(12)]
     for folder in folders:

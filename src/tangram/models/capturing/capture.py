@@ -150,6 +150,7 @@ class _Recorder(Opening):
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             buffers = {name: (id(one), one._version) for name, one in self._model.named_buffers()}
+            versions = {name: p._version for name, p in self._model.named_parameters()}
             with self._log, listening(), ChecksHold():
                 output = self._model(**self._given)
             changed, results = self._changed(buffers), named_results(output)
@@ -180,6 +181,7 @@ class _Recorder(Opening):
             runs=tuple(self._log.runs),
             calls=tuple(self._log.calls),
             changed=changed,
+            written=frozenset(name for name, p in self._model.named_parameters() if p._version != versions[name]),
             answers=tuple(self._log.answers),
             reads=tuple(self._log.reads),
             customs=self._customs.tried(self._nodes, self._values, fake),

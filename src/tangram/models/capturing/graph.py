@@ -231,6 +231,8 @@ class Graph:
     """In the forward, in the order in which they began."""
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
     """The buffers that the forward changes, by name: what they are after it."""
+    written: frozenset[str] = frozenset()
+    """The parameters into which it writes in a way that autograd sees, as it does not see what `.data` does."""
     answers: tuple[Answer, ...] = ()
     reads: tuple[Read, ...] = ()
     """What code has read out of tensors."""

@@ -44,8 +44,9 @@ from tangram.relayout.mapping.states import ADAM_8BIT
 from tangram.schema.parallelism import marked
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import packed
-from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, matching
+from tangram.sharding.derive.marking.marks import Mark, matched, matching
 from tangram.sharding.derive.problem.states import scaled
+from tangram.text import alternatives
 
 MOST_RANKS = 1_000_000
 CHECKED = 8  # tokens of the sample on which stages are checked
@@ -217,8 +218,9 @@ def refused_heads(config: PreTrainedConfig, **over: Sequence[tuple[str, int]]) -
     `over`: the axes (names and sizes) of the columns `tensor` and `ulysses`.
     """
     heads, kv_heads = heads_of(config)
-    if not heads:
-        return (Refusal("heads", f"a {config.model_type} model has no num_attention_heads"),)
+    if not heads:  # as of scans, whose marks say what ranks divide
+        why = f"a {config.model_type} model has no attention heads (num_attention_heads) that ranks could exchange"
+        return (Refusal("heads", why),) if over.get("ulysses") else ()
     if len(over.get("tensor", ())) == 1 and not over.get("ulysses"):
         ((_, size),) = over["tensor"]
         if kv_heads[0] > (size - 1) * -(-kv_heads[0] // size) and heads[0] % kv_heads[0] == 0:

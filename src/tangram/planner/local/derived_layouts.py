@@ -33,7 +33,7 @@ from tangram.schema.plan import Plan, matches
 from tangram.schema.tuning import base_of, layout_beside
 from tangram.sharding.derive.derive import Derived, Over
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
-from tangram.sharding.derive.marking.marks import Mark, alternatives, marks_for, marks_of, matched, names_any, states
+from tangram.sharding.derive.marking.marks import Mark, marks_for, marks_of, matched, names_any, states
 from tangram.sharding.derive.marking.published import published
 from tangram.sharding.derive.of_model import (
     States,
@@ -44,6 +44,7 @@ from tangram.sharding.derive.of_model import (
     parameter_states,
 )
 from tangram.sharding.derive.problem.states import SAME, State, chunked, received
+from tangram.text import alternatives
 
 STREAM = "model.embed_tokens,model.layers.*,model.norm"
 """What decoders that call their modules as Llama does hand on of each token; of others, what a mark of their type's is
@@ -245,9 +246,15 @@ def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> 
     if axis.role == "tensor":
         return [_over(mark, axis.name) for mark in known_marks(config, model)]
     experts = published(model, "none", axis.name) if axis.role == "expert" else []
-    whole = [mark for mark in experts if axis.name in mark.layout.axes]
+    whole = [mark for mark in experts if axis.name in mark.layout.axes] or _by_expert(model, axis)
     others = [_of_text(text, axis, config) for text in WAYS[axis.role, axis.way]]
     return [] if axis.role == "expert" and not whole else [*whole, *others]
+
+
+def _by_expert(model: nn.Module, axis: ModelAxis) -> list[Mark]:
+    """Where transformers publishes no such plan (llama4_text): weights in which all experts lie, cut by expert."""
+    own = [name for name, p in model.named_parameters() if p.ndim == 3 and re.search(r"\.experts\.\w+$", name)]
+    return [Mark.parse(f"{name}: _/{axis.name} _ _") for name, _ in by_pattern(dict.fromkeys(own, ""))]
 
 
 def _of_text(text: str, axis: ModelAxis, config: PreTrainedConfig) -> Mark:

@@ -17,9 +17,10 @@ from tangram.models.capturing.graph import Graph
 from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import input_states
-from tangram.sharding.derive.marking.marks import Mark, alternatives, matched, noted, states
+from tangram.sharding.derive.marking.marks import Mark, matched, noted, states
 from tangram.sharding.derive.marking.published import marks_known_for
 from tangram.sharding.derive.problem.states import SAME, State
+from tangram.text import alternatives
 
 States = Mapping[str, State]
 
@@ -66,14 +67,20 @@ def marks_or_known(graph: Graph, marks: Sequence[Mark], mesh: Mesh, model: nn.Mo
     return [*marks] if marks or noted(graph) else fitting(graph, marks_known_for(model), mesh)
 
 
-def refuse_idle_axes(found: Derived) -> None:
+def refuse_idle_axes(found: Derived, model: nn.Module) -> None:
     """Raise UserError for an axis of several ranks that no mark names: they would all compute the same."""
     named = {over.axis for over in found.axes}
+    kind = getattr(getattr(model, "config", None), "model_type", None) or "FILE.py:function"
+    choose = (
+        f", have marks chosen by `tangram shard {kind} --mesh '{found.mesh}' --choose --cluster h100-8x8 --write FILE` "
+        "(tangram.sharding.read_marks reads them)"
+    )
     for axis, (k, _) in found.mesh.axes.items():
         if k > 1 and axis not in named:
             raise UserError(
                 f"no mark names the axis {axis}, so its {k} ranks would compute the same: name it in one, as in "
-                f'"embed: batch/{axis} ...", or leave it out, and use DDP or FSDP over those ranks'
+                f'"embed: batch/{axis} ..."{"" if named else choose}, or leave it out, and use DDP or FSDP over those '
+                "ranks"
             )
 
 

@@ -135,22 +135,20 @@ def _at(line: RuleLine) -> str:
 
 def _calls_of(samples: Samples | None, operators: Mapping[str, OpOverload], file: str) -> dict[str, list[OpCall]]:
     """The calls that samples give, by operator. Raises UserError."""
-    from tangram.sharding.discover.sample_calls import calls_from
+    from tangram.sharding.discover.sample_calls import by_name, calls_from
 
     if samples is None or not operators:
         return {}
-    if len(operators) == 1:
-        ((name, operator),) = operators.items()
-        return {name: calls_from(operator, samples)}
     made: Any = samples()
-    if not isinstance(made, Mapping):
+    if isinstance(made, Mapping):
+        some = by_name(cast("Mapping[str, list[Any]]", made))
+    elif len(operators) == 1:
+        some = dict.fromkeys(operators, made)
+    else:
         several = ", ".join(operator.name() for operator in operators.values())
         raise UserError(f"{file} has rules of {several}: let the samples be a dict of lists of calls, by operator")
-    by_name = {key.replace("::", ".", 1): some for key, some in cast("Mapping[str, list[Any]]", made).items()}
     return {
-        name: calls_from(operator, lambda name=name: by_name[name])
-        for name, operator in operators.items()
-        if name in by_name
+        name: calls_from(operator, lambda name=name: some[name]) for name, operator in operators.items() if name in some
     }
 
 
@@ -189,6 +187,7 @@ def _prove(text: str, operator: OpOverload, line: RuleLine, calls: Sequence[OpCa
             f"{_at(line)}: nothing shows that the rule of {name} is right, as no drawn call of it runs: give some "
             "(--samples FILE.py:function; model.code of a job; own_rules(file, function))"
         )
+    calls = [call for call in calls if not rule_table.misfit(line.rule, call)] or calls  # of others it says nothing
     calls = [*calls, *drawn]
     with torch.random.fork_rng(devices=[]):
         verdict = prove_operator(table, name_of(operator), calls)

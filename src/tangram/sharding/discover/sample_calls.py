@@ -54,10 +54,15 @@ def load(operator: OpOverload) -> None:
 
 
 def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> list[OpCall]:
-    """The calls that a function gives, each `(args, kwargs)` or only `args`. Raises UserError where it gives others."""
+    """The calls that a function gives, each `(args, kwargs)` or only `args`; of several operators a dict of such lists.
+
+    Raises UserError where it gives others, or none of this operator.
+    """
     found: list[OpCall] = []
     try:
-        given = list(samples())
+        given = samples()
+        others = f", but of {', '.join(given)}" if isinstance(given, Mapping) else ""
+        given = by_name(given).get(name_of(operator), []) if isinstance(given, Mapping) else list(given)
     except Exception as error:  # noqa: BLE001  the author's function may raise anything
         why = f"{type(error).__name__}: {error}"
         raise UserError(f"the samples of {operator.name()} cannot be made: {why}".splitlines()[0]) from None
@@ -75,20 +80,25 @@ def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> li
             raise UserError(f"the sample {call} does not run: {error}".splitlines()[0]) from None
         found.append(call)
     if not found:
-        raise UserError(f"there is no sample of {operator.name()}")
+        raise UserError(f"there is no sample of {operator.name()}{others}")
     return found
+
+
+def by_name(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Calls of several operators by how the table calls these: `own::op` and `own.op` are one, `aten::sum` is `sum`."""
+    return {key.replace("::", ".", 1).removeprefix("aten."): list(calls) for key, calls in samples.items()}
 
 
 def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None = None) -> dict[str, list[OpCall]]:
     """Calls of operators that torch has no samples of, by name; nothing where all of them are torch's own.
 
-    Raises UserError where some are and some are not, or `samples` are given for more than one.
+    Raises UserError where some are and some are not, or `samples` are given for none.
     """
-    if samples is not None and len(names) != 1:
-        raise UserError("--samples goes with the one operator that they are of")
+    if samples is not None and not names:
+        raise UserError("--samples goes with the operators that they are of: name them")
     others = [name for name in names if not name.startswith("aten::") and "::" in name]
     if samples is not None:
-        others = [names[0] if "::" in names[0] else f"aten::{names[0]}"]
+        others = [name if "::" in name else f"aten::{name}" for name in names]
     elif others and len(others) < len(names):
         raise UserError(f"{others[0]} is not torch's own: give it in a command of its own")
     operators = [operator_of(name) for name in others]

@@ -37,7 +37,7 @@ from tangram.sharding.derive.problem.states import SAME, State, cut
 from tangram.sharding.derive.transitions import Change, change_of
 from tangram.sharding.eager import api
 from tangram.sharding.eager.api import WrittenMark
-from tangram.sharding.eager.sharded_tensor import ShardedTensor, States, blocked, decide, tied
+from tangram.sharding.eager.sharded_tensor import ShardedTensor, States, blocked, decide, memory_of, see_writes, tied
 from tangram.sharding.eager.surroundings import MADE, OWN, REFUSED, VALUES, VIEWS, refuse_surroundings
 from tangram.sharding.eager.trace_function import Like, TracedOperator, TraceRecorder
 from tangram.sharding.local_ops import random_numbers
@@ -85,6 +85,8 @@ class Eager:
         self.mesh, self._rank, self._bring, self._part_of = mesh, rank, bring, part_of
         self.sizes = {axis: n for axis, n in mesh.views[0] if n > 1}
         self.parameters: dict[nn.Parameter, ParameterPart] = {}
+        self._written = set[str]()
+        """Names of those that this forward has written into."""
         self.names: dict[nn.Parameter, str] = {}
         self.seen: list[MetMark] = []
         self._recorder = TraceRecorder(table or builtin())
@@ -171,9 +173,13 @@ class Eager:
     def _name_of(self, x: nn.Parameter) -> str:
         return self.names.get(x) or (self.parameters[x].name if x in self.parameters else "a parameter")
 
+    def _memories(self) -> dict[int, str]:
+        return {memory_of(self._part_of(p)): self._name_of(p) for p in self.parameters if p.requires_grad}
+
     def begin(self) -> None:
         """A forward of the whole model begins: what a parameter is brought to is kept until it ends."""
         self._kept = {}
+        self._written.clear()
 
     def end(self, output: Any) -> Any:
         """A forward has ended: what it gives is whole where no mark says otherwise, and then a plain tensor."""
@@ -302,6 +308,7 @@ class Eager:
             return {v: x for v, x in zip(operator.results, results, strict=True) if v is not None}
         given = [None if x is None else self._placed(x) for x in plain]
         trained = torch.is_grad_enabled() and any(x is not None and x.trained for x in given)
+        see_writes(operator, given, trained, self._written, self._memories)
         nbytes = [_nbytes(made.get(v)) if v is not None else 0.0 for v in operator.results]
         fixed = [i for i in operator.written if not (isinstance(own := plain[i], ShardedTensor) and own.alone)]
         chosen = decide(operator, bound, given, self.sizes, nbytes, trained, fixed)
@@ -347,7 +354,7 @@ class Eager:
         there = None if place is None else inputs[place]
         if place is not None and there is not None:  # it gives what it took
             if place in operator.written:
-                if x.untyped_storage().data_ptr() != there.part.untyped_storage().data_ptr():
+                if memory_of(x) != memory_of(there.part):
                     raise UserError(
                         f"{operator.call.name} cannot write into a part: write it as one that gives a new tensor"
                     )

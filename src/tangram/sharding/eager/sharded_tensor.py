@@ -18,7 +18,7 @@ of its own. That can send more bytes; it cannot give other values. A parameter i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -248,7 +248,7 @@ class ShardedTensor(Tensor):
             if one is None or one is self:
                 continue
             own = one._parts.get(_key(one._actual))
-            if own is None or _memory(own) != _memory(part):
+            if own is None or memory_of(own) != memory_of(part):
                 one._stale = line
             else:
                 one._parts = {_key(one._actual): own}
@@ -276,8 +276,32 @@ def _key(states: States) -> Key:
     return tuple(states.items())
 
 
-def _memory(x: Tensor) -> int:
+def memory_of(x: Tensor) -> int:
+    """Where its elements lie."""
     return x.untyped_storage().data_ptr()
+
+
+def see_writes(
+    operator: TracedOperator,
+    inputs: Sequence[ShardedTensor | None],
+    trained: bool,
+    written: set[str],
+    parameters: Callable[[], Mapping[int, str]],
+) -> None:
+    """Note parameters, by their memory, that are written into; refuse a use after it, for autograd knows no such write.
+
+    Raises UserError.
+    """
+    for place, x in enumerate(inputs):
+        if x is None or not x.standing:
+            continue
+        if place in operator.written:
+            written |= {name for memory, name in parameters().items() if memory == memory_of(x.part)}
+        elif trained and x.standing in written and not operator.call.name.startswith("detach"):
+            raise UserError(
+                f"a forward writes into {x.standing}, which is trained: write into it after the optimiser's step "
+                "instead"
+            )
 
 
 def blocked(called: str, inputs: Sequence[ShardedTensor | None]) -> str:

@@ -262,7 +262,7 @@ def _new_pattern(rule: Rule, call: OpCall) -> _Pattern:
         for spot in dims or ():
             for f in spot.factors:
                 every[f] = None
-                if spot.uncut:
+                if spot.uncut or f.isdecimal():
                     whole.add(f)
     made = tuple([tuple([spot.factors for spot in dims]) for dims in outputs])
     counted = () if _named(rule).isdisjoint(call.arguments) else tuple([a for a in call.arguments if a in _named(rule)])
@@ -305,8 +305,10 @@ def _seen(spot: DimPosition, n: int, largest: Mapping[str, int], sizes: _Sizes) 
             return ()
         sizes.see(factor, n)
         return (factor,)
-    for factor in spot.factors:  # as other tensors have it by itself
-        if factor in largest:
+    for factor in spot.factors:  # as other tensors have it by itself, or as a number is written
+        if factor.isdecimal():
+            sizes.see(factor, int(factor))
+        elif factor in largest:
             sizes.see(factor, largest[factor])
     unknown = [f for f in spot.factors if f not in sizes.sizes]
     known = math.prod(sizes.sizes[f] for f in spot.factors if f in sizes.sizes)

@@ -3,6 +3,7 @@
     index.Tensor, index_put     where the indices stand, and where among the dims of the result theirs come
     repeat, constant_pad_nd     which dims are repeated or padded at all
     diag_embed, diagonal_scatter, take, isin, _linalg_solve_ex      dims of one tensor that another lacks
+    histc                               whether the values say the range
     linalg_lstsq                        what there is beside the solution, by the driver
     new_zeros and its like              how many dims are made
     multilabel_margin_loss_forward      whether there are rows
@@ -80,6 +81,15 @@ def _of_the_first(call: OpCall) -> str:
     """Each element of the first by itself."""
     dims = _letters("d", _first(call).ndim)
     return _line([dims, [WHOLE] * _ndim(call.tensors[1])], [dims])
+
+
+def _histogram(call: OpCall) -> str:
+    """What parts count adds up, but of several bins where the ends are equal: the values themselves say the range."""
+    bins, least, most = (call.arguments[name] for name in ("bins", "min", "max"))
+    dims = [_letters("d", _first(call).ndim)]
+    if bins == 1 or least != most:
+        return _line(dims, [[WHOLE, *(f"sum:{d}" for d in dims[0])]])
+    return _line([[WHOLE] * len(dims[0])], [[WHOLE]])
 
 
 def _take(call: OpCall) -> str:
@@ -245,6 +255,7 @@ ESCAPES: Mapping[str, Callable[[OpCall], str]] = {
     "constant_pad_nd": _pad,
     "diag_embed": _diag_embed,
     "diagonal_scatter": _diagonal_scatter,
+    "histc": _histogram,
     "isin.Tensor_Tensor": _of_the_first,
     "take": _take,
     "multilabel_margin_loss_forward": _multilabel,
@@ -281,6 +292,7 @@ EXAMPLES: Mapping[Callable[[OpCall], str], tuple[Any, ...]] = {
     _pad: (_some(5, 4), [1, 2]),
     _diag_embed: (_some(5, 4),),
     _diagonal_scatter: (_some(5, 4, 3), _some(3, 4)),
+    _histogram: (_some(5, 4), 3, 0, 2),
     _of_the_first: (_some(5, 4), _some(3)),
     _take: (_some(5, 4), _indices(2, 3)),
     _multilabel: (_some(5, 4), _indices(5, 4), 1),

@@ -164,6 +164,10 @@ def _read_spot(piece: Piece) -> DimPosition:
     if len(dim.terms) > 1:
         raise RuleError(f"a rule multiplies factors and adds none: {dim}")
     names = tuple(leaf.name for leaf in dim.leaves if leaf.name and leaf.name != VOID)
+    if dim.terms:  # as the 2 of (2 f), by which blocks of f lie one after the other
+        names = tuple(leaf.name or str(leaf.n) for leaf in dim.leaves)
+        if VOID in names:
+            raise RuleError(f"a rule has {dim}, and of {VOID} in it nobody knows the size: name it, or write a number")
     return DimPosition(names, piece.uncut, dim if dim.terms else None, piece.beyond)
 
 

@@ -170,8 +170,8 @@ def bound(table: RuleTable, call: OpCall) -> BoundOp:
         return bind(rule, call)
     line = table.find(call)
     if line is not None:
-        if line.exact:
-            _refuse_broadcast(line.rule, call)
+        if line.exact and (why := misfit(line.rule, call)):
+            raise RuleError(why)
         return bind(line.rule, call)
     view = views.view_of(call.operator)
     if view is not None:
@@ -186,12 +186,14 @@ def bound(table: RuleTable, call: OpCall) -> BoundOp:
     raise NoRuleError(f"there is no rule for {call.name}: `tangram shard discover {call.operator.name()}` proposes one")
 
 
-def _refuse_broadcast(rule: Rule, call: OpCall) -> None:
+def misfit(rule: Rule, call: OpCall) -> str:
+    """Why a rule is for tensors of other numbers of dims; "" where it is not."""
     operands: dict[str, int] = {}
     for (name, _), tensor in zip(call.places, call.tensors, strict=True):
         operand = rule.inputs[min(operands.setdefault(name, len(operands)), len(rule.inputs) - 1)]
         if tensor is not None and operand.is_fixed and tensor.ndim != len(operand.pieces):
-            raise RuleError(f"the rule of {call.name} has `{operand}` for {name}, which has {tensor.ndim} dims: {call}")
+            return f"the rule of {call.name} has `{operand}` for {name}, which has {tensor.ndim} dims: {call}"
+    return ""
 
 
 def each(table: RuleTable, call: OpCall) -> tuple[tuple[OpCall, BoundOp], ...]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from tangram.errors import UserError
 from tangram.schema.job import SourcePlan
+from tangram.text import alternatives
 
 ROW = "*"
 """Stands for a column where a whole row is meant, as JSON."""
@@ -83,6 +84,8 @@ TRAINING = frozenset({"train", "training"})
 HELD_BACK = frozenset({"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"})
 """What files and folders of the splits of a data set are called."""
 
+_CHOICE = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")  # `{txt,md}`, `{0..7}`; a name may have braces of its own
+
 LEFT_OUT = "left out"  # in a tally
 TAKEN = "files"
 
@@ -131,7 +134,8 @@ def list_files(source: SourcePlan) -> Files:
         walk.left_out.clear()  # what it has beside its sources is of no interest
     elif source.pattern is not None:
         walk = _Walk(lambda name: False)
-        walk.take(*_begin(root, _parts(source.pattern)))
+        for pattern in alternatives(source.pattern) if _CHOICE.search(source.pattern) else (source.pattern,):
+            walk.take(*_begin(root, _parts(pattern)))
     else:
         walk = _Walk(lambda name: not table and name.startswith("."), None if table else KNOWN)
         walk.take(root, ("**", "*"))

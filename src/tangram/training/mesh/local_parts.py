@@ -265,10 +265,14 @@ def written_parameters(model: nn.Module, graph: Graph) -> set[str]:
     """The parameters that a forward writes into.
 
     Raises UserError where one has gradients and the parameter, too: the module sees a view of the DTensor then, and
-    autograd knows no writes into such. Of what is written through `.data` it knows nothing.
+    autograd knows no writes into such, nor a use of it after one through `detach()`. Of `.data` it knows nothing.
     """
     writes = {v: nodes for v, nodes in Writes.of(graph).nodes.items() if graph.values[v].kind == "parameter"}
-    seen = {graph.values[v].name for v, nodes in writes.items() if not all(_through_data(graph, i) for i in nodes)}
+    seen = {
+        graph.values[v].name
+        for v, nodes in writes.items()
+        if graph.values[v].name in graph.written and not all(_past(graph, i) for i in nodes)
+    }
     for name, p in model.named_parameters():
         if name in seen and p.requires_grad and isinstance(p, DTensor) and torch.is_grad_enabled():
             raise UserError(
@@ -277,9 +281,11 @@ def written_parameters(model: nn.Module, graph: Graph) -> set[str]:
     return {graph.values[v].name for v in writes}
 
 
-def _through_data(graph: Graph, write: int) -> bool:
-    renews = graph.nodes[write].renews
-    return renews is not None and graph.nodes[renews[1]].operator is torch.ops.aten.detach.default
+def _past(graph: Graph, write: int) -> bool:
+    """Whether a write is through `detach()` and into what nothing uses after it."""
+    node = graph.nodes[write]
+    detached = node.renews is not None and graph.nodes[node.renews[1]].operator is torch.ops.aten.detach.default
+    return detached and not any({*node.results} & {*later.inputs} for later in graph.nodes[write + 1 :])
 
 
 @dataclass(frozen=True)

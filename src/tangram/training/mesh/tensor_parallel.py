@@ -136,7 +136,7 @@ def parallel(
     graph = graph_of(template, inputs, dtype, rules=text)
     marks = marks_or_known(graph, [*marks_in(model), *marks], mesh, model)
     found = derive_model(graph, marks, mesh)
-    refuse_idle_axes(found)
+    refuse_idle_axes(found, template)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
         found = rehearsed(found, template, {name: modes.without_values(x) for name, x in inputs.items()}, dtype).derived
     states = parameter_states(found)

@@ -109,8 +109,8 @@ def prove(
     with exactly(model):  # transformers has no casts of attention
         export(model, folder, tokens, source, {"checkpoint": checkpoint.name})
         inputs_BS = probe_batch(corpus, plan, device).inputs_BS
-        exported = same_export(model, folder, source, tokens, inputs_BS)
-    writes = "settings of generation" if source.folder is None else f"how {source.name} generates"
+        exported, wrote = same_export(model, folder, source, tokens, inputs_BS)
+    writes = f"how {source.name} generates" if wrote and source.folder is not None else "settings of generation"
     words = f"every tensor, the tokenizer and {writes} the same, logits differ by {exported:.1e}"
     on_event(Note(f"exported   {near(folder)}; loaded by transformers: {words}"))
     prompt, written = sample_text(model, tokens, inputs_BS)
@@ -119,8 +119,13 @@ def prove(
     return Proved(loss, relative, difference, exported, prompt, written)
 
 
-def same_export(model: PreTrainedModel, folder: Path, source: Source, tokens: Tokens, inputs_BS: torch.Tensor) -> float:
-    """The difference in logits to what transformers loads from an export; ProofError for anything that is not so."""
+def same_export(
+    model: PreTrainedModel, folder: Path, source: Source, tokens: Tokens, inputs_BS: torch.Tensor
+) -> tuple[float, bool]:
+    """The difference in logits to what transformers loads from an export, and whether what both write was compared.
+
+    It is not where neither can generate. Raises ProofError for anything that is not so.
+    """
     loaded = load_exported(model, folder)
     difference = logits_difference(model, loaded, inputs_BS)
     wrong = unlike_weights(model, loaded)
@@ -128,11 +133,12 @@ def same_export(model: PreTrainedModel, folder: Path, source: Source, tokens: To
         raise ProofError(
             f"transformers loads {folder} as another model: {wrong or f'the logits differ by {difference}'}"
         )
-    if wrong := unlike_settings(loaded, source, tokens) or unlike_writing(model, loaded, source, tokens, inputs_BS):
+    written = writing(model, loaded, source, tokens, inputs_BS)
+    if wrong := unlike_settings(loaded, source, tokens) or unlike_writing(*written):
         raise ProofError(f"the model in {folder} generates otherwise than the one that training began from: {wrong}")
     if wrong := unlike_tokenizer(folder, tokens, tokens.decode(cast("list[int]", inputs_BS[0].tolist()))):
         raise ProofError(f"the tokenizer in {folder} is not the one that the text was read with: {wrong}")
-    return difference
+    return difference, isinstance(written[0], list)
 
 
 def as_computed(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
@@ -264,15 +270,19 @@ def unlike_settings(loaded: PreTrainedModel, source: Source, tokens: Tokens) -> 
     return ""
 
 
-def unlike_writing(
+def writing(
     model: PreTrainedModel, loaded: PreTrainedModel, source: Source, tokens: Tokens, inputs_BS: Tensor
-) -> str:
-    """How what the loaded model writes by its own settings differs from what the model writes by the source's."""
+) -> tuple[object, object]:
+    """What the model writes by the source's settings, and what the loaded one writes by its own."""
     settings = settings_of(source)
     if not owns_tokenizer(source, tokens):
         for key in _IDS:
             setattr(settings, key, getattr(loaded.generation_config, key))
-    ours, theirs = _written(model, inputs_BS, settings), _written(loaded, inputs_BS, None)
+    return _written(model, inputs_BS, settings), _written(loaded, inputs_BS, None)
+
+
+def unlike_writing(ours: object, theirs: object) -> str:
+    """How the one differs from the other."""
     return "" if ours == theirs else f"it goes on with {theirs}, not with {ours}"
 
 

@@ -16,7 +16,6 @@ axes and is gathered each time, as FSDP does.
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from tangram.models.capturing.graph import Graph, Node
 from tangram.sharding.derive.marking.nodes import operators
 from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import SAME, SUM, Cutting, Gathered, State, beside, cut, parts_of
+from tangram.text import alternatives
 
 _FOREIGN = re.compile(r"\b(Shard|Replicate|Partial|P|PartitionSpec)\(")
 """How marks of other libraries begin."""
@@ -118,21 +118,6 @@ def _known(graph: Graph, pattern: str) -> dict[str, int]:
         return operators(graph)
     named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
     return {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
-
-
-def alternatives(pattern: str) -> Iterator[str]:
-    """`a.{b,c}` as `a.b` and `a.c`, `a.{0..2}` as `a.0`, `a.1` and `a.2`."""
-    parts = re.split(r"\{([^}]*)\}", pattern)
-    choices = [
-        [one for some in part.split(",") for one in _range(some)] if i % 2 else [part] for i, part in enumerate(parts)
-    ]
-    return ("".join(chosen) for chosen in itertools.product(*choices))
-
-
-def _range(text: str) -> list[str]:
-    """The numbers of `0..31`; of another text the text."""
-    ends = re.fullmatch(r"(\d+)\.\.(\d+)", text)
-    return [str(number) for number in range(int(ends[1]), int(ends[2]) + 1)] if ends else [text]
 
 
 def _closest(pattern: str, known: Mapping[str, int]) -> str:
