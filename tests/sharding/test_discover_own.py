@@ -102,7 +102,7 @@ def test_samples_of_several_operators(own: Path, capsys: pytest.CaptureFixture[s
         (["sum", "--samples", "own.py:raises"], "the samples of aten::sum cannot be made: ValueError: no more"),
         (["sum", "--samples", "own.py:numbers"], "a sample of aten::sum is int: give tuples of arguments"),
         (["sum", "--samples", "own.py:too_few"], "does not run"),
-        (["sum", "--samples", "own.py:of_another"], "there is no sample of aten::sum, but of tangram_own::inner"),
+        (["sum", "--samples", "own.py:of_another"], "there is no sample of aten::sum, but of tangram_own.inner"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -42,6 +42,8 @@ def test_samples_of_several_operators(tmp_path: Path) -> None:
     assert own_rules(file, lambda: samples).text.count("\n") == 1
     with pytest.raises(UserError, match="rules of tangram_gate::gated, tangram_gate::act: let the samples be a dict"):
         own_rules(file, own_operator.calls)
+    with pytest.raises(UserError, match=r"the samples of .* cannot be made: ZeroDivisionError"):
+        own_rules(file, lambda: [1 // 0])
 
 
 def test_blocks_of_a_dim_are_a_number_in_a_product(tmp_path: Path) -> None:

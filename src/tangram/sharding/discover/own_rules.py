@@ -135,18 +135,17 @@ def _at(line: RuleLine) -> str:
 
 def _calls_of(samples: Samples | None, operators: Mapping[str, OpOverload], file: str) -> dict[str, list[OpCall]]:
     """The calls that samples give, by operator. Raises UserError."""
-    from tangram.sharding.discover.sample_calls import by_name, calls_from
+    from tangram.sharding.discover.sample_calls import calls_from, made_by
 
     if samples is None or not operators:
         return {}
-    made: Any = samples()
-    if isinstance(made, Mapping):
-        some = by_name(cast("Mapping[str, list[Any]]", made))
-    elif len(operators) == 1:
-        some = dict.fromkeys(operators, made)
-    else:
-        several = ", ".join(operator.name() for operator in operators.values())
+    several = ", ".join(operator.name() for operator in operators.values())
+    made = made_by(samples, several)
+    if not isinstance(made, dict) and len(operators) == 1:
+        made = dict.fromkeys(operators, made)
+    if not isinstance(made, dict):
         raise UserError(f"{file} has rules of {several}: let the samples be a dict of lists of calls, by operator")
+    some: Mapping[str, list[Any]] = made
     return {
         name: calls_from(operator, lambda name=name: some[name]) for name, operator in operators.items() if name in some
     }

@@ -59,13 +59,9 @@ def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> li
     Raises UserError where it gives others, or none of this operator.
     """
     found: list[OpCall] = []
-    try:
-        given = samples()
-        others = f", but of {', '.join(given)}" if isinstance(given, Mapping) else ""
-        given = by_name(given).get(name_of(operator), []) if isinstance(given, Mapping) else list(given)
-    except Exception as error:  # noqa: BLE001  the author's function may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise UserError(f"the samples of {operator.name()} cannot be made: {why}".splitlines()[0]) from None
+    given, others = made_by(samples, operator.name()), ""
+    if isinstance(given, dict):
+        given, others = given.get(name_of(operator), []), f", but of {', '.join(given)}"
     for one in given:
         if not isinstance(one, tuple | list):
             raise UserError(
@@ -84,9 +80,18 @@ def calls_from(operator: OpOverload, samples: Callable[[], Iterable[Any]]) -> li
     return found
 
 
-def by_name(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Calls of several operators by how the table calls these: `own::op` and `own.op` are one, `aten::sum` is `sum`."""
-    return {key.replace("::", ".", 1).removeprefix("aten."): list(calls) for key, calls in samples.items()}
+def made_by(samples: Callable[[], Any], of: str) -> list[Any] | dict[str, list[Any]]:
+    """What the author's function gives: calls, or those of several operators by how the table calls these (`own::op`
+    and `own.op` are one, `aten::sum` is `sum`). Raises UserError where it raises."""
+    try:
+        given = samples()
+        if not isinstance(given, Mapping):
+            return list(given)
+        by_name = cast("Mapping[str, Iterable[Any]]", given)
+        return {key.replace("::", ".", 1).removeprefix("aten."): list(calls) for key, calls in by_name.items()}
+    except Exception as error:  # noqa: BLE001  it may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"the samples of {of} cannot be made: {why}".splitlines()[0]) from None
 
 
 def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None = None) -> dict[str, list[OpCall]]:
