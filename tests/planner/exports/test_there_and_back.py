@@ -20,10 +20,17 @@ from tangram.planner.imports.megatron import chunks_of
 from tangram.planner.search.explain import laid_out
 from tangram.planner.search.query import plan
 from tangram.planner.search.strategy import Ask
+from tangram.planner.space.layers_per_stage import fewer, sizes
 from tangram.planner.space.recompute import SOME
 from tests.planner.exports.drawn import CLUSTER, DENSE, MIXED, drawn
 
 FILES = {"megatron-lm": "args.sh", "torchtitan": "job.toml", "torchtitan-options": "options.sh"}
+
+
+def _least(one: Numbers, outline: Outline) -> Numbers:
+    """The same stages as the smallest numbers say them: of 12 layers on 8 ranks, 2 and 2 fewer are 2 and 1 fewer."""
+    ends = fewer(sizes(outline.layers, one.pipeline * one.virtual, one.ahead, one.behind))
+    return replace(one, ahead=ends[0], behind=ends[1]) if ends else one
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -39,7 +46,7 @@ def test_a_strategy_comes_back(name: str, tmp_path: Path, data: st.DataObject) -
     path.write_text(written.text)
     found = strategy_of(path, outline, one.ranks, 64)
     expected = replace(one, shard=one.data * one.context) if one.zero == 0 else one  # nothing is divided over any
-    assert found.numbers == expected
+    assert _least(found.numbers, outline) == _least(expected, outline)
     assert found.framework == EXPORTS[name].framework
     assert found.notes == ()
 
