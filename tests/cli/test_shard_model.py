@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+import transformers
 
+import tangram
 from tangram.cli import main
+from tangram.errors import UserError
+from tangram.sharding import read_marks
 from tests.public.parallelize_tasks import sees_images
 
 FIELDS = ("num_hidden_layers=2", "hidden_size=64", "vocab_size=128")
@@ -46,6 +52,23 @@ def test_an_encoder_with_a_decoder(capsys: pytest.CaptureFixture[str]) -> None:
     hint = said(capsys, *words, code=2)
     assert "nor has transformers a tensor-parallel plan of it" in hint
     assert "--choose --cluster" in hint
+
+
+def test_marks_are_chosen_by_the_command_that_a_model_without_any_is_sent_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = transformers.T5Config(num_layers=1, num_decoder_layers=1, dropout_rate=0.0, decoder_start_token_id=0)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(one)
+        ids = torch.ones(2, 512, dtype=torch.long)
+    with pytest.raises(UserError, match="no mark names the axis tp") as error:
+        tangram.derive(model, "tp=2", inputs={"input_ids": ids, "labels": ids})
+    command = shlex.split(str(error.value).split("`")[1])
+    assert command[:7] == ["tangram", "shard", "t5", "--batch", "2", "--sequence", "512"]
+    typed = [str(tmp_path / "own.marks") if word == "FILE" else word for word in command[2:]]
+    said(capsys, *typed, "--set", "num_layers=1", "--set", "num_decoder_layers=1")
+    marks = read_marks(tmp_path / "own.marks")
+    assert tangram.derive(model, "tp=2", marks, inputs={"input_ids": ids, "labels": ids}).parameters
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from tangram.hardware.catalogue.cluster import builtin
 from tangram.models.lora.outline import adapted
 from tangram.models.outlines.catalogue import in_catalogue
 from tangram.models.outlines.outline import Dims, decoder
+from tangram.planner.cost import memory as cost
 from tangram.planner.cost.memory import memory
 from tangram.planner.cost.step_time import seconds
 from tangram.planner.cost.timeline import play
@@ -143,6 +144,10 @@ def test_a_teacher_of_any_size_is_held_in_16_bits_and_asked_once() -> None:
     assert float((more.parameters - less.parameters)[0]) == pytest.approx(2 * LARGE.numbers / 8, rel=1e-4)
     logits = 2 * 2 * 1024 * 32000
     assert float((more.passing - less.passing)[0]) == pytest.approx(logits)
+    staged = grid(data=2, pipeline=4, batch=32, micro=2, sequence=1024, zero=1, shard=2)
+    waiting = 8 * 2 * (2 * 1024) * 2048  # hidden states of eight micro-batches, as wide as the teacher's
+    of_last = cost.logits(MODEL, staged, two) - cost.logits(MODEL, staged, one)
+    assert float(of_last[0]) == pytest.approx(2 * 2 * 1024 * 32000 + waiting)
     forward = LARGE.flops(1024) / (3 * MODEL.flops(1024))  # as much more computation, all else alike
     extra = float((seconds(MODEL, g, two).products / seconds(MODEL, g, one).products)[0]) - 1
     assert extra == pytest.approx(forward, rel=0.25)

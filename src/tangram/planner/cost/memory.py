@@ -340,7 +340,7 @@ def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
     each = np.where(g.tensor > 1, setting.logit_bytes(over_ranks=True), setting.logit_bytes(over_ranks=False))
     found = g.tokens * outline.vocab / g.tensor * each
     if setting.beside is not None and setting.beside.teacher:  # hidden states wait at the last stage
-        waiting = np.where(g.pipeline > 1, g.micros * outline.hidden, 0.0)
+        waiting = np.where(g.pipeline > 1, g.micros * setting.beside.teacher, 0.0)
         found = found + setting.flow_bytes * g.tokens * (outline.vocab / g.tensor + waiting)
     if not setting.framework.keeps_gathered:
         return found

@@ -142,10 +142,10 @@ def estimate(
     timed_stages = stages if timed is local else shares(plan, whole.parameters, timed)
     memory = max((memory_of(plan, stage, held, rates.device) for stage in stages), key=lambda memory: memory.total)
     if teacher is not None:  # hidden states of all micro-batches wait at the last stage
-        said = local.logits_bytes + (teacher.flow * plan.micro_steps if plan.pipeline is not None else 0.0)
-        memory = replace(memory, parameters=memory.parameters + teacher.nbytes, logits=memory.logits + said)
+        logits = local.logits_bytes + (teacher.flow * plan.micro_steps if plan.pipeline is not None else 0.0)
+        memory = replace(memory, parameters=memory.parameters + teacher.nbytes, logits=memory.logits + logits)
         flow = memory.activations + memory.logits + memory.gathered  # of its own forward, nothing of the student's
-        memory = replace(memory, gathered=memory.gathered + max(0.0, teacher.gathered + said - flow))
+        memory = replace(memory, gathered=memory.gathered + max(0.0, teacher.gathered + logits - flow))
     return Estimate(
         memory,
         max((_seconds(plan, one, held, rates, moves, teacher) for one in timed_stages), key=lambda s: s.total),

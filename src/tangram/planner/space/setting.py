@@ -115,8 +115,8 @@ class Beside:
     numbers: float
     """Its own, as a multiple of those that are trained, or of a teacher of all of the model's; DP ranks divide them
     where they divide parameters."""
-    teacher: bool = False
-    """Whether its logits are kept for the loss, and its numbers in 16 bits; else these are as parameters are kept."""
+    teacher: int = 0
+    """A teacher's hidden size: its logits are kept for the loss, and its numbers in 16 bits; 0: as parameters are."""
 
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32"]

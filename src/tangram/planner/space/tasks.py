@@ -37,5 +37,5 @@ def task_words(rows: int, other: Beside | None) -> tuple[str, ...]:
 def beside(forwards: float, outline: Outline, teacher: Outline | None = None) -> Beside | None:
     """What so many forwards, or a teacher of a student, are of; None where there is neither."""
     if teacher is not None:
-        return Beside(teacher.flops(1) / outline.flops(1), teacher.numbers / outline.numbers, teacher=True)
+        return Beside(teacher.flops(1) / outline.flops(1), teacher.numbers / outline.numbers, teacher.hidden)
     return Beside(float(forwards), 1.0) if forwards else None

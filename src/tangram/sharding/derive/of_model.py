@@ -70,10 +70,12 @@ def marks_or_known(graph: Graph, marks: Sequence[Mark], mesh: Mesh, model: nn.Mo
 def refuse_idle_axes(found: Derived, model: nn.Module) -> None:
     """Raise UserError for an axis of several ranks that no mark names: they would all compute the same."""
     named = {over.axis for over in found.axes}
-    kind = getattr(getattr(model, "config", None), "model_type", None) or "FILE.py:function"
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    shapes = [value.shape for _, value in found.folded.graph.of_kind("input") if len(value.shape) == 2]
+    sizes = " --batch {} --sequence {}".format(*shapes[0]) if kind and shapes else ""
     choose = (
-        f", have marks chosen by `tangram shard {kind} --mesh '{found.mesh}' --choose --cluster h100-8x8 --write FILE` "
-        "(tangram.sharding.read_marks reads them)"
+        f", have marks chosen by `tangram shard {kind or 'FILE.py:function'}{sizes} --mesh '{found.mesh}' --choose "
+        "--cluster h100-8x8 --write FILE` (tangram.sharding.read_marks reads them)"
     )
     for axis, (k, _) in found.mesh.axes.items():
         if k > 1 and axis not in named:

@@ -62,7 +62,7 @@ class ModelPart:
 
 
 StageLoss = Callable[[Logits, int], Tensor]
-"""The loss of the logits of a micro-batch, whose number is told."""
+"""The loss of the logits of a micro-batch and its number."""
 Ahead = Callable[[int], None]
 """Called with the number of a micro-batch before the last stage's forward of it."""
 RouterLoss = Callable[[Routers, Tensor], Tensor]
@@ -76,8 +76,8 @@ def own_results(part: nn.Module) -> None:
     """
     forward = part.forward
 
-    def run(*given: Any, **told: Any) -> Tensor:
-        result: Tensor = forward(*given, **told)
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = forward(*args, **kwargs)
         return result.clone() if result._is_view() else result
 
     part.forward = run
@@ -95,7 +95,7 @@ def _size(config: Any, name: str) -> int:
 class _PassOn(nn.Module):
     """A last stage that is run later."""
 
-    def forward(self, x: Tensor, **told: Any) -> Tensor:
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         return x
 
 
