@@ -25,10 +25,7 @@ from tangram.schema import schedules
 from tangram.schema.job import Job
 from tangram.schema.schedule_table import Action, check, simulate
 from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.discover.own_rules import own_rules
 from tangram.training.data.files import TextRow, text_of
-from tangram.training.mesh.eager_marks import eager
-from tangram.training.mesh.tensor_parallel import parallel
 from tests.house.doc_blocks import Block, commands_of
 from tests.planner.machine import rates
 
@@ -124,7 +121,6 @@ def test_an_op_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         names = {"devices": init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), "x": torch.randn(4, 8)}
-        names |= {"Mark": Mark, "parallel": parallel, "eager": eager, "own_rules": own_rules}
         exec(block("python", 'rules="own.rules"'), {**run_code("own.py", "own"), **names})  # noqa: S102
     finally:
         torch.distributed.destroy_process_group()

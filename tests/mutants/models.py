@@ -11,6 +11,8 @@ _SEVERAL = "tests/training/test_buffers.py::test_several_programs_in_a_step_have
 _STAGES = "tests/models/test_stages.py::test_stages_one_after_the_other_are_the_model"
 _HISTOGRAM = "tests/sharding/test_proof.py::test_a_histogram_is_cut_unless_its_values_say_the_range"
 _OWN_BLOCKS = "tests/sharding/test_own_rules.py::test_blocks_of_a_dim_are_a_number_in_a_product"
+_OWN_PROPOSED = "tests/sharding/test_own_rules.py::test_what_is_proposed_is_taken"
+_OWN_BROADCAST = "tests/sharding/test_own_rules.py::test_dims_by_position_are_equal_or_of_one_element"
 _OWN_DIMS = "tests/sharding/test_own_rules.py::test_calls_that_a_rule_is_not_for_say_nothing_against_it"
 _DETACHED = "tests/training/test_buffers.py::test_what_no_program_could_stand_for_is_refused"
 _WRITTEN = "tests/training/test_incode.py::test_mistakes_are_said_in_one_sentence"
@@ -92,9 +94,29 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate and up side by side are taken for one block", (_OWN_BLOCKS,),
     ),
     Mutant(
-        "samples-of-other-dims-refute", "sharding/discover/own_rules.py",
-        "[call for call in calls if not rule_table.misfit(line.rule, call)] or calls", "[*calls]",
+        "samples-of-other-dims-refute", "sharding/discover/sample_calls.py",
+        "return [*(own or calls), *fitting_calls(", "return [*calls, *fitting_calls(",
         "what discovery wrote is refuted by calls that it is not for", (_OWN_DIMS,),
+    ),
+    Mutant(
+        "proposed-without-drawn-calls", "sharding/discover/propose.py",
+        "if drawn else []", "if not drawn else []",
+        "what discovery has written is refuted before it is used", (_OWN_PROPOSED,),
+    ),
+    Mutant(
+        "drawn-calls-of-any-sizes", "sharding/discover/sample_calls.py",
+        "if any(one in sizes", "if False and any(one in sizes",
+        "a kernel that looks at nothing refutes its rule with fewer values than keys", (_OWN_PROPOSED,),
+    ),
+    Mutant(
+        "unequal-dims-by-position", "sharding/discover/draft.py",
+        "        if not self._broadcasts():", "        if self.slot and not self._broadcasts():",
+        "dims of 8 and 4 elements are drafted as such that broadcast", (_OWN_PROPOSED,),
+    ),
+    Mutant(
+        "unequal-dims-broadcast", "sharding/ops/rule_table.py",
+        "if other != n and of != name:", "if other == n and of != name and False:",
+        "a rule cuts 2 beside 1 where it is for 8 beside 4", (_OWN_BROADCAST,),
     ),
     Mutant(
         "write-through-detach-unseen", "training/mesh/local_parts.py",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tangram.errors import UserError
+from tangram.sharding.discover import discover
 from tangram.sharding.discover.own_rules import own_rules
 from tangram.sharding.ops import rule_table
 from tangram.sharding.ops.calls import OpCall
@@ -67,6 +68,47 @@ def test_calls_that_a_rule_is_not_for_say_nothing_against_it(tmp_path: Path) -> 
         own_rules(_file(tmp_path, "tangram_gate.act : a -> a"), calls)
     with pytest.raises(UserError, match=r"the rule of tangram_gate::act is wrong: .*float32.3, 4"):
         own_rules(_file(tmp_path, "tangram_gate.act : a b -> a"), calls)
+
+
+def _random(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(shape) for shape in shapes)
+
+
+SAMPLES = {
+    "rope": [_random((2, 4, 3, 8), (3, 4), (3, 4)), _random((3, 2, 5, 4), (5, 2), (5, 2))],
+    "biased": [_random((4, 6), (4,)), _random((3, 5), (3,))],
+    "attend": [_random(*[(2, 4, 6, 8)] * 3), _random(*[(3, 2, 5, 4)] * 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("rope", "a b c _, c _, c _ -> a b c _ ; each(0)"),
+        ("biased", "a^ _, a^ -> a^ _ ; linear"),  # of squares it is refuted
+        ("attend", "a b c _, a b _ _, a b _ d -> a b c d ; each(2)"),
+    ],
+)
+def test_what_is_proposed_is_taken(name: str, line: str, tmp_path: Path) -> None:
+    """By the same proof: a user who got a line from `discover` is never sent back to it."""
+    (found,) = discover(f"tangram_gate::{name}", lambda: SAMPLES[name])
+    assert found.lines == (f"tangram_gate.{name} : {line}",)
+    file = _file(tmp_path, found.lines[0])
+    assert own_rules(file, lambda: SAMPLES[name]).text == found.lines[0]
+    if name == "attend":
+        with pytest.raises(UserError, match=r"is wrong: .*v=float64.* It was drawn; where calls have"):
+            own_rules(file)
+
+
+def test_dims_by_position_are_equal_or_of_one_element(tmp_path: Path) -> None:
+    """8 beside 4 are neither, and 2 beside 1 are it by chance: each rank would turn halves of its own half."""
+    file = _file(tmp_path, "tangram_gate.rope : ..., ..., ... -> ...")
+    with pytest.raises(UserError, match=r"has `\.\.\.` for dims that have 8 elements in x and 4 in cos, and of"):
+        own_rules(file, lambda: SAMPLES["rope"])
+    table = table_of("tangram_gate.gated : ..., ..., ... -> ...")
+    some = [torch.empty(5, n, device="meta") for n in (6, 1, 6)]
+    call = OpCall.of(torch.ops.tangram_gate.gated.default, (*some,), {})
+    assert rule_table.bound(table, call).cuttable == [".2", ".1"]
 
 
 def test_a_line_that_a_built_in_rule_says_too_is_left_out(tmp_path: Path) -> None:

@@ -73,6 +73,25 @@ def _packed_backward(ctx: Any, grad: Tensor):
 packed.register_autograd(_packed_backward, setup_context=_keep)
 
 
+@torch.library.custom_op("tangram_gate::rope", mutates_args=())
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves of the last dim, turned: as wide as the angles are."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@torch.library.custom_op("tangram_gate::biased", mutates_args=())
+def biased(x: Tensor, w: Tensor) -> Tensor:
+    """A bias of the columns where it has as many elements, else of the rows: of a square its author thought of one."""
+    return x + (w if len(w) == x.shape[-1] else w[:, None])
+
+
+@torch.library.custom_op("tangram_gate::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by torch's own kernels, which look at how many keys there are, and not at how many values."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).contiguous()
+
+
 @torch.library.custom_op("tangram_gate::joined", mutates_args=())
 def joined(xs: list[Tensor]) -> Tensor:
     """An operator of which no call can be drawn."""

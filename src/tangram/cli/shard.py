@@ -139,10 +139,11 @@ def check(
         _mutants(operators or (), mutants, json)
         return
     given = _function(samples, imports)
-    from tangram.sharding.discover import own_calls
-    from tangram.sharding.proof.prove import prove, prove_calls
+    from tangram.sharding.discover import calls_to_prove, own_calls
+    from tangram.sharding.proof.prove import prove, prove_calls, table_with
 
     own = own_calls(operators or (), given)
+    own = {name: calls_to_prove(calls, calls[0].operator, table_with(rules)) for name, calls in own.items()}
     verdicts = prove_calls(own, rules) if own else prove(operators or (), rules)
     wrong = [v for v in verdicts if v.kind not in ("proved", "whole", "unproved")]
     if save is not None:

@@ -17,6 +17,7 @@ __all__ = [
     "layout_of",
     "mark",
     "marks_of",
+    "own_rules",
     "read_marks",
     "relayout",
 ]
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tangram.sharding.derive.derive import ConflictError, Derived
     from tangram.sharding.derive.marking.marks import Mark, marks_of, read_marks
     from tangram.sharding.derive.problem.rates import WorkRates
+    from tangram.sharding.discover.own_rules import own_rules
     from tangram.sharding.eager.api import layout_of, mark, relayout
 else:
     __getattr__, __dir__ = lazily(
@@ -35,6 +37,7 @@ else:
             "tangram.sharding.derive.derive": ["ConflictError", "Derived"],
             "tangram.sharding.derive.marking.marks": ["Mark", "marks_of", "read_marks"],
             "tangram.sharding.derive.problem.rates": ["WorkRates"],
+            "tangram.sharding.discover.own_rules": ["own_rules"],
             "tangram.sharding.eager.api": ["layout_of", "mark", "relayout"],
         },
     )

@@ -171,6 +171,8 @@ class _Writer:
     """Whether a dim of one element is not broadcast to others."""
 
     def line(self) -> Draft | None:
+        if not self._broadcasts():
+            return None
         self._mark_uncut()
         count = len(self.cases[0].outputs)
         outputs: list[OperandForm] = []
@@ -185,6 +187,20 @@ class _Writer:
         letters = any(form.before + form.after or form.own for form in forms)
         mixed = 0 if not letters else 2 if any(form.rest or form.slot for form in forms) else 1
         return None if text is None else Draft(text, score, mixed)
+
+    def _broadcasts(self) -> bool:
+        """Whether dims by position are equal or of one element: 8 beside 4 are not, and 2 beside 1 are it by chance."""
+        if self.slot is not None and self.slot.argument != ALL:
+            return True
+        for case, keys in zip(self.cases, self.keyed, strict=True):
+            operands, sizes = operand_of(case.call), dict[Key, dict[int, int]]()
+            for (i, d), key in keys.items():
+                tensor = case.call.tensors[i]
+                if key[0] != "letter" and tensor is not None and tensor.shape[d] != 1:
+                    sizes.setdefault(key, {})[operands[i]] = tensor.shape[d]
+            if any(len({*some.values()}) > 1 for some in sizes.values()):
+                return False
+        return True
 
     def _is_uncut(self, root: Root) -> bool:
         """The others are whole together, and so are the dims of a slot."""

@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.models.building.build import did_you_mean
-from tangram.sharding.ops import computed_rules, rule_table, views
-from tangram.sharding.ops.calls import OpCall, name_of, tensor_arguments
+from tangram.sharding.ops import computed_rules, views
+from tangram.sharding.ops.calls import OpCall, name_of
 from tangram.sharding.ops.rule_table import POINTWISE, RuleLine, builtin, read_lines, table_of
 
 Samples = Callable[[], Iterable[Any]]
@@ -151,12 +151,6 @@ def _calls_of(samples: Samples | None, operators: Mapping[str, OpOverload], file
     }
 
 
-def _ndims(operator: OpOverload, line: RuleLine) -> list[Sequence[int]]:
-    """How many dims each tensor may have by a rule."""
-    operands = [line.rule.inputs[min(i, len(line.rule.inputs) - 1)] for i, _ in enumerate(tensor_arguments(operator))]
-    return [(len(one.pieces),) if one.is_fixed else (1, 2, 3) for one in operands]
-
-
 @lru_cache(256)
 def _prove_drawn(text: str, operator: OpOverload, line: RuleLine) -> None:
     """With drawn calls alone, which are the same each time: once in a process. A wrong one is refused each time."""
@@ -165,32 +159,18 @@ def _prove_drawn(text: str, operator: OpOverload, line: RuleLine) -> None:
 
 def _prove(text: str, operator: OpOverload, line: RuleLine, calls: Sequence[OpCall]) -> None:
     """Raise UserError where the rule of an operator is wrong, or nothing shows that it is right."""
-    from tangram.sharding.discover.sample_calls import drawn_calls
+    from tangram.sharding.discover.sample_calls import calls_to_prove
     from tangram.sharding.proof.prove import prove_operator
 
-    table = table_of(text)
-
-    def fits(call: OpCall) -> bool:
-        try:
-            return bool(rule_table.bound(table, call).cuttable)
-        except UserError:
-            return False
-
-    name = operator.name()
-    try:  # beside calls that are given, too: a rule may be right only where no two sizes are equal
-        drawn = drawn_calls(operator, _ndims(operator, line), fits)
-    except UserError:
-        drawn = []
-    if not calls and not drawn:
-        raise UserError(
-            f"{_at(line)}: nothing shows that the rule of {name} is right, as no drawn call of it runs: give some "
-            "(--samples FILE.py:function; model.code of a job; own_rules(file, function))"
-        )
-    calls = [call for call in calls if not rule_table.misfit(line.rule, call)] or calls  # of others it says nothing
-    calls = [*calls, *drawn]
+    table, name = table_of(text), operator.name()
+    ways = "give some (--samples FILE.py:function; model.code of a job; own_rules(file, function))"
+    if not (tried := calls_to_prove(calls, operator, table)):
+        raise UserError(f"{_at(line)}: nothing shows that the rule of {name} is right, as no drawn call runs: {ways}")
     with torch.random.fork_rng(devices=[]):
-        verdict = prove_operator(table, name_of(operator), calls)
+        verdict = prove_operator(table, name_of(operator), tried)
     if verdict.kind not in ("proved", "whole"):
+        more = "" if calls else f". It was drawn; where calls have to be of other sizes, {ways}"
         raise UserError(
-            f"{_at(line)}: the rule of {name} is wrong: {verdict.why}; `tangram shard discover {name}` proposes one"
+            f"{_at(line)}: the rule of {name} is wrong: {verdict.why}; `tangram shard discover {name}` proposes "
+            f"one{more}"
         )

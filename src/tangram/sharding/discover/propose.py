@@ -31,7 +31,7 @@ from tangram.sharding.discover.cuts import (
     cuts_with,
 )
 from tangram.sharding.discover.draft import Draft, DraftCase, draft, operand_of
-from tangram.sharding.discover.sample_calls import load, own_calls
+from tangram.sharding.discover.sample_calls import fitting_calls, load, own_calls, with_other_dims
 from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, schema_of
 from tangram.sharding.ops.rule_table import RuleLine, RuleTable
 from tangram.sharding.proof.prove import ProofTrial, trials
@@ -74,15 +74,19 @@ def settle(rules: Sequence[Rule], calls: Sequence[OpCall]) -> ProvedDraft | str:
 
 def _outcome(rules: Sequence[Rule], calls: Sequence[OpCall]) -> int | ProofTrial | str:
     """How many cases were right if all were; the first that was wrong; or why a rule fits no call."""
-    table, cases = RuleTable().with_lines([RuleLine(rule, "", 0, str(rule)) for rule in rules]), 0
+    cases = 0
     try:
-        for trial in trials(table, calls):
+        for trial in trials(_table_of(rules), calls):
             if trial.failure is not None:
                 return trial
             cases += trial.tried
     except UserError as error:
         return str(error)
     return cases
+
+
+def _table_of(rules: Sequence[Rule]) -> RuleTable:
+    return RuleTable().with_lines([RuleLine(rule, "", 0, str(rule)) for rule in rules])
 
 
 def _weaker(rule: Rule, trial: ProofTrial) -> Rule | None:
@@ -232,7 +236,7 @@ def discover(name: str, given: Callable[[], Iterable[Any]] | None = None) -> lis
     torch.set_num_threads(1)  # what is forked later has no other threads
     plain = name.removeprefix("aten::")
     if own := own_calls([name], given):
-        return [propose(calls) for calls in own.values()]
+        return [propose(calls, drawn=True) for calls in own.values()]
     if not hasattr(torch.ops.aten, plain.partition(".")[0]):
         raise UserError(f"torch has no operator aten.{plain}; those of others are called namespace::name")
     found = {own: calls for own, calls in samples.recorded([plain]).items() if samples.is_named([plain], own)}
@@ -241,8 +245,8 @@ def discover(name: str, given: Callable[[], Iterable[Any]] | None = None) -> lis
     return [propose(calls) for _, calls in sorted(found.items())]
 
 
-def propose(calls: Sequence[OpCall]) -> Proposal:
-    """The line of the operator of some calls."""
+def propose(calls: Sequence[OpCall], *, drawn: bool = False) -> Proposal:
+    """The line of the operator of some calls. `drawn`: what is proved before it is used, with drawn calls beside."""
     name = calls[0].name
     load(calls[0].operator)
     calls = [*with_other_dims(calls)][:CALLS]
@@ -260,24 +264,12 @@ def propose(calls: Sequence[OpCall]) -> Proposal:
     if not any(one.score for one in drafts):
         return Proposal(name, why="no way of cutting its inputs was right in every call", remarks=left[:-1])
     rules = [Rule.parse(one.text) for one in drafts]
-    settled = _settled(rules, [case.call for case in cases])
+    tried = [case.call for case in cases]
+    more = fitting_calls(tried[0].operator, _table_of(rules), tried) if drawn else []
+    settled = _settled(rules, [*tried, *more])
     if isinstance(settled, str):
         return Proposal(name, why=f"{'; '.join(map(str, rules))}: refuted: {settled}", remarks=left)
     return Proposal(name, tuple(map(str, settled.rules)), settled.cases, "", (*left, *settled.removed))
-
-
-def with_other_dims(calls: Sequence[OpCall]) -> list[OpCall]:
-    """The calls with most dims first; of two of them, all dims that an argument can name."""
-    useful = [c for c in calls if not any(c.arguments.get(a) == 0 for a in ("alpha", "beta"))]
-    ranked = sorted(useful or calls, key=lambda c: -sum(t.ndim for t in c.tensors if t is not None and t.numel() > 1))
-    more: list[OpCall] = []
-    for call in ranked[:2]:
-        ndim = next((t.ndim for t in call.tensors if t is not None), 0)
-        for name in DIM_ARGUMENTS & call.arguments.keys():
-            own = call.arguments[name]
-            if isinstance(own, int) and not isinstance(own, bool) and len(DIM_ARGUMENTS & call.arguments.keys()) == 1:
-                more += [OpCall(call.operator, {**call.arguments, name: d}) for d in range(ndim) if d != own % ndim]
-    return [*ranked[:2], *more, *ranked[2:]]
 
 
 def drafted(name: str, cases: Sequence[DraftCase]) -> list[Draft]:

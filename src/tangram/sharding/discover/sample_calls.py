@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.hardware.host import workers
-from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, name_of, schema_of
+from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, name_of, schema_of, tensor_arguments
+from tangram.sharding.ops.rule_table import RuleTable, bound, misfit
 
 SIZES = (6, 5, 7, 3)
 TRIES = 6000
@@ -108,6 +109,67 @@ def own_calls(names: Sequence[str], samples: Callable[[], Iterable[Any]] | None 
         raise UserError(f"{others[0]} is not torch's own: give it in a command of its own")
     operators = [operator_of(name) for name in others]
     return {name_of(op): drawn_calls(op) if samples is None else calls_from(op, samples) for op in operators}
+
+
+def with_other_dims(calls: Sequence[OpCall]) -> list[OpCall]:
+    """The calls with most dims first; of two of them, all dims that an argument can name."""
+    useful = [c for c in calls if not any(c.arguments.get(a) == 0 for a in ("alpha", "beta"))]
+    ranked = sorted(useful or calls, key=lambda c: -sum(t.ndim for t in c.tensors if t is not None and t.numel() > 1))
+    more: list[OpCall] = []
+    for call in ranked[:2]:
+        ndim = next((t.ndim for t in call.tensors if t is not None), 0)
+        for name in DIM_ARGUMENTS & call.arguments.keys():
+            own = call.arguments[name]
+            if isinstance(own, int) and not isinstance(own, bool) and len(DIM_ARGUMENTS & call.arguments.keys()) == 1:
+                more += [OpCall(call.operator, {**call.arguments, name: d}) for d in range(ndim) if d != own % ndim]
+    return [*ranked[:2], *more, *ranked[2:]]
+
+
+def calls_to_prove(calls: Sequence[OpCall], operator: OpOverload, table: RuleTable) -> list[OpCall]:
+    """The calls of an operator that its rules are for, all where they are for none; and drawn ones."""
+    own = [call for call in calls if (line := table.find(call)) is None or not misfit(line.rule, call)]
+    return [*(own or calls), *fitting_calls(operator, table, own or calls)]
+
+
+def fitting_calls(operator: OpOverload, table: RuleTable, beside: Sequence[OpCall]) -> list[OpCall]:
+    """Drawn calls that a table cuts, of as many dims as its rules have; none where none of these runs.
+
+    A rule is proved with them beside calls that are given: it may be right only where no two sizes are equal. Sizes
+    that are equal in all of those are so in these, too: kernels run over fewer values than keys, and give anything.
+    """
+    equal = [*set[_Pair].intersection(*map(_equal_sizes, beside))] if beside else []
+    rules = [line.rule for line in table.all_of(operator)]
+
+    def ndims(operand: int) -> Sequence[int]:
+        each = [rule.inputs[min(operand, len(rule.inputs) - 1)] for rule in rules]
+        return [*dict.fromkeys(n for one in each for n in ((len(one.pieces),) if one.is_fixed else (1, 2, 3)))]
+
+    def fits(call: OpCall) -> bool:
+        sizes = _sizes(call)
+        if any(one in sizes and other in sizes and sizes[one] != sizes[other] for one, other in equal):
+            return False
+        try:
+            return bool(bound(table, call).cuttable)
+        except UserError:
+            return False
+
+    try:
+        return drawn_calls(operator, [ndims(i) for i, _ in enumerate(tensor_arguments(operator))], fits)
+    except UserError:
+        return []
+
+
+_Pair = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _sizes(call: OpCall) -> dict[tuple[int, int], int]:
+    """Of each tensor's dims, counted from the last."""
+    return {(i, d): n for i, x in enumerate(call.tensors) if x is not None for d, n in enumerate(reversed(x.shape))}
+
+
+def _equal_sizes(call: OpCall) -> set[_Pair]:
+    sizes = _sizes(call)
+    return {(one, other) for one, other in itertools.combinations(sizes, 2) if sizes[one] == sizes[other]}
 
 
 def drawn_calls(

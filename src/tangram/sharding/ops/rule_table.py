@@ -187,12 +187,25 @@ def bound(table: RuleTable, call: OpCall) -> BoundOp:
 
 
 def misfit(rule: Rule, call: OpCall) -> str:
-    """Why a rule is for tensors of other numbers of dims; "" where it is not."""
+    """Why a rule is for tensors of other numbers of dims, or for such as broadcast; "" where it is not."""
     operands: dict[str, int] = {}
+    sizes: dict[int, tuple[int, str]] = {}  # of the dims of `...`, from the right
     for (name, _), tensor in zip(call.places, call.tensors, strict=True):
         operand = rule.inputs[min(operands.setdefault(name, len(operands)), len(rule.inputs) - 1)]
-        if tensor is not None and operand.is_fixed and tensor.ndim != len(operand.pieces):
+        if tensor is None:
+            continue
+        if operand.is_fixed and tensor.ndim != len(operand.pieces):
             return f"the rule of {call.name} has `{operand}` for {name}, which has {tensor.ndim} dims: {call}"
+        rest = next((i for i, piece in enumerate(operand.pieces) if piece.rest and not piece.uncut), None)
+        if rest is None or rule.slots:
+            continue
+        for k, n in enumerate(reversed(tensor.shape[rest : tensor.ndim - (len(operand.pieces) - rest - 1)])):
+            other, of = sizes.setdefault(k, (n, name)) if n != 1 else (1, name)
+            if other != n and of != name:
+                return (
+                    f"the rule of {call.name} has `...` for dims that have {other} elements in {of} and {n} in {name}, "
+                    f"and of `...` they are equal, or 1: write a letter or _ for each: {call}"
+                )
     return ""
 
 

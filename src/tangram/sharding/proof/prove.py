@@ -19,7 +19,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -282,7 +282,7 @@ def prove_calls(calls: Mapping[str, Sequence[OpCall]], rules: Path | None = None
 
 def table_with(rules: Path | None) -> RuleTable:
     """The table with the lines of a file. Raises UserError where the file cannot be read, or a line is no rule."""
-    return builtin() if rules is None else builtin().with_lines(read_lines(rules))
+    return builtin() if rules is None else builtin().with_lines(replace(line, exact=True) for line in read_lines(rules))
 
 
 def job(names: list[str], rules: str, part: int, parts: int) -> Any:
