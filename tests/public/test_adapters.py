@@ -131,3 +131,15 @@ def test_an_alpha_of_0_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert main(words) == 2
     assert "has lora_alpha = 0, by which its adapters would add nothing" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rows", [("gemma3", "gemma3_vl"), ("gemma3_vl", "gemma3")])
+def test_an_adapter_of_the_model_around_or_within(rows: tuple[str, str], tmp_path: Path, capsys: Any) -> None:
+    """vllm-project/vllm#34186: adapters of a text model, given to the model that also sees images (and the other way
+    round), are of layers by other names: none of them was used, and nothing said so.
+    """
+    adapted(tmp_path, rows[0], {"target_modules": ["q_proj"]})
+    save(rows[1], tmp_path / "base")
+    to = ["--to", "hf", "--adapter", str(tmp_path / "adapter")]
+    assert main(["checkpoint", "convert", str(tmp_path / "base"), str(tmp_path / "merged"), *to]) == 2
+    assert "no weight of it" in capsys.readouterr().err

@@ -68,6 +68,29 @@ def test_a_log_softmax_over_a_cut_vocabulary_that_no_cross_entropy_takes(ran: Ra
     _is_right(ran("pytorch#190746"))
 
 
+@pytest.mark.parametrize("over", ["heads", "samples"])
+def test_a_frozen_layer_below_one_that_is_trained(ran: Ran, over: str) -> None:
+    """pytorch/pytorch#134050: how the first attention is cut, which is frozen, was kept for the next, which is not."""
+    _is_right(ran(f"pytorch#134050, {over}"))
+
+
+@pytest.mark.parametrize("sizes", ["", ", all sizes"])
+def test_a_product_with_what_all_ranks_have(ran: Ran, sizes: str) -> None:
+    """NVIDIA/physicsnemo#1944: the gradient of a replicated operand of `cross` was that of one rank's part."""
+    _is_right(ran(f"physicsnemo#1944{sizes}"))
+
+
+def test_a_tied_vocabulary_that_ranks_do_not_divide(ran: Ran) -> None:
+    """NVIDIA/Megatron-LM#1754: the loss of a vocabulary of an odd size went another way over two ranks."""
+    _is_right(ran("Megatron-LM#1754"))
+
+
+def test_a_gradient_within_a_forward(ran: Ran) -> None:
+    """pytorch/pytorch#159959: a penalty on gradients through a convolution ended within DTensor."""
+    (refused,) = {off.refused for off in ran("pytorch#159959")}
+    assert "torch.autograd.grad goes back through layers that lie in parts" in refused
+
+
 @pytest.mark.parametrize("what", ["smoothed labels", "one norm of all heads"])
 def test_what_parallel_parts_share(ran: Ran, what: str) -> None:
     """NVIDIA/Megatron-LM#7452: labels smoothed over a part of the vocabulary; a shared norm without all heads' sum."""

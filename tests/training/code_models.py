@@ -129,7 +129,7 @@ def _tensors(found: Any) -> Sequence[Tensor]:
 def _weighed(results: Sequence[Tensor]) -> Tensor:
     """A loss that no two elements of a result go into alike."""
     floats = [x for x in results if x.requires_grad]
-    weights = [torch.sin(torch.arange(x.numel(), dtype=x.dtype) + i).view(x.shape) for i, x in enumerate(floats)]
+    weights = [torch.sin(torch.arange(x.numel(), dtype=x.dtype) + i + 1).view(x.shape) for i, x in enumerate(floats)]
     return torch.stack([(x * w).sum() for x, w in zip(floats, weights, strict=True)]).sum()
 
 
@@ -207,7 +207,53 @@ def _routed(m: Any, x: Tensor) -> Tensor:
     return (found * weights[:, :, None]).sum(1)
 
 
+def _attentions(m: Any, x: Tensor) -> Tensor:
+    """Two attentions, of which the first is frozen."""
+
+    def attend(x: Tensor, qkv: nn.Linear) -> Tensor:
+        q, k, v = qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+    return m.out(x + attend(x + attend(x, m.first), m.second))
+
+
+def _first_frozen() -> dict[str, nn.Module]:
+    return {"first": nn.Linear(16, 48).requires_grad_(False), "second": nn.Linear(16, 48), "out": nn.Linear(16, 16)}
+
+
+def _penalty(m: Any, x: Tensor) -> Tensor:
+    """What a convolution gives, and the square of its gradient by what it takes."""
+    x = m.mid(x)
+    y = m.conv(x[:, None]).tanh()
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.flatten(1).sum(1) + gradient.square().sum(1)
+
+
+def _next_word(m: Any, x: Tensor) -> Tensor:
+    """The loss of a vocabulary of 13."""
+    return F.cross_entropy(F.linear(torch.tanh(m.words(x)), m.words.weight).flatten(0, 1), x.flatten())
+
+
 PUBLIC: Mapping[str, Small] = {
+    "pytorch#134050, heads": Small(
+        _attentions, ("{first,second}.weight: (3 h/tp 4) i", "out.weight: o i/tp"), {"w": (1,)}, (2, 6, 16),
+        _first_frozen,
+    ),
+    "pytorch#134050, samples": Small(_attentions, ("first: b/tp s h",), {"w": (1,)}, (2, 6, 16), _first_frozen),
+    "pytorch#159959": Small(
+        _penalty, ("mid: b/tp h",), {"w": (1,)}, (4, 8), lambda: {**_mid(), "conv": nn.Conv1d(1, 1, 3)}
+    ),
+    "physicsnemo#1944": Small(
+        lambda m, x: torch.linalg.cross(m.mid(x).view(-1, 8, 3), m.v), ("mid: b/tp h",), {"w": (1,), "v": (1, 1, 3)},
+        (6, 8), lambda: {"mid": nn.Linear(8, 24)},
+    ),
+    "physicsnemo#1944, all sizes": Small(
+        lambda m, x: torch.linalg.cross(m.mid(x).view(-1, 8, 3), m.v), ("mid: b/tp h",), {"w": (1,), "v": (6, 8, 3)},
+        (6, 8), lambda: {"mid": nn.Linear(8, 24)},
+    ),
+    "Megatron-LM#1754": Small(
+        _next_word, ("words.weight: v/tp h",), {"w": (1,)}, (4, 6), lambda: {"words": nn.Embedding(13, 8)}, integers=13
+    ),
     "jax#21403": Small(lambda m, x: m.mid(x).cumsum(0) @ m.w.T, (_ROWS,), SQUARE, modules=_mid),
     "jax#39301": Small(lambda m, x: torch.roll(m.mid(x), 3, 0) @ m.w.T, (_ROWS,), SQUARE, (2, 8), _mid),
     "jax#24576": Small(lambda m, x: torch.cat([m.mid(x), m.mid(x[:4])]) @ m.w.T, ("w: o i/tp", _ROWS), SQUARE,
