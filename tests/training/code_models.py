@@ -104,6 +104,7 @@ def _run(work: Small, world: int, spoil: Callable[[DerivedModel], None] | None) 
     _weighed(wanted).backward()
     held.sum_gradients()
     own, other = (dict(one.named_parameters()) for one in (model, whole))
+    assert any(p.grad is not None and bool(p.grad.any()) for p in other.values()), "no gradient is compared"
     left = [_apart(_whole(own[name]), p) for name, p in other.items()]  # a forward may write into them
     gradients = [_apart(_whole(own[name].grad), p.grad) for name, p in other.items()]
     return Off(max([*left, *map(_apart, results, wanted)]), max(gradients, default=0.0))
