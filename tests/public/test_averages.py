@@ -74,6 +74,11 @@ def test_an_average_that_comes_first(own: str, other: str, trained: bool, tmp_pa
     made = load_file(tmp_path / "out/model.safetensors")
     assert set(made) == set(weights)
     assert all(torch.equal(made[name], value) for name, value in weights.items())
+    average = ["--part", other, *config]
+    assert main(["checkpoint", "convert", str(tmp_path / "dcp"), str(tmp_path / "mean"), "--to", "hf", *average]) == 0
+    made = load_file(tmp_path / "mean/model.safetensors")
+    assert set(made) == set(weights)
+    assert all(torch.equal(made[name], value + 1) for name, value in weights.items())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -84,4 +89,13 @@ def test_two_of_which_neither_is_named_as_a_model(tmp_path: Path, capsys: Captur
     state_dict_saver.save(two, checkpoint_id=tmp_path / "dcp", no_dist=True)
     command = ["checkpoint", "convert", str(tmp_path / "dcp"), str(tmp_path / "out"), "--to", "hf"]
     assert main([*command, "--config", str(tmp_path / "hf")]) == 2
-    assert "the configuration's tensors are under left. and under right.: give a --mapping" in capsys.readouterr().err
+    assert (
+        "the configuration's tensors are under left. and under right.: say which with --part left"
+        in capsys.readouterr().err
+    )
+    given = [*command, "--config", str(tmp_path / "hf"), "--part"]
+    assert main([*given, "lost"]) == 2
+    assert "has no tensor under lost. but under left, right" in capsys.readouterr().err
+    assert main([*given, "right"]) == 0
+    made = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(made[name], value + 1) for name, value in weights.items())

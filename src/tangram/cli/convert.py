@@ -60,6 +60,9 @@ class TypedOptions:
         list[str] | None,
         typer.Option(metavar="DIR", help="LoRA adapters of peft's, to merge; DIR=0.5: times that."),
     ] = None
+    part: Annotated[
+        str | None, typer.Option(metavar="KEY", help="What lies under it alone, as model_ema, not the model.")
+    ] = None
     transformer_impl: Annotated[str, typer.Option(help="Whose names: transformer_engine or local.")] = NAMES[0]
     pad_vocabulary: Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of it.")] = 1
     betas: Annotated[str | None, typer.Option(metavar="B1,B2", help="Of Adam, for steps from or to Paddle.")] = None
@@ -105,7 +108,7 @@ def _options(asked: TypedOptions, room: Mapping[str, int]) -> "ConvertOptions":
         _betas(asked.betas) if asked.betas is not None else None, asked.transformer_impl == "local",
         asked.pad_vocabulary, not asked.apart, not asked.one_optimiser, not asked.model_only,
         tuple(map(_adapter, asked.adapter or ())),
-        asked.dequantise,
+        asked.dequantise, asked.part,
     )  # fmt: skip
 
 

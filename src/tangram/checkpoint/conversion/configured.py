@@ -106,7 +106,7 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
         lead, *others = sorted(near, key=lambda one: -counts[one])
         if others and counts[others[0]] == counts[lead]:
             raise UserError(
-                f"the configuration's tensors are under {lead} and under {others[0]}: give a --mapping FILE"
+                f"the configuration's tensors are under {lead} and under {others[0]}: say which with --part {lead[:-1]}"
             )
         own = {name for name in source.specs if owners[name][0].startswith(lead)}
         source = named_without(only(source, own), lead)

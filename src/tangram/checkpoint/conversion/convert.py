@@ -103,6 +103,8 @@ class ConvertOptions:
     """Directories of peft whose adapters are merged, one after the other, each times a number."""
     dequantise: bool = False
     """Make weights of quantised ones."""
+    part: str | None = None
+    """A key: what lies under it is converted, as a moving average, and not what is found to be the model."""
 
 
 @dataclass(frozen=True)

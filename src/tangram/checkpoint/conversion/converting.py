@@ -29,6 +29,7 @@ from tangram.checkpoint.conversion.lora_adapters import with_adapter, without_ad
 from tangram.checkpoint.conversion.new_tensors import NARROW, WIDE, NewTensor, cast_specs, kept_wide, steps_of
 from tangram.checkpoint.conversion.object_store import opening
 from tangram.checkpoint.conversion.quantised import prepared, quantisation_of
+from tangram.checkpoint.formats.common.model_part import part_under
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import split
 from tangram.checkpoint.formats.hf_export import Converted, to_hugging_face
@@ -117,7 +118,7 @@ def exported_as_it_is(
 ) -> bool:
     """Whether the model of one of Tangram's own checkpoints is exported with no tensor changed: proved by digests."""
     local = not is_remote(str(source)) and not is_remote(str(target))
-    changed = options.mapping is not None or options.adapters or options.dequantise
+    changed = options.mapping is not None or options.adapters or options.dequantise or options.part is not None
     as_it_is = local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
     small = small_of(options.config) if options.config else opened.small
     as_it_is = as_it_is and kept_wide(small.get("config.json"), options.dtype) is None
@@ -139,6 +140,7 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     if source.states and all(name.endswith(tuple(f".{state}" for state in source.states)) for name in source.specs):
         raise UserError(f'"{source.path}" has states of an optimiser and no weights: give the checkpoint of the model')
     small = small_of(options.config) if options.config else dict(source.small)
+    source = source if options.part is None else part_under(source, options.part)
     left, inner = (), None
     if options.adapters:
         source, left = model_of(source)

@@ -57,6 +57,17 @@ def model_part(source: OpenCheckpoint, naming: Naming, objects: Collection[str] 
     return named(only(source, own), naming, prefix)
 
 
+def part_under(source: OpenCheckpoint, key: str) -> OpenCheckpoint:
+    """The tensors under a key alone, as under `model_ema`, by their names after it. Raises UserError where none is."""
+    every, lead = source.uncut or source, f"{key.strip('.')}."
+    names = {name: name.removeprefix(lead) for name in every.specs if name.startswith(lead)}
+    if not names:
+        there = list(dict.fromkeys(name.partition(".")[0] for name in every.specs if "." in name))
+        more = f", and {len(there) - 8} more" if len(there) > 8 else ""
+        raise UserError(f'"{source.path}" has no tensor under {lead} but under {", ".join(there[:8])}{more}')
+    return replace(renamed(only(every, names), names), states={})
+
+
 def only(source: OpenCheckpoint, names: Collection[str]) -> OpenCheckpoint:
     """The same with some tensors alone; the names of the others in `beside`."""
     if len(names) == len(source.specs):
