@@ -37,7 +37,7 @@ def killed(quick: bool, folder: Path, repeats: int | None = None) -> Iterable[Ro
     undisturbed = Watched()
     before = alone(job_of(plan, folder / "undisturbed"), undisturbed)
     seen = Watched(steps_of_kills=frozenset(range(6, 6 * kills + 1, 6)), seed=1)
-    report = kept_going(1)(job_of(plan, folder / "killed"), seen)
+    report = kept_going(1, restarts=kills)(job_of(plan, folder / "killed"), seen)
     count = len(seen.kills)
     yield Row("SIGKILL of one of 4 ranks, to the next new step: median", "s", statistics.median(seen.back), target=4.0)
     yield Row("the same, the longest", "s", max(seen.back), target=8.0)

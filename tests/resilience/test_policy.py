@@ -1,9 +1,11 @@
 """When a job goes on, and when it stops: of histories alone."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
+from tangram.resilience.policy import DAY, Cause, Failure, Limits, lost_capacity, verdict
 
 
 def killed(step: int) -> Failure:
@@ -43,8 +45,16 @@ def test_capacity_is_lost_where_ranks_are_killed_again_and_again() -> None:
 
 def test_there_is_a_last_restart() -> None:
     assert verdict([killed(step) for step in range(2)], Limits(restarts=2)) == ""
-    assert "started again 2 times already" in verdict([killed(step) for step in range(3)], Limits(restarts=2))
-    assert "started again 0 times already" in verdict([killed(0)], Limits(restarts=0))
+    assert "started again 2 times in a day already" in verdict([killed(step) for step in range(3)], Limits(restarts=2))
+    assert "started again 0 times in a day already" in verdict([killed(0)], Limits(restarts=0))
+
+
+def test_a_run_of_months_goes_on() -> None:
+    """Llama 3 (arXiv 2407.21783): 419 interruptions that nobody planned in 54 days, between which it got further."""
+    every = [replace(killed(n), at=n * 54 * DAY / 419) for n in range(419)]
+    assert all(verdict(every[: n + 1], Limits()) == "" for n in range(419))
+    often = [replace(killed(n), at=n * DAY / 101) for n in range(200)]
+    assert [n for n in range(200) if verdict(often[: n + 1], Limits())] == [*range(100, 200)]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=60))

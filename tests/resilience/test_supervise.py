@@ -178,7 +178,7 @@ def test_too_few_ranks_say_which_would_do(text: Path) -> None:
 def test_a_run_that_gives_up_leaves_its_newest_state_on_the_disk(text: Path) -> None:
     folder = text.parent / "given_up"
     seen = Run(at={3: 1})
-    with pytest.raises(RankError, match="started again 0 times already"):
+    with pytest.raises(RankError, match="started again 0 times in a day already"):
         run(job_of(folder, text, **TABLES), seen, Settings(1, limits=Limits(restarts=0)))
     assert [marker.step for _, marker in committed(folder / "checkpoint")][-1] >= 3
 

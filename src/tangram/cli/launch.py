@@ -35,7 +35,9 @@ def launch(
     snapshot_every: Annotated[
         str, typer.Option(help="Steps from one snapshot in memory to the next; auto: at most 3 % of training; 0: none.")
     ] = "auto",
-    restarts: Annotated[int, typer.Option(min=0, help="How often the ranks are started again, at most.")] = 100,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often the ranks are started again in a day, at most.")
+    ] = 100,
     min_ranks: Annotated[
         int | None,
         typer.Option(min=1, help="Where not all ranks can be kept alive, go on with at least so many."),

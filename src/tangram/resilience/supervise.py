@@ -269,11 +269,12 @@ class _Run:
 
     def _after(self, error: RankError | _SnapshotsEnd) -> Path | None:
         """Where the run goes on from after a failure. Raises what the policy stops at."""
-        self.seen.failed_at, step = time.monotonic(), self.seen.reached
+        now, step = time.monotonic(), self.seen.reached
+        self.seen.failed_at = now
         if isinstance(error, RankError):
-            failure = Failure(Cause.RAISED if error.details else Cause.KILLED, str(error), step)
+            failure = Failure(Cause.RAISED if error.details else Cause.KILLED, str(error), step, now)
         else:
-            failure = Failure(Cause.STORE, str(error), step)
+            failure = Failure(Cause.STORE, str(error), step, now)
             self.tiers.settle()
             if why := self._rescued():
                 self.on_event(Note(why))
