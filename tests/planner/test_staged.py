@@ -12,10 +12,13 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from transformers import AutoConfig
 
 from tangram.errors import UserError
-from tangram.models.building.build import build_on_meta
-from tangram.models.capturing.stages import Stages
+from tangram.models.building.build import build_on_meta, token_inputs
+from tangram.models.capturing.capture import capture
+from tangram.models.capturing.stages import Stages, refuse_unlike_chain
+from tangram.models.outlines.costs import costs
 from tangram.planner.legality.check_plan import bound_layout, legal
 from tangram.planner.local import stage_shares
 from tangram.planner.local.estimate import estimate
@@ -351,3 +354,21 @@ def test_schedules_that_plans_cannot_have(counted: Counted) -> None:
 def test_stages_that_processes_cannot_be_dealt_to(counted: Counted) -> None:
     with pytest.raises(UserError, match="4 processes are no multiple of 3 stages: give a multiple"):
         rank(job(), 4, rates(4), CONFIG, counted, stages=3)
+
+
+def test_lists_of_modules_are_cut_in_the_order_in_which_they_run() -> None:
+    """Gemma 3n's projections lie behind its layers and run before them: it is no chain, and that is what is said."""
+    config = AutoConfig.for_model(
+        "gemma3n_text", vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_kv_shared_layers=2, layer_types=2 * ["sliding_attention", "full_attention"], laurel_rank=4,
+        activation_sparsity_pattern=4 * [0.0],
+    )  # fmt: skip
+    model = build_on_meta(config)
+    graph = capture(model, token_inputs(1, 8))
+    stages = stage_shares.cut_into_stages(graph, costs(model, 8), (name for name, _ in model.named_parameters()), 2)
+    runs = {run.module: run.first for run in reversed(graph.runs)}
+    order = [runs[name] for stage in stages for name in stage]
+    assert order == sorted(order)
+    with pytest.raises(UserError, match=r"model\.layers\.2\.self_attn .* takes a tensor that is made in stage 0"):
+        refuse_unlike_chain(graph, stages)

@@ -124,10 +124,10 @@ def cut_into_stages(graph: Graph, costs: ModelCosts, parameters: Iterable[str], 
     tied ones by each of theirs. What runs before the layers is the first stage's, what runs after them the last one's.
     Raises UserError where there are fewer layers.
     """
-    blocks = [part.name for part in costs.blocks]
+    first = {run.module: run.first for run in reversed(graph.runs)}
+    blocks = sorted((part.name for part in costs.blocks), key=first.__getitem__)  # of all lists of modules
     if len(blocks) < count:
         raise UserError(f"the model has {len(blocks)} layers, too few for {count} stages")
-    first = {run.module: run.first for run in reversed(graph.runs)}
     inside = tuple(f"{block}." for block in blocks)
     names = {base_of(name)[0] for name in parameters if not name.startswith(inside)}  # adapters go with their weights
     outside = sorted({name.rpartition(".")[0] for name in names}, key=first.__getitem__)
@@ -136,7 +136,7 @@ def cut_into_stages(graph: Graph, costs: ModelCosts, parameters: Iterable[str], 
     work = {part.name: part.forward_flops for part in costs.parts}
     bounds = _least_bounds([work[name] for name in blocks], work.get(OUTSIDE, 0.0), count)
     stages = [blocks[a:b] for a, b in itertools.pairwise([0, *bounds, len(blocks)])]
-    stages[0], stages[-1] = [*before, *stages[0]], [*stages[-1], *after]
+    stages[0], stages[-1] = [*before, *stages[0]], sorted([*stages[-1], *after], key=first.__getitem__)
     return tuple(map(tuple, stages))
 
 
