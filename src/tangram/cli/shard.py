@@ -272,7 +272,9 @@ def rule(
 
 @shard.command()
 def discover(
-    operator: Annotated[str | None, typer.Argument(help="As aten calls it, or as namespace::name.")] = None,
+    operators: Annotated[
+        list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="As aten calls it, or as namespace::name.")
+    ] = None,
     samples: Samples = None,
     imports: Imports = None,
     every: Annotated[bool, typer.Option("--all", help="Report valid cuts that the table does not allow.")] = False,
@@ -282,12 +284,12 @@ def discover(
     if every:
         _gaps(json)
         return
-    if operator is None:
+    if not operators:
         raise UserError("name an operator, or give --all")
     given = _function(samples, imports)
     from tangram.sharding.discover import discover as find
 
-    found = find(operator, given)
+    found = [one for operator in operators for one in find(operator, given)]
     if json:
         print_json({"proposals": [vars(one) for one in found]})
         return
