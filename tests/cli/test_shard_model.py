@@ -57,7 +57,7 @@ def test_an_encoder_with_a_decoder(capsys: pytest.CaptureFixture[str]) -> None:
 def test_marks_are_chosen_by_the_command_that_a_model_without_any_is_sent_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = transformers.T5Config(num_layers=1, num_decoder_layers=1, dropout_rate=0.0, decoder_start_token_id=0)
+    one = transformers.T5Config(num_layers=1, num_decoder_layers=1, decoder_start_token_id=0)
     with torch.device("meta"):
         model = transformers.T5ForConditionalGeneration(one)
         ids = torch.ones(2, 512, dtype=torch.long)

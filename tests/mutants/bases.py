@@ -12,7 +12,7 @@ _FORMULA = "tests/training/test_byte_bases.py::test_a_weight_is_what_a_plain_for
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "frozen-adapters-as-drawn", "models/lora/adapter_files.py",
-        "if p.requires_grad or of_adapters(n))", "if p.requires_grad)",
+        "if p.requires_grad or n in of_experts or _ADDED.search(n))", "if p.requires_grad)",
         "adapters that are not trained begin as others than those that a run goes on from",
         ("tests/training/test_tuning_kinds.py::"
          "test_frozen_adapters_begin_as_stored_ones_where_a_stage_has_some_of_them",),

@@ -11,6 +11,7 @@ _SEVERAL = "tests/training/test_buffers.py::test_several_programs_in_a_step_have
 _STAGES = "tests/models/test_stages.py::test_stages_one_after_the_other_are_the_model"
 _HISTOGRAM = "tests/sharding/test_proof.py::test_a_histogram_is_cut_unless_its_values_say_the_range"
 _OWN_BLOCKS = "tests/sharding/test_own_rules.py::test_blocks_of_a_dim_are_a_number_in_a_product"
+_CODE = "tests/training/test_code_models.py::test_tensors_that_attributes_give_are_moved_as_others_are"
 _OWN_PROPOSED = "tests/sharding/test_own_rules.py::test_what_is_proposed_is_taken"
 _OWN_BROADCAST = "tests/sharding/test_own_rules.py::test_dims_by_position_are_equal_or_of_one_element"
 _OWN_DIMS = "tests/sharding/test_own_rules.py::test_calls_that_a_rule_is_not_for_say_nothing_against_it"
@@ -97,6 +98,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "samples-of-other-dims-refute", "sharding/discover/sample_calls.py",
         "return [*(own or calls), *fitting_calls(", "return [*calls, *fitting_calls(",
         "what discovery wrote is refuted by calls that it is not for", (_OWN_DIMS,),
+    ),
+    Mutant(
+        "forward-as-a-method-unseen", "sharding/runtime/install.py",
+        "if self._modes and slot.runs:", "if self._modes:",
+        "what a forward does that code calls as a method is not looked at", (_CODE,),
+    ),
+    Mutant(
+        "clamped-weight-without-a-sum", "models/capturing/capture.py",
+        "self._differentiable.update([] if view is None else [view])", "self._differentiable.update([])",
+        "each rank has the gradient of its own rows of a weight that is clamped", (_CODE,),
+    ),
+    Mutant(
+        "restarts-of-a-whole-run", "resilience/policy.py",
+        "sum(last.at - one.at < DAY for one in failures)", "len(failures)",
+        "a run of months stops at its 101st failure",
+        ("tests/resilience/test_policy.py::test_a_run_of_months_goes_on",),
+    ),
+    Mutant(
+        "teacher-as-wide-as-its-student", "planner/cost/memory.py",
+        "g.micros * setting.beside.teacher", "g.micros * outline.hidden",
+        "hidden states that wait for a teacher are counted as the student's",
+        ("tests/planner/test_tasks.py::test_a_teacher_of_any_size_is_held_in_16_bits_and_asked_once",),
+    ),
+    Mutant(
+        "stages-as-modules-are-named", "planner/local/stage_shares.py",
+        "sorted((part.name for part in costs.blocks), key=first.__getitem__)", "[part.name for part in costs.blocks]",
+        "a list of modules that runs before the layers is cut behind them",
+        ("tests/planner/test_staged.py::test_lists_of_modules_are_cut_in_the_order_in_which_they_run",),
     ),
     Mutant(
         "proposed-without-drawn-calls", "sharding/discover/propose.py",

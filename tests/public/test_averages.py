@@ -93,6 +93,10 @@ def test_two_of_which_neither_is_named_as_a_model(tmp_path: Path, capsys: Captur
         "the configuration's tensors are under left. and under right.: say which with --part left"
         in capsys.readouterr().err
     )
+    torch.save({"model": weights, "ema": weights}, tmp_path / "one.pt")
+    file = ["checkpoint", "convert", str(tmp_path / "one.pt"), *command[3:], "--part", "ema"]
+    assert main([*file, "--config", str(tmp_path / "hf")]) == 2
+    assert "of which the model alone is read: save ema by itself" in capsys.readouterr().err
     given = [*command, "--config", str(tmp_path / "hf"), "--part"]
     assert main([*given, "lost"]) == 2
     assert "has no tensor under lost. but under left, right" in capsys.readouterr().err

@@ -162,6 +162,27 @@ def _clamped(model: Any, x: Tensor) -> Tensor:
     return x @ model.w.T
 
 
+def _clamped_by_rows(model: Any, x: Tensor) -> Tensor:
+    """What has the gradient of a weight is used after the write: each rank's rows make a part of it."""
+    x = model.mid(x)
+    model.w.data.clamp_(-0.2, 0.2)
+    return torch.tanh(x @ model.w.T)
+
+
+class _Gate(nn.Module):
+    """Whose forward code calls as a method, so that no hook of the module's runs; as AltUp of Gemma 3n."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.cumsum(0) * self.scale)
+
+    def gated(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
 COLUMN, ROW, SQUARE = ("w: o/tp i",), ("w: o i/tp",), {"w": (8, 8)}
 EXPERTS = {"router": (8, 4), "w": (4, 8, 16), "v": (4, 16, 8)}
 ATTRIBUTES: Mapping[str, Small] = {
@@ -179,6 +200,13 @@ ATTRIBUTES: Mapping[str, Small] = {
     "written into": Small(_into_view, COLUMN, SQUARE),
     "a weight that is clamped": Small(_clamped, COLUMN, SQUARE),
     "a weight that is clamped, summed": Small(_clamped, ROW, SQUARE),
+    "a weight that is clamped, by rows": Small(
+        _clamped_by_rows, ("mid: b/tp h",), SQUARE, modules=lambda: {"mid": nn.Linear(8, 8)}
+    ),
+    "a forward that is called as a method": Small(
+        lambda m, x: m.gate.gated(m.mid(x)), ("mid: b/tp h",), {"w": (1,)},
+        modules=lambda: {"mid": nn.Linear(8, 8), "gate": _Gate()},
+    ),
     "a softmax": Small(lambda m, x: (x @ m.w.T).T.log_softmax(0).T, COLUMN, SQUARE),
     "an unused parameter": Small(lambda m, x: x @ m.w.T, ("{w,v}: o/tp i",), {**SQUARE, "v": (8, 8)}),
     "capacity, experts": Small(by_capacity, ("w: e/tp h f", "v: e/tp f h"), EXPERTS),

@@ -168,6 +168,8 @@ class _Recorder(Opening):
         for node in reversed(self._nodes):  # autograd says nothing of what it does not run
             if node.implied and self._differentiable.intersection(r for r in node.results if r is not None):
                 self._differentiable.add(node.inputs[-1])
+                view = None if node.renews is None else self._nodes[node.renews[1]].results[0]
+                self._differentiable.update([] if view is None else [view])  # also of a `detach()`: into the tensor
         if not grad:  # what moves is weighed as in training, so that an evaluation is cut as that is
             self._differentiable = following(self._nodes, self._values, self._differentiable)
         values = [replace(value, differentiable=i in self._differentiable) for i, value in enumerate(self._values)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 from tangram.errors import UserError
 from tangram.models.lora import expert_adapters
 from tangram.models.lora.adapters import peft_module
-from tangram.schema.tuning import of_adapters
 
 LIKE: Mapping[str, str] = MappingProxyType(
     {
@@ -28,6 +28,8 @@ LIKE: Mapping[str, str] = MappingProxyType(
 """What adapters that others begin with have to be like, by key and by peft's field."""
 PREFIX = "base_model.model."
 """Before the names of tensors in peft's files."""
+_ADDED = re.compile(r"\.(lora_\w+|modules_to_save|token_adapter\.trainable_tokens_delta)\.")
+"""In the names of what adapters have, trained or not."""
 
 
 def stored_adapters(
@@ -47,7 +49,7 @@ def stored_adapters(
         if own != its:
             raise UserError(f'the adapters in "{folder}" have {key} {its}, and lora.{key} is {own}: take theirs')
     of_experts = {factor.name: factor for factor in expert_adapters.factors_of(model)}
-    added = (n for n, p in model.named_parameters() if p.requires_grad or of_adapters(n))
+    added = (n for n, p in model.named_parameters() if p.requires_grad or n in of_experts or _ADDED.search(n))
     names = {_stored_name(name, of_experts): name for name in added}
     file = folder / "adapter_model.safetensors"
     try:

@@ -83,6 +83,8 @@ class _Slot:
     gives: Mapping[int, Change] = field(default_factory=dict[int, Change])
     looked_at: bool = False
     """Whether it takes more: functions inside are done otherwise, or the module runs several times."""
+    runs: bool = False
+    """Whether the module is called; else code may call its forward as a method, in which the caller goes on."""
 
 
 class Runtime:
@@ -123,7 +125,7 @@ class Runtime:
         def run(*args: Any, **kwargs: Any) -> Any:
             if slot.looked_at:
                 return self._looked_at(path, forward, args, kwargs)
-            if self._modes:
+            if self._modes and slot.runs:
                 with self._paused():
                     return self._at_border(slot, forward, args, kwargs)
             return self._at_border(slot, forward, args, kwargs)
@@ -180,8 +182,9 @@ class Runtime:
 def _fill(slot: _Slot, now: Now, path: str) -> None:
     """Say what a module's wrapper does, by the program of now."""
     runs = now.runs.get(path, ())
+    slot.runs = bool(runs)
     inside = any(at in now.program.actions or at in now.program.answers for at in runs)
-    slot.looked_at = len(runs) > 1 or inside or (bool(runs) and bool(now.around))
+    slot.looked_at = len(runs) > 1 or inside or (slot.runs and bool(now.around))
     border = now.program.borders.get(runs[0]) if runs and not slot.looked_at else None
     slot.takes, slot.gives = (border.takes, border.gives) if border is not None else ({}, {})
 
