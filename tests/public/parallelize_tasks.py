@@ -150,6 +150,28 @@ class States(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states[1]  # pyright: ignore
 
 
+class Collects(nn.Module):
+    """A module that gives what it takes beside what it makes of it, as encoders collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down(F.silu(self.up(h))), h
+
+
+class Collected(nn.Module):
+    """Results of which one is what a module inside has taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(8, 8), Collects()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(torch.tanh(self.first(x)))
+
+
 def bare() -> nn.Module:
     """BERT without a head, whose last layer gives what the model gives. The gradient of a key's bias is rounding."""
     model = BertModel(BertConfig(**SMALL)).eval()
@@ -241,6 +263,7 @@ WORKS: Mapping[str, Work] = {
     "words": Work(Words, ("head.weight: v/tp h",)),
     "words, gathered": Work(Words, ("head.weight: v/tp h", "head: b s v")),
     "outside": Work(Outside, ("words.weight: v/tp h",)),
+    "collected": Work(Collected, ("inner.up: b/tp s f",)),
     "bare": Work(bare, (), inputs=of_ids),
     "states": Work(lambda: States(LlamaConfig(**SMALL)), (), inputs=of_ids),
     "images": Work(sees_images, (), inputs=images),
@@ -308,6 +331,8 @@ def _run(work: Work) -> Ran:
 
 
 def _numbers(result: Any) -> Tensor:
+    if isinstance(result, tuple):
+        return torch.cat([*cast("tuple[Tensor, ...]", result)], -1)
     return getattr(result, "logits", getattr(result, "last_hidden_state", result))
 
 

@@ -72,6 +72,11 @@ def test_a_tied_weight_that_code_reads_outside_of_its_module(ranks: Ranks) -> No
         assert one.parts["words.weight"] == (12, 8)
 
 
+def test_what_a_module_gives_back_is_not_cut_for_what_works_inside_of_it(ranks: Ranks) -> None:
+    """FLAVA's hidden states: what its encoder took was cut at its border for its first layer, and collected so."""
+    _right(ranks, "collected")
+
+
 @pytest.mark.parametrize("name", ["bare", "states"])
 def test_who_sets_no_marks_gets_results_whole(ranks: Ranks, name: str) -> None:
     """What a layer gives is cut by the marks of its type: as a result of the model it came in parts, half as long."""

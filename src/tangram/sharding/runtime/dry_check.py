@@ -27,7 +27,7 @@ from tangram.models.building.twin import fake_twin
 from tangram.models.capturing.answers import ASKING
 from tangram.models.capturing.called import ChecksHold, caller, line_of
 from tangram.models.capturing.capture import quiet
-from tangram.models.capturing.graph import Called, Graph, Node, Ref
+from tangram.models.capturing.graph import Called, Graph, Ref
 from tangram.models.capturing.opened import Opening, plainly
 from tangram.models.capturing.reasons import place_and_reason
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
@@ -40,7 +40,6 @@ from tangram.sharding.derive.layouts import (
     unlike,
     used,
 )
-from tangram.sharding.derive.problem.folding import FoldedStep
 from tangram.sharding.derive.transitions import Change, sizes_after
 from tangram.sharding.local_ops.local_call import arguments_of
 from tangram.sharding.ops.calls import OpCall
@@ -123,12 +122,13 @@ def _rehearsed_by(
     runtime.begin(Now(program, rehearsal.bring, rehearsal.instead, rehearsal.around))
     try:
         with quiet(), plainly(), ChecksHold(), fake, rehearsal.record:  # gradients are on or off as in the capture
-            twin(**given)
+            results = twin(**given)
     except (UserError, _OtherWayError):
         raise
     except Exception as error:
         raise _OtherWayError(place_and_reason(error), rehearsal.last) from error
     rehearsal.refuse_left_out()
+    rehearsal.refuse_other_results(results)
     return rehearsal.unfit
 
 
@@ -187,11 +187,6 @@ class _Record(Opening):
         return found
 
 
-def _at(node: Node, step: FoldedStep, v: int) -> list[int]:
-    """The places where a node takes a value."""
-    return [place for place, own in enumerate(places_of(node, step)) if own == v]
-
-
 class _Rehearsal:
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.found, self.rank = program, program.derived, rank
@@ -226,8 +221,7 @@ class _Rehearsal:
 
     def _of_other_size(self, call: Called, action: OpAction, found: Any) -> str:
         """Views of a wrong size are seen only by what comes of them."""
-        leaves: list[Any] = tree_leaves(found)
-        for v, x in zip(call.gives, leaves, strict=True):
+        for v, x in zip(call.gives, tree_leaves(found), strict=True):
             if v is not None and tuple(x.shape) != (want := self._shape(v, action)):
                 return f"it gives {tuple(x.shape)} on a part, not {want}"
         return ""
@@ -235,10 +229,10 @@ class _Rehearsal:
     def _part(self, v: int, action: OpAction) -> Tensor:
         return torch.empty(self._shape(v, action), dtype=self.graph.values[v].dtype, device="cpu")
 
-    def _shape(self, v: int, action: OpAction) -> tuple[int, ...]:
-        """The size of what a call gives."""
+    def _shape(self, v: int, action: OpAction | None = None) -> tuple[int, ...]:
+        """The size of what a call gives; without one, that in which a value is used."""
         states = used(self.found, self.found.folded.classes[v])
-        if v not in action.after and v in self.operators.maker:
+        if action is not None and v not in action.after and v in self.operators.maker:
             i, k = self.operators.maker[v]
             states = made(self.found, self.operators.steps[i], k)
         return local_shape(self.found, self.graph.values[v].shape, states, self.rank)
@@ -302,6 +296,13 @@ class _Rehearsal:
             if number not in self.met and (number in does or any(self._counts(i, call) for i in ran)):
                 raise _OtherWayError(f"{call.line}: {call.function} is not called on a part", call.run)
 
+    def refuse_other_results(self, results: Any) -> None:
+        """Raise _OtherWayError for a result of the model of which a rank has another part than was derived."""
+        at, root = next((at, run) for at, run in enumerate(self.graph.runs) if run.parent is None)
+        for v, x in zip(root.gives, tree_leaves(results), strict=True):
+            if v is not None and tuple(x.shape) != (want := self._shape(v)):
+                raise _OtherWayError(f"the model gives {tuple(x.shape)} on a part, not {want}", at)
+
     def _passes(self, i: int) -> bool:
         """Whether what follows a node is the same without it: it gives what it takes, or repeats it for nobody's part.
 
@@ -315,7 +316,8 @@ class _Rehearsal:
             (j, place)
             for j in self.graph.takers.get(v, ())
             if j in self.operators.steps
-            for place in _at(self.graph.nodes[j], self.operators.steps[j], v)
+            for place, own in enumerate(places_of(self.graph.nodes[j], self.operators.steps[j]))
+            if own == v
         )
         ways = [made(self.found, self.operators.steps[i], 0)]
         ways += [

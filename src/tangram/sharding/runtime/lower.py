@@ -207,7 +207,8 @@ class _Lowering:
     ) -> int | None:
         """The outermost run that takes a value, has these nodes inside, and not the one that makes the value.
 
-        None that writes into the value: what it would be given is another tensor than the one its caller goes on with.
+        None that writes into the value, or gives it back, as an encoder that collects what its layers take: what it
+        would be given is another tensor than the one its caller goes on with.
         """
         if not nodes:
             return None
@@ -216,6 +217,7 @@ class _Lowering:
             inside = range(run.first, run.stop)
             if (
                 v in run.takes
+                and v not in run.gives
                 and all(i in inside for i in nodes)
                 and self.maker.get(v, -1) not in inside
                 and not self.writes.within(inside, v)
