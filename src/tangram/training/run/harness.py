@@ -79,7 +79,7 @@ def scores_of(request: HarnessRequest) -> list[Score]:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f'the device "{request.device}" has no room for "{request.model}", and this version streams no layers '
-                'to score a model: take --device cpu, which reads weights from their files as it needs them, or a '
+                "to score a model: take --device cpu, which reads weights from their files as it needs them, or a "
                 "smaller --batch"
             ) from error
     rows: list[Score] = []

@@ -48,6 +48,7 @@ from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, Pace, describe, load
+from tangram.training.state.new_embedding_rows import untrained_rows
 from tangram.training.state.reference_digest import begin_of_others
 from tangram.training.state.state import make_missing_states
 from tangram.training.state.teacher import build_teacher, classes_of, teacher_stamp
@@ -184,6 +185,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(begun.settled, corpus, plan)))
+        if words := untrained_rows(model.module, plan, tokens_of(plan).vocabulary):
+            rank.emit(Note(words))
 
     tell(Doing("the first step"))
     first = state.progress.step
