@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 import tangram
 from tangram.errors import UserError
@@ -96,6 +103,70 @@ class Picked(Masked):
         return self.down(h[mask.bool(), :])
 
 
+class Heads(nn.Module):
+    """A norm with one weight for all heads, on heads that ranks have some of each, as of Qwen3-Next's delta rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 32), nn.RMSNorm(4), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).unflatten(-1, (8, 4))
+        return self.down((self.norm(h) * torch.sigmoid(h)).flatten(-2))
+
+
+class Words(nn.Module):
+    """Log-probabilities of words that ranks have some of each, for a cross-entropy and for an entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        logs = F.log_softmax(logits, -1)
+        labels = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        entropy = -(logs.exp() * logs).sum(-1)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(entropy) - entropy
+
+
+class Outside(nn.Module):
+    """A tied weight that code reads from outside of its module, and not by its first name, as MobileBERT's head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.more = nn.Embedding(24, 8), nn.Linear(8, 24, bias=False), nn.Linear(24, 8)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat([self.head.weight.t(), self.more.weight], 0)
+        return torch.cat([x, x], -1) @ weight
+
+
+class States(LlamaForCausalLM):
+    """What a layer gives, as for a teacher."""
+
+    def forward(self, input_ids: Tensor) -> Any:  # type: ignore[override]  # pyright: ignore
+        return super().forward(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states[1]  # pyright: ignore
+
+
+def bare() -> nn.Module:
+    """BERT without a head, whose last layer gives what the model gives. The gradient of a key's bias is rounding."""
+    model = BertModel(BertConfig(**SMALL)).eval()
+    for name, module in model.named_modules():
+        if name.endswith("self.key"):
+            module.register_parameter("bias", None)
+    return model
+
+
+def of_ids() -> dict[str, Any]:
+    """Four samples of words."""
+    return {"input_ids": torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(1))}
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 24}
+
+
 def masked(*padded: int) -> dict[str, Any]:
     """Four samples, the last places of some of which are padding."""
     mask = torch.ones(4, 6, dtype=torch.long)
@@ -166,6 +237,12 @@ WORKS: Mapping[str, Work] = {
     ),
     "masked": Work(Masked, BLOCK, inputs=partial(masked, 1), first=masked, then=tuple(masked(i) for i in range(4))),
     "picked": Work(Picked, BLOCK, inputs=partial(masked, 1), first=partial(masked, 2), then=(masked(), masked(3, 0))),
+    "heads": Work(Heads, ("up.weight: f/tp h",)),
+    "words": Work(Words, ("head.weight: v/tp h",)),
+    "words, gathered": Work(Words, ("head.weight: v/tp h", "head: b s v")),
+    "outside": Work(Outside, ("words.weight: v/tp h",)),
+    "bare": Work(bare, (), inputs=of_ids),
+    "states": Work(lambda: States(LlamaConfig(**SMALL)), (), inputs=of_ids),
     "images": Work(sees_images, (), inputs=images),
     "images of other sides": Work(sees_images, (), inputs=partial(images, 2, 16), first=images),
 }
@@ -208,15 +285,16 @@ def _run(work: Work) -> Ran:
     except UserError as error:
         return Ran(refused=str(error))
     called: Any = torch.compile(model, backend="eager") if work.compiled else model
-    want, found = (getattr(y, "logits", y) for y in (whole(**inputs), called(**inputs)))
+    want, found = (_numbers(y) for y in (whole(**inputs), called(**inputs)))
     for one in (want, found):
         one.sin().sum().backward()
     held.sum_gradients()
     programs, then = len(held.programs), max((_off(model(**one), whole(**one)) for one in work.then), default=0.0)
     programs = max(programs, len(held.programs))
     own = dict(model.named_parameters())
-    full = {key: _full(p.grad) for key, p in own.items()}
-    gradient = max(_off(full[key], cast(Tensor, p.grad)) for key, p in whole.named_parameters())
+    full = {key: _full(p.grad) for key, p in own.items() if p.grad is not None}
+    right = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
+    gradient = max(_off(full[key], one) if key in full else float("inf") for key, one in right.items())
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, full)
     alike = all(torch.equal(other[key], full[key]) for other in gathered for key in full)
@@ -227,6 +305,10 @@ def _run(work: Work) -> Ran:
     stepped = max(_off(_full(own[key]), p.detach()) for key, p in whole.named_parameters())
     parts = {key: tuple(cast(Any, getattr(p, "to_local", lambda p=p: p)()).shape) for key, p in own.items()}
     return Ran(_off(found.detach(), want.detach()), gradient, stepped, alike, parts, programs=programs, then=then)
+
+
+def _numbers(result: Any) -> Tensor:
+    return getattr(result, "logits", getattr(result, "last_hidden_state", result))
 
 
 def _full(x: Any) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tangram.checkpoint import load
 from tangram.checkpoint.formats.detect import open_any
@@ -170,3 +171,44 @@ def test_a_folder_of_many_steps(tmp_path: Path, capsys: Capture) -> None:
         (tmp_path / f"checkpoint-{step}/config.json").write_text(json.dumps(dict(FIELDS)))
     assert convert(tmp_path, tmp_path / "out") == 2
     assert "checkpoint-20 is a Hugging Face directory: give one of them" in capsys.readouterr().err
+
+
+def cut_by_ranks(folder: Path, parts: int) -> Path:
+    """A Llama whose MLPs were written in parts, each by a rank, and the rest once; the index names the first rank's."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    folder = beside(folder, model.config.to_dict())
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    cut = {name: p.chunk(parts, int("down_proj" in name)) for name, p in weights.items() if ".mlp." in name}
+    common = {name: p for name, p in weights.items() if name not in cut}
+    save_file(common, folder / "pytorch_model-00000-TP-common.safetensors")
+    for rank in range(parts):
+        own = {name: p[rank].contiguous() for name, p in cut.items()}
+        save_file(own, folder / f"pytorch_model-00001-TP-00{rank}.safetensors")
+    files = {False: "pytorch_model-00000-TP-common.safetensors", True: "pytorch_model-00001-TP-000.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: files[name in cut] for name in weights}}))
+    return folder
+
+
+def test_a_directory_of_which_each_rank_has_a_part(tmp_path: Path, capsys: Capture) -> None:
+    """sglang#36438: of weights that were written in parts, one for each rank, every name is there in the first file,
+    so that a model of a quarter of its MLPs was loaded and nothing said."""
+    source = cut_by_ranks(tmp_path / "in", 4)
+    assert convert(source, tmp_path / "hf") == 0
+    out = capsys.readouterr().out
+    assert (
+        "not those of the configuration (LlamaForCausalLM): model.layers.0.mlp.down_proj.weight is 16 x 8, not 16 x 32"
+        in out
+    )
+    assert "config.json has intermediate_size 32, but up_proj has 8 rows" in out
+    assert "TP-001.safetensors (which has 3 of the same names again)" in out
+    assert main(["checkpoint", "convert", str(source), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    assert "config.json has intermediate_size 32, but up_proj has 8 rows" in capsys.readouterr().out
+    # With a configuration that is given for what comes out, it is refused.
+    asked = ["checkpoint", "convert", str(tmp_path / "dcp"), str(tmp_path / "again"), "--to", "hf", "--config"]
+    assert main([*asked, str(source)]) == 2
+    assert "model.layers.0.mlp.down_proj.weight is 16 x 8, not 16 x 32" in capsys.readouterr().err
+    (source / INDEX).unlink()
+    assert convert(source, tmp_path / "other") == 2
+    assert "twice, in pytorch_model-00001-TP-000.safetensors and in " in capsys.readouterr().err

@@ -50,6 +50,36 @@ def test_convolutions_of_channels_and_norms_of_groups(ranks: Ranks) -> None:
         assert one.parts["norm.weight"] == (8,)
 
 
+def test_a_norm_that_all_heads_share_gets_the_gradients_of_all(ranks: Ranks) -> None:
+    """NVIDIA/Megatron-LM#7452: without sequence parallelism each rank had the gradient of its own heads alone."""
+    for one in _right(ranks, "heads"):
+        assert one.alike
+        assert one.parts is not None
+        assert one.parts["up.weight"] == (16, 8)
+
+
+@pytest.mark.parametrize("name", ["words", "words, gathered"])
+def test_log_probabilities_of_words_that_ranks_share(ranks: Ranks, name: str) -> None:
+    """pytorch/pytorch#190746: of what no cross-entropy takes, the gradient was one of the identity; and
+    NVIDIA/Megatron-LM#7452: of logits that were gathered before, the loss was off by the logarithm of the ranks."""
+    _right(ranks, name)
+
+
+def test_a_tied_weight_that_code_reads_outside_of_its_module(ranks: Ranks) -> None:
+    """MobileBERT's head, which reads the embeddings by their second name: a DTensor was met beside plain tensors."""
+    for one in _right(ranks, "outside"):
+        assert one.parts is not None
+        assert one.parts["words.weight"] == (12, 8)
+
+
+@pytest.mark.parametrize("name", ["bare", "states"])
+def test_who_sets_no_marks_gets_results_whole(ranks: Ranks, name: str) -> None:
+    """What a layer gives is cut by the marks of its type: as a result of the model it came in parts, half as long."""
+    for one in _right(ranks, name, stepped=1e-3):
+        assert one.parts is not None
+        assert any(part[0] == 12 for part in one.parts.values()), "the words are cut"
+
+
 def test_an_axis_of_one_rank(ranks: Ranks) -> None:
     """pytorch/pytorch#113761: a mesh whose tensor axis is one rank wide ended in an index out of range."""
     _right(ranks, "one way")

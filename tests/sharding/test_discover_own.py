@@ -97,6 +97,11 @@ def test_samples_of_several_operators(own: Path, capsys: pytest.CaptureFixture[s
         (["sum", "--samples", "absent.py:calls"], "--samples absent.py:calls: give FILE.py:function"),
         (["sum", "--samples", "own.py:others"], "own.py has no function others"),
         (["no_such"], "torch has no operator aten.no_such"),
+        (
+            ["aten.sofmax.int"],
+            'aten.sofmax.int; those of others are called namespace::name; did you mean "aten::softmax"?',
+        ),
+        (["tangram::relaout"], 'did you mean "tangram::relayout"?'),
         (["sum", "--import", "broken"], "--import broken: SyntaxError: '(' was never closed"),
         (["sum", "--samples", "broken.py:calls"], "broken.py does not run: SyntaxError: '(' was never closed"),
         (["sum", "--samples", "own.py:raises"], "the samples of aten::sum cannot be made: ValueError: no more"),

@@ -134,6 +134,7 @@ def test_samples_that_cannot_show_a_mistake_are_not_all_that_is_tried(tmp_path: 
         ("tangram_gate.gated : a _, _ b => a b", r"own.rules, line 1, column 31: '=' is not understood here"),
         (f"{RIGHT[:28]}\n\n    _ b, ! b -> a b", r"own.rules, line 3, column 10: '!' is not understood here"),
         ("tangram_gate.gatd : a -> a", "line 1: torch has no operator tangram_gate::gatd: import what defines it"),
+        ("softmx : a -> a", r'torch has no operator softmx: import .*; did you mean "aten::softmax"'),
         ("# one\nmm : a b, b c -> a c", r"line 2: mm has a built-in rule, `mm : m k, .*matmul.rules, line \d+\)"),
         ("repeat : a -> a", "repeat has a built-in rule, by its arguments and strides, which this one contradicts"),
         (f"{RIGHT} ecah(1)", r'line 1: rules have no note ecah; did you mean "each"'),

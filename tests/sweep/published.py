@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.layout import Mesh
-from tangram.sharding.derive.marking.marks import Mark, marks_of
-from tangram.sharding.derive.marking.published import published
-from tangram.sharding.derive.of_model import fitting, graph_of
+from tangram.sharding.derive.marking.marks import Mark
+from tangram.sharding.derive.marking.published import marks_known_for
+from tangram.sharding.derive.of_model import fitting, graph_of, off_results
 from tangram.training.mesh.modes import without_cache
 from tangram.training.mesh.tensor_parallel import without_memory
 from tests.sweep.inputs import BATCH, inputs_of
@@ -61,12 +61,11 @@ def _inputs(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _marks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Mark]:
-    """Those that come with a type, else what transformers publishes; where there are none, samples are cut."""
-    config: Any = model.config
-    known = marks_of(config.model_type) or published(model, "tp")
+    """Those that are known for it; where there are none, samples are cut."""
+    known = marks_known_for(model)
     if known:
         graph = graph_of(without_memory(model), without_cache(inputs, model), torch.float32)
-        known = fitting(graph, known, Mesh.parse("tp=2"))
+        known = off_results(graph, fitting(graph, known, Mesh.parse("tp=2")))
     return known or [samples_cut(model, inputs)]
 
 

@@ -28,9 +28,10 @@ _INTRODUCTION = """# Swept models
 Types of transformers and classes of `torch.nn`, each tiny and with its own defaults (dropout on, every flag as the
 class has it), over two ranks beside one process: two calls in training and two in evaluation,
 every result and gradient.
-Tensors are cut by the marks that come with a type, else by transformers' `tp_plan`, else by samples; a module of
-`torch.nn` by samples and by its first weight. The page is made by `python -m tests.sweep.table`; `make slow` runs
-some of it with every commit, and fails where anything else comes out.
+Tensors are cut by the marks that come with a type, else by transformers' `tp_plan`, else by the marks of a type that
+calls its modules the same, else by samples; a module of `torch.nn` by samples and by its first weight. The page is
+made by `python -m tests.sweep.table`; `make slow` runs some of it with every commit, and fails where anything else
+comes out.
 """
 
 

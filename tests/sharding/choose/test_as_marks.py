@@ -104,8 +104,9 @@ def test_ranges_and_operators_can_be_named() -> None:
         matched(graph, Mark.parse("model.norm:mull: b s h"))
 
 
-@pytest.mark.parametrize(("longer", "taken"), [(1.005, True), (1.02, False)])
-def test_what_follows_may_take_a_hundredth_longer(monkeypatch: pytest.MonkeyPatch, longer: float, taken: bool) -> None:
+@pytest.mark.parametrize(("longer", "taken"), [(1.03, True), (1.06, False)])
+def test_what_follows_may_take_a_little_longer(monkeypatch: pytest.MonkeyPatch, longer: float, taken: bool) -> None:
+    """As T5's choice for 4 samples of 32 words, whatever ranks receive; no mark is left out then: it would add up."""
     plan = best().plan
 
     def slower(other: Derived, *given: Any) -> Price:
@@ -113,7 +114,8 @@ def test_what_follows_may_take_a_hundredth_longer(monkeypatch: pytest.MonkeyPatc
         return price if other is plan else replace(price, work=price.work * longer, moving=price.moving * longer)
 
     monkeypatch.setattr(module, "priced", slower)
-    monkeypatch.setattr(module, "_fewest", lambda tried, marks, among: marks)
+    monkeypatch.setattr(module, "_fewest", None)
+    monkeypatch.setattr(module, "total", lambda other: total(other) + (other is not plan))
     if taken:
         marked = as_marks(plan, QUICK)
         assert marked.price.seconds == pytest.approx(priced(plan, QUICK).seconds * longer)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.sharding.derive.derive import derive
-from tangram.sharding.derive.marking.marks import Mark
-from tangram.sharding.derive.marking.published import published
-from tangram.sharding.derive.of_model import fitting, graph_of
+from tangram.sharding.derive.marking.marks import Mark, marks_of, matched
+from tangram.sharding.derive.marking.published import marks_known_for, published
+from tangram.sharding.derive.of_model import derive_model, fitting, graph_of, parameter_states
 from tests.sharding.derive.test_marks_files import tiny
 
 EXPERTS = "model.layers.*.mlp.experts"
@@ -72,3 +75,34 @@ def test_a_plan_is_not_trusted() -> None:
     of_three = fitting(graph, published(model, "tp"), Mesh.parse("tp=3"))
     assert of_three == []
     assert fitting(graph, [Mark.parse("*.up_proj.weight: o/ep i")], Mesh.parse("tp=2")) == []
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+
+
+@pytest.mark.parametrize("head", [AutoModel, AutoModelForMaskedLM])
+def test_a_type_without_marks_has_those_of_one_that_calls_its_modules_the_same(head: Any) -> None:
+    """RoBERTa those of BERT, with a head and without; what they cut, they cut in all its layers."""
+    model = head.from_config(AutoConfig.for_model("roberta", **SIZES))
+    assert marks_of("roberta") is None
+    assert published(model, "tp") == []
+    marks = fitting(graph_of(model, IDS, torch.float32), marks_known_for(model), Mesh.parse("tp=2"))
+    assert [str(mark.layout) for mark in marks] == [str(mark.layout) for mark in marks_of("bert") or ()]
+    states = parameter_states(derive_model(graph_of(model, IDS, torch.float32), marks, Mesh.parse("tp=2")))
+    cut = [name for name, own in states.items() if own["tp"].kind == "cut" and "encoder" in name]
+    assert len([name for name in cut if name.endswith("dense.weight")]) == 2 * 3, cut
+
+
+def test_marks_of_which_a_line_names_nothing_are_no_type_s() -> None:
+    model = AutoModel.from_config(AutoConfig.for_model("t5", d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=1))
+    assert marks_known_for(model) == []
+    model = AutoModel.from_config(AutoConfig.for_model("roberta", **SIZES))
+    assert marks_known_for(nn.Sequential(model.encoder, model.embeddings)) == []
+
+
+def test_a_bare_model_has_the_marks_of_its_type() -> None:
+    """Its modules are called as those of the model with a head, but for what stands before each name."""
+    model = AutoModel.from_config(AutoConfig.for_model("llama", **SIZES))
+    graph = graph_of(model, IDS, torch.float32)
+    marks = fitting(graph, marks_known_for(model), Mesh.parse("tp=2"))
+    assert {name for mark in marks for name in matched(graph, mark)} >= {"layers.1", "embed_tokens.weight"}

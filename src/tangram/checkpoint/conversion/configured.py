@@ -122,8 +122,8 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
                 else "give the --config DIR of this model, or a --mapping FILE"
             )
         )
-    if found.unlike:
-        raise UserError(f"the weights are not those of the configuration ({type(model).__name__}): {found.unlike[0]}")
+    if unlike := [*found.unlike, *_of_other_shape(model, found)]:
+        raise UserError(f"the weights are not those of the configuration ({type(model).__name__}): {unlike[0]}")
     if missing := _missing(model, found):
         raise UserError(
             f"{len(missing):,} of the configuration's tensors ({type(model).__name__}) are not there, and "
@@ -139,6 +139,19 @@ def _together(source: OpenCheckpoint, model: Any) -> list[str]:
     found = put_together(model, source.specs)
     ways = "other programs than transformers 5 look for them one by one, as --to torch_dist and back makes them"
     return [f"{len(found):,} tensors are experts put together, as {found[0]}: {ways}"] if found else []
+
+
+def _of_other_shape(model: Any, found: "Conversion") -> list[str]:
+    """Sentences about tensors of a model that those stored make in another shape: it could not be loaded."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    odd: list[str] = []
+    for part in found.parts:
+        for name, shape in part.shapes.items():
+            if name in wanted and tuple(shape) != wanted[name]:
+                sizes, right = (" x ".join(map(str, dims)) for dims in (shape, wanted[name]))
+                made = "" if part.sources == (name,) else f", of {_some(part.sources)}"
+                odd.append(f"{name} is {sizes}{made}, not {right}")
+    return odd
 
 
 def _missing(model: Any, found: "Conversion") -> list[str]:
@@ -309,4 +322,12 @@ def _words(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> st
     return f"config.json has vocab_size {rows:,}, but the embeddings have {spec.shape[0]:,} rows"
 
 
-FACTS: Sequence[Callable[[Mapping[str, TensorSpec], Mapping[str, int]], str]] = (_layers, _groups, _words)
+def _inside(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
+    width = configured.get("intermediate_size")
+    rows = {spec.shape[0] for name, spec in specs.items() if name.endswith(".mlp.up_proj.weight") and spec.shape}
+    if width is None or len(rows) != 1 or width in rows:  # of layers of unlike widths the configuration says them apart
+        return ""
+    return f"config.json has intermediate_size {width:,}, but up_proj has {rows.pop():,} rows"
+
+
+FACTS: Sequence[Callable[[Mapping[str, TensorSpec], Mapping[str, int]], str]] = (_layers, _groups, _words, _inside)

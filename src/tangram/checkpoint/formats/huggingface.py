@@ -155,11 +155,21 @@ def open_folder(path: Path, maps: Maps) -> OpenCheckpoint:
         return maps.view(str(place), slot.offset, slot.dtype, slot.shape)
 
     places = {str(piece.place) for piece in index.pieces}
-    others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in places)
+    others = [_unlisted(file, index) for file in sorted(path.glob("*.safetensors")) if file.name not in places]
     small = small_files(path)
     return OpenCheckpoint(
         "hf", path, index.specs, index.pieces, read, maps.release, small=small, beside=(*index.beside, *others)
     )
+
+
+def _unlisted(file: Path, index: HuggingFaceIndex) -> str:
+    """A file beside those that are read, and how many tensors of the same names are in it: what ranks wrote has some in
+    each, and so has what an index was made anew for."""
+    try:
+        again = len(_header(file).keys() & index.specs.keys())
+    except UserError:  # damaged, or of types that are not read
+        again = 0
+    return f"{file.name} (which has {again:,} of the same names again)" if again else file.name
 
 
 def write(task: WriteTask) -> list[str]:

@@ -34,8 +34,8 @@ from tangram.sharding.derive.problem.states import State
 SLACK = 1e-6
 """Of seconds and bytes, as a part: what adding up in another order may make."""
 
-NEARLY = 0.01
-"""The same of a plan that is taken where none as good follows."""
+NEARLY = 0.05
+"""By what part of the seconds a plan may take longer that is taken where none as good follows."""
 ROUNDS = 4
 """How often what operators give is marked where it follows otherwise, before it is given up."""
 Written = Mapping[int, Mark]
@@ -60,8 +60,9 @@ def as_marks(
 
     `memory_limit`: what follows may take so many bytes of a rank; None: no more than the chosen plan does.
 
-    What follows takes no more time and bytes than was chosen; where no such marks are found, at most `NEARLY` more,
-    which `price` tells. Raises UserError where what follows from the marks of all parameters and modules takes more.
+    What follows takes no more time and bytes than was chosen; where no such marks are found, at most `NEARLY` more
+    time, which `price` tells. Raises UserError where what follows from the marks of all parameters and modules takes
+    more.
     """
     wanted = priced(chosen, cluster, training)
     room = max(memory_limit or 0.0, wanted.nbytes)
@@ -77,13 +78,14 @@ def as_marks(
         every |= more
         why = tried.why_not(every)
     if why is not None:
-        tried = replace(tried, slack=NEARLY)
+        tried = replace(tried, nearly=True)
         why = tried.why_not(every)
     if why is not None:
         raise UserError(f"the chosen plan cannot be written as marks: {why}; choose over other axes, or give marks")
-    kept = _fewest(tried, every, [*flows])
-    kept = _fewest(tried, kept, [v for v, mark in parameters.items() if mark.used is None])  # none gathers by itself
-    marks = together(chosen.folded, kept)
+    if not tried.nearly:  # else what is left out would cost a little more each time
+        every = _fewest(tried, every, [*flows])
+        every = _fewest(tried, every, [v for v, mark in parameters.items() if mark.used is None])  # none gathers alone
+    marks = together(chosen.folded, every)
     plan = derive(chosen.folded.graph, marks, chosen.mesh)
     if (why := tried.unlike(plan)) is not None:
         raise UserError(f"the chosen plan cannot be written as marks of all layers: {why}")
@@ -98,7 +100,8 @@ class _Tried:
     target: Price
     room: float
     price: Callable[[Derived], Price]
-    slack: float = SLACK
+    nearly: bool = False
+    """Whether what takes a little longer will do, whatever ranks receive."""
 
     def why_not(self, marks: Written) -> str | None:
         """What is worse about the plan that follows; None where nothing is."""
@@ -130,9 +133,9 @@ class _Tried:
         price, received, most = self.price(plan), total(plan), total(self.chosen)
         if price.nbytes > self.room * (1 + SLACK):
             return f"what follows takes {amount(price.nbytes)} of a rank, where it was to take {amount(self.room)}"
-        if price.seconds > self.target.seconds * (1 + self.slack):
+        if price.seconds > self.target.seconds * (1 + (NEARLY if self.nearly else SLACK)):
             return f"what follows takes {price.seconds:.4g} s, and {self.target.seconds:.4g} s were chosen"
-        if received > most * (1 + self.slack):
+        if received > most * (1 + SLACK) and not self.nearly:
             return f"a rank receives {amount(received)} by what follows, and {amount(most)} by the choice"
         return None
 

@@ -64,7 +64,19 @@ def derive_model(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool 
 
 def marks_or_known(graph: Graph, marks: Sequence[Mark], mesh: Mesh, model: nn.Module) -> list[Mark]:
     """The marks, or, where there are none and none in the model's code, those known for its type as far as they fit."""
-    return [*marks] if marks or noted(graph) else fitting(graph, marks_known_for(model), mesh)
+    return [*marks] if marks or noted(graph) else off_results(graph, fitting(graph, marks_known_for(model), mesh))
+
+
+def off_results(graph: Graph, marks: Sequence[Mark]) -> list[Mark]:
+    """The marks without the names of what a model gives: who has set none gets its results whole, as of one process."""
+    results, found = {*graph.outputs.values()}, list[Mark]()
+    for mark in marks:
+        names = matched(graph, mark)
+        if not results & {*names.values()}:
+            found.append(mark)
+        elif left := [name for name, v in names.items() if v not in results]:
+            found.append(replace(mark, pattern=left[0] if len(left) == 1 else "{" + ",".join(left) + "}"))
+    return found
 
 
 def refuse_idle_axes(found: Derived, model: nn.Module) -> None:

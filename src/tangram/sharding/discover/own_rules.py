@@ -96,9 +96,12 @@ def _operators(name: str, line: RuleLine) -> list[OpOverload]:
         some = [] if own is None else [overload] if overload else [*own.overloads()]
         if own is not None and set(some) <= {*own.overloads()}:
             return [cast(OpOverload, getattr(own, one)) for one in some]
+    from tangram.sharding.discover.sample_calls import near
+
+    named = name.replace(".", "::", 1)
     raise UserError(
-        f"{_at(line)}: torch has no operator {name.replace('.', '::', 1)}: import what defines it first (--import "
-        "MODULE; model.code of a job)"
+        f"{_at(line)}: torch has no operator {named}: import what defines it first (--import MODULE; model.code of a "
+        f"job){near(named) or near(f'aten::{first}')}"
     )
 
 

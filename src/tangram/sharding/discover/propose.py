@@ -31,7 +31,7 @@ from tangram.sharding.discover.cuts import (
     cuts_with,
 )
 from tangram.sharding.discover.draft import Draft, DraftCase, draft, operand_of
-from tangram.sharding.discover.sample_calls import fitting_calls, load, own_calls, with_other_dims
+from tangram.sharding.discover.sample_calls import fitting_calls, load, near, own_calls, with_other_dims
 from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, schema_of
 from tangram.sharding.ops.rule_table import RuleLine, RuleTable
 from tangram.sharding.proof.prove import ProofTrial, trials
@@ -234,11 +234,12 @@ def discover(name: str, given: Callable[[], Iterable[Any]] | None = None) -> lis
     for operators that are not torch's own what can be drawn from the schema. Raises UserError where there is no call.
     """
     torch.set_num_threads(1)  # what is forked later has no other threads
-    plain = name.removeprefix("aten::")
+    plain = name.removeprefix("aten::").removeprefix("aten.")
     if own := own_calls([name], given):
         return [propose(calls, drawn=True) for calls in own.values()]
     if not hasattr(torch.ops.aten, plain.partition(".")[0]):
-        raise UserError(f"torch has no operator aten.{plain}; those of others are called namespace::name")
+        hint = near(f"aten::{plain}")
+        raise UserError(f"torch has no operator aten.{plain}; those of others are called namespace::name{hint}")
     found = {own: calls for own, calls in samples.recorded([plain]).items() if samples.is_named([plain], own)}
     if not found:
         raise UserError(f"torch's database has no sample of {plain}: give some with --samples FILE.py:function")

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from tangram.errors import UserError
 from tangram.hardware.host import workers
+from tangram.models.building.build import did_you_mean
 from tangram.sharding.ops.calls import DIM_ARGUMENTS, OpCall, name_of, schema_of, tensor_arguments
 from tangram.sharding.ops.rule_table import RuleTable, bound, misfit
 
@@ -40,12 +41,18 @@ def operator_of(name: str) -> OpOverload:
     packet, _, overload = rest.partition(".")
     found: Any = getattr(getattr(torch.ops, space), packet, None)
     if found is None:
-        raise UserError(f"torch has no operator {name}: import what defines it with --import MODULE")
+        raise UserError(f"torch has no operator {name}: import what defines it with --import MODULE{near(name)}")
     if (overload or "default") not in found.overloads():
         raise UserError(
             f"{space}::{packet} has no overload {overload or 'default'}, but {', '.join(found.overloads())}"
         )
     return cast(OpOverload, getattr(found, overload or "default"))
+
+
+def near(name: str) -> str:
+    """A hint at the operator `namespace::name` whose name is nearest; nothing where none is near."""
+    known = {schema.name for schema in torch._C._jit_get_all_schemas()}  # pyright: ignore[reportPrivateUsage]
+    return did_you_mean(name.partition(".")[0], known, listed=False)
 
 
 def load(operator: OpOverload) -> None:

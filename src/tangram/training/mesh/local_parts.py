@@ -7,6 +7,7 @@ says. All others stay DTensors until their module runs, so that whoever gathers 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -100,12 +101,14 @@ class LocalParts:
         """By module. Its wrapper has the list, and no path: equal blocks are compiled once."""
         names = {p: name for name, p in model.named_parameters()}
         own = {path: _cut_ones(module, names, cut) for path, module in named_modules(model)}
-        self._at_once = [
-            (cast("dict[str, Any]", module._parameters), key, name, p)  # pyright: ignore[reportPrivateUsage]
-            for _, module in named_modules(model)
-            for key, p in module.named_parameters(recurse=False)
-            if (name := names[p]) in at_once
-        ]
+        self._places: dict[str, list[Place]] = {}
+        """By name; a tied one stands in several modules, and code may read any of them."""
+        for _, module in named_modules(model):
+            for key, p in module.named_parameters(recurse=False):
+                there = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
+                self._places.setdefault(names[p], []).append((there, key, names[p]))
+        places = itertools.chain(*self._places.values())
+        self._at_once = [(there, key, name, there[key]) for there, key, name in places if name in at_once]
         for path, module in named_modules(model):
             if own[path] and getattr(module, "max_norm", None) is not None:  # autograd forbids it of a DTensor's part
                 raise UserError(
@@ -136,7 +139,7 @@ class LocalParts:
         for path in taken.keys() - self._others.keys():  # code that reads what is not inside its module
             self._wrap(path, self._model.get_submodule(path), {})
         for path, others in self._others.items():
-            others[:] = [self._place(name) for name in taken.get(path, ())]
+            others[:] = [place for name in taken.get(path, ()) for place in self._places[name]]
 
     def enter(self) -> None:
         """The whole model's forward begins. What somebody else has put in the place of a parameter, as FSDP2, stays."""
@@ -153,11 +156,6 @@ class LocalParts:
     def _wrap(self, path: str, module: nn.Module, keys: Mapping[str, str]) -> None:
         others = self._others[path] = []
         module.forward = _with_parts(module, keys, module.forward, self._brought, others)
-
-    def _place(self, name: str) -> Place:
-        path, _, key = name.rpartition(".")
-        module = self._model.get_submodule(path)
-        return cast("dict[str, Any]", module._parameters), key, name  # pyright: ignore[reportPrivateUsage]
 
 
 def local(x: Tensor) -> Tensor:

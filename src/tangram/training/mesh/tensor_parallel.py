@@ -36,12 +36,13 @@ from tangram.planner.local.own_rules import rules_of
 from tangram.schema.plan import Plan
 from tangram.sharding.derive.derive import ConflictError
 from tangram.sharding.derive.layouts import layout_of, used
-from tangram.sharding.derive.marking.marks import Mark, names_any
+from tangram.sharding.derive.marking.marks import Mark, names_any, noted
 from tangram.sharding.derive.of_model import (
     States,
     derive_model,
     graph_of,
     marks_or_known,
+    off_results,
     parameter_states,
     refuse_idle_axes,
     too_small,
@@ -91,10 +92,6 @@ Sizes = tuple[tuple[str, Any], ...]
 """Of the inputs."""
 
 
-def marks_of_plan(plan: Plan) -> list[Mark]:
-    return [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
-
-
 def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, ParameterCuts], world: World) -> DerivedModel:
     """Cut the parameters over the model axes as the plan's layouts say, and have the model run as its marks say."""
     axes = world.axes.model
@@ -104,7 +101,8 @@ def install(model: nn.Module, plan: Plan, cuts: Mapping[nn.Parameter, ParameterC
     plain = [name for name, cut in own.items() if cut.plain]
     devices = Devices(world.over, {axis: world.devices.get_group(dim_of(axis)) for axis in axes})
     dtype = getattr(torch, plan.precision.compute)
-    derived = DerivedModel(model, marks_of_plan(plan), mesh, devices, lies, dtype, rules_of(plan), AsTorch(plain))
+    marks = [Mark.parse(f"{pattern}: {layout}") for pattern, layout in plan.layouts.marks.items()]
+    derived = DerivedModel(model, marks, mesh, devices, lies, dtype, rules_of(plan), AsTorch(plain))
     derived.gradients_seen = plan.pipeline is None
     derived.rings = plan.axes.context if plan.context.keys == "ring" else ()
     return derived
@@ -122,10 +120,11 @@ def parallel(
     Marks in the model's own code (`tangram.sharding.eager`) count, too. `devices` names the axes; `inputs` are keyword
     arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
-    that are marked. After the backward, `sum_gradients`. Training and evaluation are captured
-    apart. What is drawn, as by dropout, is what one process draws within `sharding.local_ops.random_ops.DrawMode`, by
-    the state of torch's generator; ranks take that of the first. `rules`: a file of op rules for operators of one's
-    own, each proved first, or what `sharding.discover.own_rules.own_rules` gives. Collective. Raises UserError.
+    that are marked, where `marks` or its code has any. After the backward, `sum_gradients`. Training and evaluation are
+    captured apart. What is drawn, as by dropout, is what one process draws within
+    `sharding.local_ops.random_ops.DrawMode`, by the state of torch's generator; ranks take that of the first. `rules`:
+    a file of op rules for operators of one's own, each proved first, or what `sharding.discover.own_rules.own_rules`
+    gives. Collective. Raises UserError.
     """
     names = devices.mesh_dim_names or ()
     mesh = Mesh.parse(" ".join(f"{name}={n}" for name, n in zip(names, devices.shape, strict=True)))
@@ -134,7 +133,8 @@ def parallel(
     inputs = modes.without_cache(inputs, model)
     text, template = proved_rules(rules, devices), without_memory(model)
     graph = graph_of(template, inputs, dtype, rules=text)
-    marks = marks_or_known(graph, [*marks_in(model), *marks], mesh, model)
+    given = [*marks_in(model), *marks]
+    marks = marks_or_known(graph, given, mesh, model)
     found = derive_model(graph, marks, mesh)
     refuse_idle_axes(found, template)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
@@ -143,6 +143,7 @@ def parallel(
     over_all = AsTorch(over_all=states.keys() - read_late(found))
     derived = DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
     derived.compared, derived.reads_values, derived.sums.converts = set(), True, True
+    derived.whole_results = not given and not noted(graph)
     return derived
 
 
@@ -183,6 +184,8 @@ class DerivedModel:
         """The sizes of which inputs were compared between ranks, at the first call of each; None: of none they are."""
         self.reads_values = False
         """Whether code may read the values of inputs, as the sizes of images. In training they are new at each step."""
+        self.whole_results = False
+        """Whether no result is left in parts by a mark, as where the marks are those of the model's type."""
         self.begins: Callable[[Program], None] = lambda program: None
         """Is told of each forward with gradients."""
         self.rings: Sequence[str] = ()
@@ -346,6 +349,7 @@ class DerivedModel:
         marks = [mark for mark in self._marks if names_any(graph, mark)]
         marks += [RingMark.over([axis for axis in self._mesh.axes if axis in self.rings])] if self.rings else []
         marks = [mark for mark in marks if not too_small(graph, mark, self._mesh)]
+        marks = off_results(graph, marks) if self.whole_results else marks
         try:
             found = derive_model(graph, marks, self._mesh, left=self._leaves)
         except ConflictError as error:

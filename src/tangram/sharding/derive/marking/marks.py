@@ -227,6 +227,12 @@ def marks_of(model_type: str) -> list[Mark] | None:
     return _parsed(file.read_text(encoding="utf-8"), file.name) if file.is_file() else None
 
 
+def marked_types() -> list[str]:
+    """The types of models that marks come with, by name."""
+    files = resources.files("tangram.sharding.marks").iterdir()
+    return sorted(file.name.removesuffix(".marks") for file in files if file.name.endswith(".marks"))
+
+
 def marks_for(config: Any) -> list[Mark] | None:
     """The same for the model of a configuration: where all queries share one head of keys and values that comes with
     them out of one weight (Falcon's `multi_query`), no rank has heads of its own, and that weight has no mark."""

@@ -8,12 +8,15 @@ out by `of_model.fitting`, what contradicts itself is refused by the derivation.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from torch import nn
 
-from tangram.sharding.derive.marking.marks import Mark, marks_for
+from tangram.sharding.derive.marking.marks import Mark, marked_types, marks_for, marks_of, matching
+from tangram.text import alternatives
 
 
 class Style(NamedTuple):
@@ -43,9 +46,38 @@ EXPERTS = frozenset({"grouped_gemm"})
 
 def marks_known_for(model: nn.Module) -> list[Mark]:
     """The marks over `tp` that come with Tangram for the type in a model's config, else those of transformers' own
-    plan of it; none for another module."""
+    plan of it, else those of a type that calls its modules the same; none for another module."""
     config = getattr(model, "config", None)
-    return (marks_for(config) if getattr(config, "model_type", "") else None) or published(model, "tp", "tp")
+    if not getattr(config, "model_type", ""):
+        return published(model, "tp", "tp")
+    prefix = getattr(model, "base_model_prefix", "") if getattr(model, "base_model", None) is model else ""
+    own = marks_for(config)
+    return [_below(mark, prefix) for mark in own or ()] or published(model, "tp", "tp") or _alike(model, prefix)
+
+
+def _below(mark: Mark, prefix: str) -> Mark:
+    """A mark on the names that a type's bare model has, without its head and what stands before each name; "": same."""
+    if not prefix:
+        return mark
+    patterns = [*alternatives(mark.pattern)]
+    patterns += [one.removeprefix("*.") for one in patterns if one.startswith("*.")]
+    names = dict.fromkeys(one.removeprefix(f"{prefix}.") for one in patterns)
+    return replace(mark, pattern="{" + ",".join(names) + "}")
+
+
+def _alike(model: nn.Module, prefix: str) -> list[Mark]:
+    """Those of the type of which each mark names something of a model, and the most patterns do: what follows from a
+    mark is derived from the model itself, so the wrong type costs time at most."""
+    every = (name for own in (model.named_parameters(), model.named_modules()) for name, _ in own if name)
+    names = {re.sub(r"(?<=\.)\d+(?=\.|$)", "0", name) for name in every}  # layers are alike
+    best: list[Mark] = []
+    most = 0
+    for kind in marked_types():
+        marks = [_below(mark, prefix) for mark in marks_of(kind) or ()]
+        fits = [[one for one in alternatives(mark.pattern) if matching(one, names)] for mark in marks]
+        if all(fits) and (count := sum(map(len, fits))) > most:
+            best, most = marks, count
+    return best
 
 
 def published(model: nn.Module, tensor: str, experts: str | None = None) -> list[Mark]:

@@ -1,7 +1,7 @@
 """A choice for every variable, and what none can cost less than: exact where tables fit, else with the gap between.
 
-    1. elimination in parts where a table would be too large (`solve.eliminated`)
-    2. the same without choices that no best one needs (`reduce`), where that was not exact
+    1. elimination with small tables, in parts where one would be larger (`solve.eliminated`)
+    2. the same with large ones without choices that no best one needs (`reduce`), where that was not exact
     3. the variables that were in parts, some at a time, anew with the others as they are, while the choice gets better
 
 Everything is counted and nothing timed, so that all ranks find the same.
@@ -48,7 +48,7 @@ def reduced(every: Sequence[SolverCosts], stop: float) -> dict[Name, NDArray[np.
             for name in names:
                 if names not in near[name]:
                     near[name].append(names)
-    todo = dict.fromkeys(sorted(kept, key=lambda name: len(kept[name])))
+    todo = dict.fromkeys(sorted((name for name in kept if len(kept[name]) > 1), key=lambda name: len(kept[name])))
     while todo and time.monotonic() < stop:
         name = next(iter(todo))
         del todo[name]
@@ -90,6 +90,8 @@ def _dearer(own: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(np.isinf(own)[None, :, :], -np.inf, apart).max(axis=2)
 
 
+SMALL = 1 << 20
+"""Entries of a table that is not worth leaving out choices for first."""
 ROUNDS = 12
 """How often variables are chosen anew at most."""
 CLOSE = 1e-9
@@ -101,7 +103,7 @@ def bounded(costs: SolverCosts, limit: int = LIMIT) -> Solution:
 
     Raises TooWideError where some may be and none was found.
     """
-    found = eliminated(costs, limit)
+    found = eliminated(costs, min(limit, SMALL))
     if not found.parted or not np.isfinite(found.bound) or gap(costs, found) == 0.0:
         return found
     kept = reduced([costs], math.inf)
