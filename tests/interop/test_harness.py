@@ -139,3 +139,33 @@ def test_what_is_not_there_is_a_sentence(made: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             scores_of(HarnessRequest(model, (task,)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is mapped is listed by Linux alone")
+def test_weights_are_pages_of_their_files(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a model that memory has no room for is scored on the CPU; a device that has no room for it is a sentence."""
+    from lm_eval.models.huggingface import HFLM
+
+    seen: list[Any] = []
+    monkeypatch.setattr(HFLM, "loglikelihood", _seeing(HFLM.loglikelihood, seen))
+    scores_of(HarnessRequest(made / "adapter", (str(made / "sums.yaml"),), base=made / "hf", samples=1))
+    lines = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if ".safetensors" in line]
+    ranges = [range(*(int(end, 16) for end in line.split("-"))) for line in lines]
+    base = [p for name, p in seen[0].named_parameters() if "lora_" not in name]
+    assert len(base) > 20
+    assert all(any(p.data_ptr() in one for one in ranges) for p in base)
+    monkeypatch.setattr(HFLM, "loglikelihood", _no_room)
+    with pytest.raises(UserError, match="this version streams no layers to score a model: take --device cpu"):
+        scores_of(HarnessRequest(made / "hf", (str(made / "sums.yaml"),), samples=1))
+
+
+def _seeing(asked: Any, seen: list[Any]) -> Any:
+    def run(self: Any, *args: Any, **keys: Any) -> Any:
+        seen.append(self.model)
+        return asked(self, *args, **keys)
+
+    return run
+
+
+def _no_room(*args: Any, **keys: Any) -> Any:
+    raise torch.OutOfMemoryError("no room")

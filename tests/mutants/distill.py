@@ -5,6 +5,8 @@ from tests.mutants.mutant import Mutant
 _RUNS = "tests/training/test_distill.py::test_losses_and_gradients_are_those_of_formulas_on_any_mesh"
 _FORMULAS = "tests/kernels/test_divergence.py"
 _KEPT = "tests/training/test_distill.py::test_a_pipeline_keeps_logits_of_a_teacher_of_one_micro_batch"
+_OTHER = "tests/training/test_cached_teacher.py::test_a_folder_of_another_teacher_is_refused"
+_DAMAGED = "tests/training/test_cached_teacher.py::test_a_damaged_folder_is_refused"
 _REFUSED = "tests/training/test_distill.py::test_teachers_that_are_refused"
 
 # fmt: off
@@ -49,5 +51,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "other-tokenizer-taken", "training/state/teacher.py",
         "        if other.get(text) != number:", "        if text not in own:",
         "a student learns what is said of other tokens", (_REFUSED,),
+    ),
+    Mutant(
+        "any-teachers-folder", "training/objective/cached_teacher.py",
+        "now not in (\"auto\", None)", "now not in (\"auto\", None, teacher)",
+        "a student learns from another teacher than its job names", (_OTHER,),
+    ),
+    Mutant(
+        "ends-not-looked-at", "training/state/teacher.py",
+        "        for begin in {0, len(data) // 2, max(0, len(data) - _LOOKED_AT)}:", "        for begin in (0,):",
+        "a teacher that differs far behind in a tensor is the same", (_OTHER,),
+    ),
+    Mutant(
+        "damaged-rows-learnt", "training/objective/cached_teacher.py",
+        "            if _sum_of(rows) != wanted:", "            if wanted is None:",
+        "numbers that nobody wrote are learnt", (_DAMAGED,),
     ),
 )

@@ -168,4 +168,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "alternatives(source.pattern)",
         "a file with braces in its name is not matched", (_BRACES,),
     ),
+    Mutant(
+        "untrained-rows-unsaid", "training/state/new_embedding_rows.py",
+        "if name in names and not own[name].requires_grad]", "if name in names and own[name].requires_grad]",
+        "rows of added tokens stay alike beside adapters, unsaid",
+        ("tests/training/test_new_rows.py::test_rows_that_adapters_leave_as_they_begin_are_told",),
+    ),
 )

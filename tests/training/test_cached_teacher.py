@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from tangram.cli import main
@@ -21,11 +22,11 @@ from tangram.planner.local.teacher import teacher_costs
 from tangram.schema.files import load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.data import open_corpus, prepare, tokens_of
-from tangram.training.objective.cached_teacher import INDEX, open_cache
+from tangram.training.data import batches_once, held_out_batches, open_corpus, prepare, tokens_of
+from tangram.training.objective.cached_teacher import INDEX, CachedTeacher, open_cache
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import source_of
-from tangram.training.state.teacher import classes_of
+from tangram.training.state.teacher import classes_of, teacher_stamp
 from tangram.training.trials.dry_run import dry_run
 from tangram.training.trials.teach import teach
 from tests.training.taught import PADDED, write_taught
@@ -181,10 +182,68 @@ def test_no_teacher_is_planned_for(folder: Path, kept: dict[str, Path]) -> None:
 def test_folders_of_other_jobs_are_refused(
     folder: Path, kept: dict[str, Path], change: dict[str, str], why: str
 ) -> None:
-    job = job_of(folder, "few", **change)
-    prepare(job.data, tokens_of(job), lambda event: None)
     with pytest.raises(UserError, match=why):
-        open_cache(job, open_corpus(job.data, tokens_of(job)).digest, classes_of(source_of(job, tokens_of(job)).config))
+        opened(job_of(folder, "few", **change))
+
+
+def opened(job: Job) -> CachedTeacher:
+    tokens = tokens_of(job)
+    prepare(job.data, tokens, lambda event: None)
+    classes = classes_of(source_of(job, tokens).config)
+    found = open_cache(job, open_corpus(job.data, tokens).digest, classes, teacher_stamp(job))
+    assert found is not None
+    return found
+
+
+def test_a_folder_of_another_teacher_is_refused(folder: Path, kept: dict[str, Path], tmp_path: Path) -> None:
+    """Whose weights are others, be it by one number at the end of a tensor, or that computes otherwise by them."""
+    shutil.copytree(folder / "teacher", tmp_path / "moved")
+    shutil.copytree(folder / "teacher", tmp_path / "other")
+    shutil.copytree(folder / "teacher", tmp_path / "turned")
+    weights = load_file(folder / "teacher" / "model.safetensors")
+    weights["lm_head.weight"][-1, -1] += 1.0
+    save_file(weights, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "teacher" / "config.json").read_text())
+    (tmp_path / "turned" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+
+    def of(name: str) -> CachedTeacher:
+        return opened(job_of(folder, "few", **{"distill.teacher": f'"{tmp_path / name}"'}))
+
+    assert of("moved").top == of("not here").top == SOME
+    for name in ("other", "turned"):
+        with pytest.raises(UserError, match=f'few" was made of another teacher than "{tmp_path / name}": make it'):
+            of(name)
+
+
+@pytest.mark.parametrize("damage", ["a number", "the end", "a file", "a key", "no table"])
+def test_a_damaged_folder_is_refused(folder: Path, kept: dict[str, Path], tmp_path: Path, damage: str) -> None:
+    shutil.copytree(kept["few"], tmp_path / "bad")
+    index = json.loads((tmp_path / "bad" / INDEX).read_text())
+    file = tmp_path / "bad" / index["files"][0]
+    if damage == "a number":
+        said = load_file(file)
+        said["logp"][-1, -1] += 1e-3
+        save_file(said, file)
+    elif damage == "the end":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "a file":
+        file.unlink()
+    else:
+        del index["top"]
+        (tmp_path / "bad" / INDEX).write_text(json.dumps(index if damage == "a key" else 1))
+    job = job_of(folder, str(tmp_path / "bad"))
+    why = "has other bytes of a row than were written" if damage == "a number" else "has not what a teacher says"
+    with pytest.raises(UserError, match=why):
+        read_all(job)
+
+
+def read_all(job: Job) -> None:
+    """What is said of the rows of the steps, and of those that are held out."""
+    teacher = opened(job)
+    corpus, device = open_corpus(job.data, tokens_of(job)), torch.device("cpu")
+    once = batches_once(corpus, job.data, seed=job.seed, steps=job.run.steps, index=0, size=1, device=device)
+    for batch in (*once, *held_out_batches(corpus, job.data, index=0, size=1, device=device)):
+        teacher.top_logits(batch)
 
 
 def test_rows_that_are_not_there_are_refused(folder: Path, kept: dict[str, Path]) -> None:
@@ -229,4 +288,4 @@ def test_what_is_kept_has_eight_bytes_a_class(kept: dict[str, Path]) -> None:
     about = json.loads((kept["few"] / INDEX).read_text())
     tokens = about["tokens"]
     size = sum((kept["few"] / name).stat().st_size for name in about["files"])
-    assert size == pytest.approx(tokens * (8 * SOME + 4) + about["rows"] * 24, abs=1000)
+    assert size == pytest.approx(tokens * (8 * SOME + 4) + about["rows"] * 32, abs=1000)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  typed in part
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench._memory.counter import FlowCounter
 from tangram.errors import UserError
@@ -113,6 +114,26 @@ def test_each_layer_is_moved_twice_and_two_are_there_at_most() -> None:
         model(x)
     assert stream.moved_bytes == 6 * of_layer + outside
     assert max(counter.flow.peaks.values()) < 2.1 * of_layer
+
+
+def test_what_is_written_is_the_same_by_two_layers_at_a_time() -> None:
+    """Token by token, with a cache: each moves the layers, the head and the rows of embeddings once."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, initializer_range=0.3, eos_token_id=None, pad_token_id=0, **sizes)  # pyright: ignore
+    model: Any = LlamaForCausalLM(config).eval()
+    prompt, layers = torch.arange(1, 7).view(1, -1), [*model.model.layers]
+    how: dict[str, Any] = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True}
+    before = model.generate(prompt, do_sample=False, **how)
+    of_layer, of_all = (sum(p.nbytes for p in one.parameters()) for one in (layers[0], model))
+    stream = LayerStream(model, layers, torch.device("cpu"))
+    with FlowCounter([*model.parameters(), *model.buffers(), prompt]) as counter:
+        after = model.generate(prompt, do_sample=False, **how)
+    assert torch.equal(before.sequences, after.sequences)
+    assert len({*before.sequences[0].tolist()}) > 3
+    assert all(torch.equal(x, y) for x, y in zip(before.logits, after.logits, strict=True))
+    assert stream.moved_bytes == 8 * of_all
+    assert 2 * of_layer < max(counter.flow.peaks.values()) < 2.3 * of_layer
 
 
 def test_gradients_are_those_without() -> None:

@@ -17,6 +17,7 @@ from tangram.training.run.end_proofs import same_export
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
 from tangram.training.state.export_hf import export
+from tangram.training.state.new_embedding_rows import untrained_rows
 from tests.training.chat import write_chat
 from tests.training.grown import load_grown
 from tests.training.saving import plan_of
@@ -107,3 +108,35 @@ def test_a_vocabulary_does_not_shrink(tmp_path: Path) -> None:
     folder = write_chat(tmp_path / "chat", fields={"vocab_size": 300})
     with pytest.raises(UserError, match=r"has 300 rows and the model 280: .* set model.change.vocab_size to 300"):
         whole(plan(tmp_path, folder, 280))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, ["embed_tokens", "lm_head"]),
+        ({"modules_to_save": ["embed_tokens"]}, ["lm_head"]),
+        ({"trainable_token_indices": [STORED, STORED + 1, STORED + 2]}, ["lm_head"]),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, None),
+        ({"targets": ["embed_tokens", "lm_head"]}, None),
+    ],
+)
+def test_rows_that_adapters_leave_as_they_begin_are_told(
+    chat: Path, tmp_path: Path, keys: dict[str, Any], named: list[str] | None
+) -> None:
+    """Not those of padding, which no token has, and of all parameters none."""
+    tied = AutoConfig.from_pretrained(chat).tie_word_embeddings
+    if tied and keys and "trainable_token_indices" not in keys:
+        return  # refused: adapters of an embedding that the head is tied to
+    asked = plan(tmp_path, chat, lora={"rank": 2, **keys})
+    words = untrained_rows(whole(asked), asked, ROWS)
+    left = named and [name for name in named if not tied or (name == "embed_tokens" and not keys)]
+    assert (words or "").count("3 tokens") == bool(left)
+    for name in ("embed_tokens", "lm_head"):
+        assert (f"{name}.weight" in (words or "")) == (name in (left or [])), words
+    if words:
+        own = f"name {' and '.join(left or [])} in lora.modules_to_save"
+        rows = f"give {STORED} to {ROWS - 1} in lora.trainable_token_indices"
+        assert words.endswith(f": {rows if tied else own}, if the data have these tokens")
+    assert untrained_rows(whole(asked), asked, STORED) is None
+    full = plan(tmp_path, chat)
+    assert untrained_rows(whole(full), full, ROWS) is None

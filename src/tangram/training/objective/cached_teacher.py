@@ -4,11 +4,12 @@
     RANK-NUMBER.safetensors
         keys     (R, 16) uint8     of each row a hash of its tokens, labels and places up to the last that counts
         ends     (R,) int64        after which of the tokens here it ends
+        sums     (R,) int64        checksums of what follows of it, which is read with every row
         classes  (N, K) int32      of each of its tokens that count
         logp     (N, K + 1) float32     logarithms of the shares of these and of the rest, at a temperature
 
 So 8 K + 4 bytes a token that counts. A row is found by what it is, whatever its place in the order, the mesh and the
-length that rows are filled up to; one that is not there is not made up.
+length that rows are filled up to; one that is not there, or is damaged, is not made up.
 """
 
 # ruff: noqa: N803, N806, N815  a tensor carries its dims in its name
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -28,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  typed in part
 from torch import Tensor
 
+from tangram.checkpoint.store.manifest import checksum
 from tangram.errors import UserError
 from tangram.kernels.divergence import FAR, TopRows
 from tangram.schema.job import Job
@@ -76,6 +78,12 @@ def top_rows(logits_NV: Tensor, top: int, shared: int, temperature: float) -> To
     return TopRows(*(torch.cat([getattr(one, name) for one in found]) for name in TopRows._fields))
 
 
+def _sum_of(rows: TopRows) -> int:
+    """The checksum of what is kept of a row, as int64 has it."""
+    data = b"".join(one.contiguous().numpy().tobytes() for one in (rows.classes_NK.int(), rows.logp_NC))
+    return checksum(data) - (1 << 63)
+
+
 class CacheWriter:
     """A rank's files."""
 
@@ -102,6 +110,7 @@ class CacheWriter:
         tensors = {
             "keys": torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 16),
             "ends": torch.tensor([len(one.logp_NC) for one in rows]).cumsum(0),
+            "sums": torch.tensor([_sum_of(one) for one in rows]),
             "classes": torch.cat([one.classes_NK for one in rows]),
             "logp": torch.cat([one.logp_NC for one in rows]),
         }
@@ -111,13 +120,15 @@ class CacheWriter:
         self._rows, self._bytes = [], 0
 
 
-def made_of(plan: Job, text: str) -> dict[str, Any]:
-    """What of a job a folder has to be made of. `text`: the digest of its text and tokenizer."""
+def made_of(plan: Job, text: str, teacher: str | None) -> dict[str, Any]:
+    """What of a job a folder has to be made of. `text`: the digest of its text and tokenizer; `teacher`: the stamp of
+    the directory of its teacher, None where that is not here."""
     assert plan.distill is not None  # the task says so
     return {
         "data.sequence": plan.data.sequence,
         "data.packing": plan.data.packing,
         "distill.temperature": plan.distill.temperature,
+        "teacher": teacher,
         "text": text,  # the last, as others have a part in it
     }
 
@@ -133,11 +144,11 @@ class CachedTeacher:
     digest: str
     """Of the teacher's weights, and of what was kept of it."""
     _files: Sequence[Any]
-    _places: dict[bytes, tuple[int, int, int]]
-    """By key the number of the file, the first token and the one after the last."""
+    _places: dict[bytes, tuple[int, int, int, int]]
+    """By key the number of the file, the first token and the one after the last, and the checksum."""
 
     def top_logits(self, batch: Batch) -> TopLogits:
-        """Of a batch. Raises UserError for a row that is not there."""
+        """Of a batch. Raises UserError for a row that is not there or is damaged."""
         shape, device = batch.labels_BS.shape, batch.labels_BS.device
         classes_BSK = torch.zeros(*shape, self.top, dtype=torch.int64)
         logp_BSC = torch.full((*shape, self.top + 1), FAR)
@@ -150,54 +161,77 @@ class CachedTeacher:
                     f'distill.cache: "{self.folder}" has nothing of a row of this run: make it anew, for as many '
                     "steps, the same seed and the same data, by `tangram data teach`"
                 )
-            file, begin, end = self._places[key]
-            classes_BSK[row, at_N] = self._files[file].get_slice("classes")[begin:end].long()
-            logp_BSC[row, at_N] = self._files[file].get_slice("logp")[begin:end]
+            file, begin, end, wanted = self._places[key]
+            rows = TopRows(*(self._files[file].get_slice(name)[begin:end] for name in ("classes", "logp")))
+            if _sum_of(rows) != wanted:
+                raise UserError(
+                    f'distill.cache: "{self.folder}" has other bytes of a row than were written: make it anew by '
+                    "`tangram data teach`"
+                )
+            classes_BSK[row, at_N], logp_BSC[row, at_N] = rows.classes_NK.long(), rows.logp_NC
         return TopLogits(classes_BSK.to(device), logp_BSC.to(device), self.shared)
 
 
-def _about(plan: Job) -> tuple[Path, dict[str, Any]]:
-    """The folder of a job and its index. Raises UserError for a folder that has none."""
-    assert plan.distill is not None  # the task says so
-    folder = Path(str(plan.distill.cache))
-    try:
-        return folder, json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(f'distill.cache: "{folder}" {_NONE}') from None
+@dataclass(frozen=True)
+class CacheIndex:
+    """What a folder says of itself."""
+
+    made_of: Mapping[str, Any]
+    teacher: str
+    """The digest of its weights."""
+    top: int
+    classes: int
+    """Of how many, that both models have, `top` are kept."""
+    teacher_classes: int
+    rows: int
+    tokens: int
+    files: Sequence[str]
 
 
 _NONE = "has not what a teacher says: make it by `tangram data teach JOB --out FOLDER`"
 
 
+def _index_of(plan: Job) -> tuple[Path, CacheIndex]:
+    """The folder of a job and its index. Raises UserError for a folder that has none."""
+    assert plan.distill is not None  # the task says so
+    folder = Path(str(plan.distill.cache))
+    try:
+        return folder, CacheIndex(**json.loads((folder / INDEX).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f'distill.cache: "{folder}" {_NONE}') from None
+
+
 def sizes_of_cache(plan: Job) -> tuple[int, int]:
-    """How many classes are kept of a token, and of how many. Raises UserError as `_about`."""
-    about = _about(plan)[1]
-    return about["top"], about["classes"]
+    """How many classes are kept of a token, and of how many. Raises UserError as `_index_of`."""
+    index = _index_of(plan)[1]
+    return index.top, index.classes
 
 
-def open_cache(plan: Job, text: str, classes: int) -> CachedTeacher | None:
-    """The folder of a job; None where it has none. `text`: as of `made_of`; `classes`: the student's.
+def open_cache(plan: Job, text: str, classes: int, teacher: str | None) -> CachedTeacher | None:
+    """The folder of a job; None where it has none. `text` and `teacher`: as of `made_of`; `classes`: the student's.
 
-    Raises UserError for a folder that is none, or was made of another text, tokenizer or job.
+    Raises UserError for a folder that is none, or was made of another text, tokenizer, teacher or job.
     """
     if plan.distill is None or plan.distill.cache is None:
         return None
-    folder, about = _about(plan)
-    for key, now in made_of(plan, text).items():
-        if about["made_of"][key] != now != "auto":
-            what = "another text or tokenizer" if key == "text" else f"{key} = {about['made_of'][key]}"
+    folder, index = _index_of(plan)
+    words = {"text": "another text or tokenizer", "teacher": f'another teacher than "{plan.distill.teacher}"'}
+    for key, now in made_of(plan, text, teacher).items():
+        if index.made_of.get(key) != now not in ("auto", None):
+            what = words.get(key) or f"{key} = {index.made_of.get(key)}"
             raise UserError(f'distill.cache: "{folder}" was made of {what}: make it anew by `tangram data teach`')
-    if min(classes, about["teacher_classes"]) != about["classes"]:
+    if min(classes, index.teacher_classes) != index.classes:
         raise UserError(f'distill.cache: "{folder}" was made for a student of other classes: make it anew for this one')
     try:
-        files = [safe_open(folder / name, "pt") for name in about["files"]]
+        files = [safe_open(folder / name, "pt") for name in index.files]
         places = {key: place for at, file in enumerate(files) for key, place in _places(at, file)}
     except (OSError, SafetensorError) as error:
         raise UserError(f'distill.cache: "{folder}" {_NONE} ({error})') from None
-    return CachedTeacher(folder, about["top"], about["classes"], f"{about['teacher']}-{about['top']}", files, places)
+    return CachedTeacher(folder, index.top, index.classes, f"{index.teacher}-{index.top}", files, places)
 
 
-def _places(at: int, file: Any) -> Iterator[tuple[bytes, tuple[int, int, int]]]:
-    keys, ends = (cast(Tensor, file.get_tensor(name)).numpy() for name in ("keys", "ends"))
-    for key, begin, end in zip(keys, np.concatenate([[0], ends[:-1]]).tolist(), ends.tolist(), strict=True):
-        yield key.tobytes(), (at, begin, end)
+def _places(at: int, file: Any) -> Iterator[tuple[bytes, tuple[int, int, int, int]]]:
+    keys, ends, sums = (cast(Tensor, file.get_tensor(name)).numpy() for name in ("keys", "ends", "sums"))
+    begins = np.concatenate([[0], ends[:-1]]).tolist()
+    for key, *place in zip(keys, begins, ends.tolist(), sums.tolist(), strict=True):
+        yield key.tobytes(), (at, *place)

@@ -74,7 +74,14 @@ def scores_of(request: HarnessRequest) -> list[Score]:
         raise UserError('scores need lm-evaluation-harness: install with pip install "tangram-train[eval]"')
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when its libraries are imported: nothing is downloaded unasked
     with _hugging_face(request.model, request.base) as (folder, adapter):
-        found = _evaluated(request, folder, adapter)
+        try:
+            found = _evaluated(request, folder, adapter)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f'the device "{request.device}" has no room for "{request.model}", and this version streams no layers '
+                "to score a model: take --device cpu, which reads weights from their files as it needs them, or a "
+                "smaller --batch"
+            ) from error
     rows: list[Score] = []
     for task, metrics in found["results"].items():
         for name, value in metrics.items():

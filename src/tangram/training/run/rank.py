@@ -48,9 +48,10 @@ from tangram.training.run.out_of_memory import explained
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.state.build_model import build, shallow, source_of
 from tangram.training.state.checkpointer import Checkpointer, JobState, Pace, describe, load
+from tangram.training.state.new_embedding_rows import untrained_rows
 from tangram.training.state.reference_digest import begin_of_others
 from tangram.training.state.state import make_missing_states
-from tangram.training.state.teacher import build_teacher, classes_of
+from tangram.training.state.teacher import build_teacher, classes_of, teacher_stamp
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.objectives import objective_of
@@ -147,7 +148,7 @@ def begin(rank: Rank, job: RankJob) -> Begun:
         model = build(plan, source, world, values=job.resume is None or compares)
         model = replace(model, reference=Reference(model.module) if compares else None)
         model = replace(model, teacher=build_teacher(plan, tokens, world))
-    cached = open_cache(plan, corpus.digest, classes_of(source.config))
+    cached = open_cache(plan, corpus.digest, classes_of(source.config), teacher_stamp(plan))
     model = replace(model, cached_teacher=None if cached is None else cached.top_logits)
     begun = begin_of_others(model, job.resume, None if cached is None else cached.digest)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))
@@ -184,6 +185,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         checkpointer.prepare(state)
     if rank.index == 0:
         rank.emit(Note(_packing_words(begun.settled, corpus, plan)))
+        if words := untrained_rows(model.module, plan, tokens_of(plan).vocabulary):
+            rank.emit(Note(words))
 
     tell(Doing("the first step"))
     first = state.progress.step

@@ -15,8 +15,10 @@ from tangram.checkpoint.formats.huggingface import HuggingFaceIndex
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement
+from tangram.models.building.build import read_source
 from tangram.models.building.conversions import Part
 from tangram.relayout import Piece, TensorSpec
+from tangram.schema.plan import Plan
 
 BLOCK = 4096
 """Rows that are summed at a time."""
@@ -97,6 +99,24 @@ def vocabulary(model: nn.Module) -> set[str]:
             continue
     own = {id(one) for module in modules if isinstance(module, nn.Module) for one in module.parameters(recurse=False)}
     return {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in own}
+
+
+def untrained_rows(model: nn.Module, plan: Plan, vocabulary_size: int) -> str | None:
+    """A sentence where adapters leave the rows of tokens that the directory has not, of as many as the tokenizer makes,
+    as they begin, all alike."""
+    if plan.lora is None or plan.model.path is None or "vocab_size" not in plan.model.change:
+        return None
+    stored = cast(Any, read_source(None, plan.model.path, {}).config).get_text_config().vocab_size
+    own, names = dict(model.named_parameters()), vocabulary(model)  # of what is tied `own` has the first name alone
+    frozen = [name for name in own if name in names and not own[name].requires_grad]
+    if vocabulary_size <= stored or not frozen:
+        return None
+    modules = f"name {' and '.join(name.split('.')[-2] for name in frozen)} in lora.modules_to_save"
+    tied = f"give {stored} to {vocabulary_size - 1} in lora.trainable_token_indices"
+    return (
+        f"new rows   of {vocabulary_size - stored} tokens in {' and '.join(frozen)} are not trained and stay alike: "
+        f"{modules if names <= own.keys() else tied}, if the data have these tokens"
+    )
 
 
 def reading(read: Callable[[Hashable, str], Tensor]) -> Callable[[Hashable, str], Tensor]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedConfig
 
+from tangram.checkpoint.formats.huggingface import has_weights, mapped_reader, read_index
 from tangram.errors import UserError
-from tangram.models.building.build import Source, build_on_meta
+from tangram.models.building.build import Source, build_on_meta, read_source
 from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.teacher import teacher_plan
 from tangram.schema.job import Job
@@ -59,6 +64,29 @@ def _numbers(tokens: Tokens) -> dict[str, int]:
 def classes_of(config: PreTrainedConfig) -> int:
     """How many classes a model of a configuration has, rows of padding included."""
     return cast(int, cast(Any, config).get_text_config().vocab_size)
+
+
+def teacher_stamp(plan: Job) -> str | None:
+    """Of the directory of a job's teacher: its configuration, and of each weight the name, type, shape and some bytes,
+    so that hardly anything is read. None where no directory is given, or it is not here."""
+    at = plan.distill and plan.distill.teacher
+    if not at or not has_weights(folder := Path(at)):
+        return None
+    told = hashlib.blake2b(digest_size=16)
+    config = read_source(None, at, {}).config.to_dict()
+    said = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    told.update(json.dumps(said, sort_keys=True, default=str).encode())
+    read = mapped_reader(folder)
+    for piece in sorted(read_index(folder).pieces, key=lambda piece: piece.tensor):
+        x = read(piece.place, piece.tensor).contiguous()
+        told.update(f"{piece.tensor} {x.dtype} {[*x.shape]}".encode())
+        data = x.reshape(-1).view(torch.uint8).numpy().data
+        for begin in {0, len(data) // 2, max(0, len(data) - _LOOKED_AT)}:
+            told.update(data[begin : begin + _LOOKED_AT])
+    return told.hexdigest()
+
+
+_LOOKED_AT = 4096
 
 
 def build_teacher(plan: Plan, tokens: Tokens, world: World) -> ParallelModel | None:

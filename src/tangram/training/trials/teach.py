@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -25,14 +24,14 @@ from tangram.schema.plan import Plan
 from tangram.text import write_file
 from tangram.training.data import batches_once, held_out_batches, open_corpus, prepare, tokens_of
 from tangram.training.mesh.world import make_world
-from tangram.training.objective.cached_teacher import INDEX, CacheWriter, made_of, row_keys, top_rows
+from tangram.training.objective.cached_teacher import INDEX, CacheIndex, CacheWriter, made_of, row_keys, top_rows
 from tangram.training.objective.packing import logits_in_order
 from tangram.training.observe.events import Doing, Note
 from tangram.training.parallel.model import evaluating
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.state.build_model import source_of
 from tangram.training.state.reference_digest import reference_digest
-from tangram.training.state.teacher import build_teacher, classes_of, teacher_source
+from tangram.training.state.teacher import build_teacher, classes_of, teacher_source, teacher_stamp
 
 
 @dataclass(frozen=True)
@@ -84,22 +83,22 @@ def teach(job: Job, folder: Path, top: int, processes: int, on_event: Callable[[
     folder.mkdir(parents=True, exist_ok=True)
     work = TeachJob(plan, folder, top, shared)
     found = run_ranks(teach_rank, work, world=processes, on_event=on_event, device=plan.run.device)
-    about: dict[str, Any] = {
-        "made_of": made_of(plan, open_corpus(plan.data, tokens).digest),
-        "teacher": found[0].digest,
-        "top": top,
-        "classes": shared,
-        "teacher_classes": theirs,
-        "rows": sum(one.rows for one in found),
-        "tokens": sum(one.tokens for one in found),
-        "files": [*chain.from_iterable(one.files for one in found)],
-    }
-    write_file(folder / INDEX, json.dumps(about, indent=1) + "\n", "what was taught")
-    counted = about["tokens"]
-    share, size = sum(one.share for one in found) / max(1, counted), sum(one.stat().st_size for one in folder.iterdir())
+    kept = CacheIndex(
+        made_of(plan, open_corpus(plan.data, tokens).digest, teacher_stamp(plan)),
+        teacher=found[0].digest,
+        top=top,
+        classes=shared,
+        teacher_classes=theirs,
+        rows=sum(one.rows for one in found),
+        tokens=sum(one.tokens for one in found),
+        files=[*chain.from_iterable(one.files for one in found)],
+    )
+    write_file(folder / INDEX, json.dumps(asdict(kept), indent=1) + "\n", "what was taught")
+    share = sum(one.share for one in found) / max(1, kept.tokens)
+    size = sum(one.stat().st_size for one in folder.iterdir())
     on_event(
         Note(
-            f"written    {counted:,} tokens of {about['rows']:,} rows, {size / 1e6:,.1f} MB: the likeliest {top:,} of "
+            f"written    {kept.tokens:,} tokens of {kept.rows:,} rows, {size / 1e6:,.1f} MB: the likeliest {top:,} of "
             f"{shared:,} classes have {share:.4%} of the teacher's probability"
         )
     )
