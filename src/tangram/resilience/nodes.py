@@ -41,6 +41,10 @@ class ElsewhereError(Exception):
     """The ranks of another node have ended; its launcher says why."""
 
 
+class LauncherGoneError(RankError):
+    """A launcher, or the store where all meet, is gone: once all are started again the run goes on."""
+
+
 class Nodes:
     """All launchers, as one of them sees them. One thread asks for words; `ended` and `elsewhere` are of any."""
 
@@ -107,9 +111,9 @@ class Nodes:
         elif now - since > self._patience:
             raise self._gone(node, f"nothing was heard of its launcher for {self._patience:.0f} s")
 
-    def _gone(self, node: int, why: str) -> RankError:
+    def _gone(self, node: int, why: str) -> LauncherGoneError:
         why = f"{why}; tangram launch --resume, on all nodes, goes on"
-        return RankError(node * self.ranks, self.count * self.ranks, why, "")
+        return LauncherGoneError(node * self.ranks, self.count * self.ranks, why, "")
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):

@@ -148,7 +148,9 @@ class Processor:
 
     def spent(self) -> int:
         """For how long the thread that made this has run or was ready to, since any asked last; ns, 0: unknown."""
-        now = sum(int(one) for one in os.pread(self._file, 64, 0).split()[:2]) if self._file >= 0 else 0
+        now = self._spent
+        with suppress(OSError):  # there is no such file, or no longer such a thread
+            now = sum(int(one) for one in os.pread(self._file, 64, 0).split()[:2])
         before, self._spent = self._spent, now
         return now - before
 
