@@ -52,7 +52,8 @@ def on_all(work: Callable[[Nodes, int], T], count: int = COUNT) -> list[T | Base
 
     def one(index: int) -> None:
         try:
-            nodes = Nodes(Meeting(RankPlace(index, count, 0, 1, f"{index}"), store), RANKS)
+            nodes = Nodes(Meeting(RankPlace(index, count, 0, 1, f"{index}"), store))
+            nodes.divide(RANKS)
             try:
                 found[index] = work(nodes, index)
             finally:

@@ -38,7 +38,7 @@ def memory_of(run: Path, memory: Path | None = None) -> Path | None:
     place = memory or SHARED
     if not (place.is_dir() and os.access(place, os.W_OK)):
         if memory is not None:
-            raise UserError(f'--memory {memory}: there is no such folder on {os.uname().nodename} that can be written')
+            raise UserError(f"--memory {memory}: there is no such folder on {os.uname().nodename} that can be written")
         return None
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
     return place / f"tangram-{os.getuid()}-{digest}"
