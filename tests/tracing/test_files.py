@@ -292,11 +292,24 @@ def test_a_names_file_without_what_a_rank_noted_is_said(gone: bool, tmp_path: Pa
     assert report(tmp_path).notes == ("the names file of rank 1 is cut off or gone: what it noted is not among these",)
 
 
+def test_lines_of_others_in_a_names_file_are_passed_over(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, 5)
+    names = tmp_path / file_of(1, "names.jsonl")
+    names.write_text('[1]\n5\nnull\n"x"\n' + names.read_text())
+    assert report(tmp_path).findings == report(tmp_path).notes == ()
+
+
 def test_a_plan_that_is_not_the_traces_is_said(tmp_path: Path) -> None:
     write(tmp_path / "trace", 0, 3)
     write(tmp_path / "trace", 1, 3)
     plan = tmp_path / "plan.toml"
-    for text, said in (('mesh = "dp=2"', ()), ("mesh = [", ()), ('mesh = "dp=1 tp=2"', ('has the mesh "dp=1 tp=2"',))):
+    none = ("mesh = [", 'mesh = "dp=x"')  # of which findings need nothing
+    for text, said in (
+        ('mesh = "dp=2"', ()),
+        *((one, ()) for one in none),
+        ('mesh = "dp=1 tp=2"', ('has the mesh "dp=1 tp=2"',)),
+    ):
         plan.write_text(text)
         notes = report(tmp_path).notes
         assert len(notes) == len(said)

@@ -385,7 +385,9 @@ def _names(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
-            found.append(cast("dict[str, Any]", json.loads(line)))
+            words = json.loads(line)
         except ValueError:  # the last one, of a rank that was killed in the midst of it
             continue
+        if isinstance(words, dict):  # else of somebody else
+            found.append(cast("dict[str, Any]", words))
     return found

@@ -160,6 +160,7 @@ def test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again(asked: 
     script = PLATFORMS["slurm"].write(JOBS[1])
     assert "#SBATCH --signal=B:USR1@120\n" in script
     assert "#SBATCH --requeue\n" in script
+    assert "\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in script, "a lost launcher is replaced"
     given = {"SLURM_JOB_NODELIST": "node-[a-d]", "SLURM_NNODES": "4", "SLURM_JOB_ID": "7"}
     process = started(tmp_path, script, given)
     time.sleep(0.2)  # its trap stands

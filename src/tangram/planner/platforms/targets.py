@@ -136,6 +136,8 @@ def skypilot(job: Job) -> str:
 def slurm(job: Job) -> str:
     """The script for `sbatch`. A run that goes on is asked to stop before its time is over, and queued again."""
     options = "\n#SBATCH --open-mode=append\n#SBATCH --requeue\n#SBATCH --signal=B:USR1@120" if job.again else ""
+    # Else a launcher that takes the place of a lost one waits for an address that torchrun gives once (torch 2.13).
+    share = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" if job.again else ""
     ending = f" &\n{_QUEUED_AGAIN}" if job.again else "\n"
     return f"""#!/bin/bash
 #SBATCH --job-name={job.name}
@@ -148,7 +150,7 @@ def slurm(job: Job) -> str:
 set -euo pipefail
 
 mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-srun --kill-on-bad-exit=1 torchrun \\
+{share}srun --kill-on-bad-exit=1 torchrun \\
   --nnodes "$SLURM_NNODES" --nproc-per-node {job.processes} {job.again}\\
   --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${{names[0]}}:{PORT}" \\
   {job.run}{ending}"""

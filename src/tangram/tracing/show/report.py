@@ -160,11 +160,10 @@ def _other_plan(folder: Path, trace: RankTrace) -> str:
     try:
         if trace_folder(folder.parent) != folder:  # one of an older plan, which a run that resumed has replaced
             return ""
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        other = str(tomllib.loads(path.read_text(encoding="utf-8")).get("mesh", ""))
+        if not mesh or not other or Mesh.parse(other) == Mesh.parse(mesh):
+            return ""
     except (OSError, ValueError, UserError):  # none, or none that can be read: findings need it not
-        return ""
-    other = str(tables.get("mesh", ""))
-    if not mesh or not other or Mesh.parse(other) == Mesh.parse(mesh):
         return ""
     return f'"{path}" has the mesh "{other}" and the trace "{mesh}": it is not the plan that ran; the trace\'s is used'
 

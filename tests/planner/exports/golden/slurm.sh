@@ -12,6 +12,7 @@
 set -euo pipefail
 
 mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_NNODES" --nproc-per-node 1 --max-restarts 1000 \
   --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${names[0]}:29500" \
