@@ -284,8 +284,9 @@ class _Run:
             self.job = shrunk(self.job, least, f"{failure.words}; {why}", self.on_event)
             self.begun, why, self.seen.relaid = len(self.failures), "", True
         if why:
-            if least is None and self.nodes is None and lost_capacity(of_size, limits):
-                why += "; with --min-ranks N it goes on with fewer"
+            if least is None and lost_capacity(of_size, limits):
+                many = "" if self.nodes is None else ", on the nodes that are left without that one"
+                why += f"; with --min-ranks N it goes on with fewer{many}"
             if isinstance(error, RankError):
                 raise RankError(error.rank, self.job.plan.ranks, f"{error.error}; {why}", error.details) from error
             raise UserError(f"{failure.words}; {why}")
