@@ -185,7 +185,7 @@ def test_a_pod_that_is_to_end_has_torchrun_stop_the_run(tmp_path: Path) -> None:
         if name == "k8s-pytorchjob":
             assert command[0] == "torchrun"
             continue
-        process = started(tmp_path, f"true; {command[-1]}", {})
+        process = started(tmp_path, f"{command[-1]}; true", {})  # which no shell takes for its last command
         process.terminate()
         assert process.wait(30) == 1
         assert (tmp_path / "said").read_text().endswith("stopped\n")
