@@ -254,7 +254,7 @@ def test_who_fails_alone_is_heard_by_those_who_wait_for_it() -> None:
 
 def test_ranks_have_to_divide_among_nodes() -> None:
     (first, *_) = on_all(lambda nodes, index: None, count=4)
-    assert str(first) == "6 ranks do not divide among 4 nodes: give --processes, of all nodes"
+    assert str(first) == "6 ranks do not divide among 4 nodes: give --processes, of all nodes, or --min-ranks"
 
 
 @given(st.integers(1, 7), st.data())
