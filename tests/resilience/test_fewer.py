@@ -9,6 +9,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.resilience import fewer
 from tangram.resilience.fewer import with_room
+from tangram.schema.plan import Plan
 from tangram.training.run.rank import RankJob
 from tangram.training.step.loop import StepCosts
 from tests.training.small import small_plan
@@ -22,11 +23,11 @@ def job(folder: Path, ranks: int, batch: int) -> RankJob:
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all numbers of ranks that divide the batch; what the planner has, `test_supervise.py` runs."""
-    monkeypatch.setattr(
-        fewer,
-        "plan_for",
-        lambda plan, ranks: None if 24 % ranks else plan.model_copy(update={"mesh": f"dp={ranks}"}),
-    )
+
+    def plan_for(plan: Plan, ranks: int) -> Plan | None:
+        return None if 24 % ranks else plan.model_copy(update={"mesh": f"dp={ranks}"})
+
+    monkeypatch.setattr(fewer, "plan_for", plan_for)
 
 
 def nodes(*room: int | None) -> Any:
@@ -50,7 +51,7 @@ def nodes(*room: int | None) -> Any:
 def test_as_many_ranks_go_on_as_there_are_devices_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, room: tuple[int | None, ...], left: int
 ) -> None:
-    monkeypatch.setattr(fewer, "room_for_ranks", lambda choice: room[0])
+    monkeypatch.setattr(fewer, "room_for_ranks", lambda _: room[0])  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     notes: list[Any] = []
     here = None if len(room) == 1 else nodes(*room)
     found = with_room(job(tmp_path, ranks, 24), 1, here, notes.append)
@@ -61,6 +62,6 @@ def test_as_many_ranks_go_on_as_there_are_devices_for(
 
 
 def test_too_few_devices_say_how_many_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fewer, "room_for_ranks", lambda choice: 2)
+    monkeypatch.setattr(fewer, "room_for_ranks", lambda _: 2)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     with pytest.raises(UserError, match=r"8 ranks, and this machine has room for 2; .* with --min-ranks 2 it could go"):
         with_room(job(tmp_path, 8, 24), 4, None, print)

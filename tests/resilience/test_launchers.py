@@ -90,7 +90,11 @@ def test_restarts_are_not_used_for_what_would_come_again(
     """Of a mistake a first start has seen all that a later one would; what ended the policy is the same for each."""
     ended: list[int] = []
     monkeypatch.setattr(environment, "_AGENTS", [])
-    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(pid))
+
+    def kill(pid: int, number: int) -> None:
+        ended.append(pid)
+
+    monkeypatch.setattr(os, "kill", kill)
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
