@@ -16,7 +16,8 @@ from tests.training.small import small_plan
 
 
 def job(folder: Path, ranks: int, batch: int) -> RankJob:
-    plan = small_plan(folder / "text.txt", mesh=f"dp={ranks}", data={"global_batch": batch, "micro_batch": 1})
+    changes: dict[str, Any] = {"mesh": f"dp={ranks}"}
+    plan = small_plan(folder / "text.txt", **changes, data={"global_batch": batch, "micro_batch": 1})
     return RankJob(plan, folder, "", StepCosts())
 
 
@@ -31,7 +32,10 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nodes(*room: int | None) -> Any:
-    return SimpleNamespace(words=lambda here: [*room], count=len(room))
+    def words(here: int | None) -> list[int | None]:
+        return [*room]
+
+    return SimpleNamespace(words=words, count=len(room))
 
 
 @pytest.mark.parametrize(
