@@ -56,6 +56,7 @@ CAUSES: Mapping[str, frozenset[str]] = {
     "slow-link": frozenset({"slow link"}),
     "bit-flip": frozenset({"corrupted"}),
     "clock-skew": frozenset({"slow"}),
+    "pause": frozenset({"stood still"}),
 }
 """The kinds of findings that name a fault; before the sequence of a step is known a wrong call is "unlike"."""
 

@@ -28,6 +28,9 @@ WIDTH, LAYERS = 32, 3
 EVALUATES, SAVES = 5, 7
 SLOW = {"slow": "computes", "clock-skew": "computes", "starved": "starved", "slow-data": "waits", "slow-disk": "waits"}
 """Faults of which a rank is slow, and a finding's cause."""
+PAUSE, BUSY = 1.6, 0.5
+"""Seconds for which a process is stopped that goes on; in "pause-wait" others take the latter before that step's calls,
+and it is stopped while it waits for them."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ class Block(nn.Module):
         if fault == "nan":
             x = x.index_fill(0, torch.tensor(3), math.nan)
         x = self.linear(x)
-        if fault == "stop":
+        if fault == "pause":
+            stop_for_a_while(0.0)
+        if fault in ("stop", "pause"):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +91,12 @@ class Block(nn.Module):
         if fault == "extra":
             dist.all_reduce(x, group=self.group)
         return x
+
+
+def stop_for_a_while(after: float) -> None:
+    """Have another process stop this one and let it go on, `after` seconds from now; at once it is to stop itself."""
+    stop = f"kill -STOP {os.getpid()}; " if after else ""
+    subprocess.Popen(["/bin/sh", "-c", f"sleep {after}; {stop}sleep {PAUSE}; kill -CONT {os.getpid()}"])
 
 
 def _block(group: dist.ProcessGroup, *, compiled: bool) -> Block:
@@ -153,6 +164,8 @@ def train(rank: Rank, case: Case) -> int:
                 blocks[case.layer].linear.weight.view(torch.int32)[3, 5] ^= 1 << 20
         if here == "starved":
             hogs.append(starve())
+        if case.fault == "pause-wait" and step == case.step:
+            stop_for_a_while(BUSY / 2) if mine else time.sleep(BUSY)
         if slow == "slow-data":
             time.sleep(case.seconds)
         loss = _step(blocks, dp, torch.randn(8 + step * case.varied, WIDTH), case, rank, here, slow)

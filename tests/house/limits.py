@@ -68,6 +68,7 @@ KINDS: tuple[Kind, ...] = (
         r"layout|relayout.*",
         _CANNOT + r"|no sequence of collectives|has no (?:placement|layout)|refused",
     ),
+    Kind("Recovery", r"resilience.*", _CANNOT + r"|divide among|has no plan for|starts the ranks of a node itself"),
     Kind("Kernels and hardware", r"kernels.*|hardware.*", _CANNOT + r"|wants|the catalogue knows no"),
 )
 _INTRODUCTION = """# Limits

@@ -6,6 +6,14 @@ _DEAL = "tests/checkpoint/test_exchange.py::test_every_wanted_block_is_read_once
 _NODES = "tests/resilience/test_nodes.py::test_"
 _RUN = "tests/resilience/test_supervise.py::test_"
 
+_SPARED = "tests/resilience/test_launchers.py::test_restarts_are_not_used_for_what_would_come_again"
+_ROOM = "tests/resilience/test_fewer.py::test_as_many_ranks_go_on_as_there_are_devices_for"
+_JOBS = "tests/planner/exports/test_platforms.py::"
+_LAUNCHED = _JOBS + "test_a_launcher_is_started_once_a_node_and_goes_on_where_it_is_started_again"
+_POD = _JOBS + "test_a_pod_that_is_to_end_has_torchrun_stop_the_run"
+_QUEUED = _JOBS + "test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again"
+_NO_MEMORY = "tests/resilience/test_tiers.py::test_a_folder_for_snapshots_that_is_not_there_is_refused"
+
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -108,5 +116,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "what a full disk did not take is removed, as an older checkpoint is on the disk",
         ("tests/resilience/test_tiers.py"
          "::test_what_a_full_disk_does_not_take_stays_in_memory_beside_an_older_checkpoint",),
+    ),
+    Mutant(
+        "restarts-for-a-mistake", "training/run/environment.py",
+        'if count != most and not (mistake and count != "0"):', 'if count != most and mistake and count != "0":',
+        "torchrun starts what cannot begin a thousand times", (_SPARED,),
+    ),
+    Mutant(
+        "room-of-all-nodes-together", "resilience/fewer.py",
+        "most = count * min(some) if some", "most = sum(some) if some",
+        "a node gets more ranks than it has devices", (_ROOM,),
+    ),
+    Mutant(
+        "fewer-ranks-without-devices", "resilience/fewer.py",
+        "most = plan.ranks - 1 if most is None else min(most, plan.ranks - 1)", "most = plan.ranks - 1",
+        "the run goes on with more ranks than there are devices for, and fails", (_ROOM,),
+    ),
+    Mutant(
+        "launcher-for-each-device", "planner/platforms/jobs.py",
+        "return 1 if words(self)[: len(LAUNCHER)] == LAUNCHER else self.devices", "return self.devices",
+        "a node has as many launchers as devices, which all refuse", (_LAUNCHED,),
+    ),
+    Mutant(
+        "shell-before-torchrun", "planner/platforms/targets.py",
+        'f"exec torchrun', 'f"torchrun',
+        "a pod that is to end waits for a shell that has not heard it, and is killed", (_POD,),
+    ),
+    Mutant(
+        "queued-again-after-a-cancel", "planner/platforms/targets.py",
+        'if [ "$over" = yes ]; then', 'if [ "$code" != 0 ]; then',
+        "a job that somebody cancelled comes back", (_QUEUED,),
+    ),
+    Mutant(
+        "memory-that-is-not-there", "resilience/tiers.py",
+        "        if memory is not None:\n            raise", "        if False:\n            raise",
+        "a run has no snapshots, for a reason that is not the one it says", (_NO_MEMORY,),
     ),
 )

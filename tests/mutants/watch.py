@@ -6,6 +6,9 @@ _HEALTH = "tests/tracing/test_health.py::"
 _WITHOUT = _HEALTH + "test_a_step_without_who_is_slow_is_that_of_the_run_without_the_fault"
 _TWO = _HEALTH + "test_of_two_slow_ranks_the_second_is_taken_away_with_the_first"
 _CHANCE = _HEALTH + "test_a_rank_that_others_do_not_wait_for_is_not_slow"
+_FAULTS = "tests/tracing/test_faults.py::"
+_STOOD = _FAULTS + "test_a_rank_that_stood_still_and_went_on_is_named_with_the_step_as_it_would_have_been"
+_COMPUTES = "tests/tracing/test_files.py::test_a_process_that_computes_has_not_stood_still"
 _LEARNED = "tests/training/test_trial.py::test_what_slow_ranks_cost_is_not_learned"
 
 # fmt: off
@@ -41,5 +44,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "slow-ranks-are-learned", "training/observe/summary.py",
         "(1 - (self.slow_ranks_share or 0.0))", "1",
         "the planner learns from a rank that was slow by chance", (_LEARNED,),
+    ),
+    Mutant(
+        "stop-without-others", "tracing/stops.py",
+        "min(max(float(mine.max()) + between, least), now)", "least",
+        "all of a stop is given back, though others were not ready either", (_STOOD,),
+    ),
+    Mutant(
+        "stop-without-wait", "tracing/stops.py",
+        "min(max(float(mine.max()) + between, least), now)", "now - float(own[:, at].max() - mine.max())",
+        "of a stop while the rank waits nothing is given back", (_STOOD,),
+    ),
+    Mutant(
+        "heart-of-who-computes", "tracing/files/heart.py",
+        "used = max(self._timed.spent(), own.spent(), ran - self._burst)", "used = 0",
+        "a rank that computes, or is short of CPU, is put down as stopped", (_COMPUTES,),
+    ),
+    Mutant(
+        "stops-are-slow", "tracing/show/report.py",
+        'if one.kind == "slow" and one.step_ms', "if one.step_ms",
+        "the planner's history is corrected by a step in which a rank was stopped", (_STOOD,),
     ),
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench._faults.nodes import ended, losses, memories, pids, started, until_step
+from tangram.training.run import environment
 from tests.training.small import plan_file, write_text
 
 RANKS = 4
@@ -78,3 +79,36 @@ def test_a_node_is_lost_with_its_memory(
     assert [one.returncode for one in again] == [0, 0], first
     assert "resumed from" in first
     assert losses(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("count", "mistake", "spared"), [("0", True, True), ("3", True, False), ("3", False, True), ("1000", False, False)]
+)
+def test_restarts_are_not_used_for_what_would_come_again(
+    monkeypatch: pytest.MonkeyPatch, count: str, mistake: bool, spared: bool
+) -> None:
+    """Of a mistake a first start has seen all that a later one would; what ended the policy is the same for each."""
+    ended: list[int] = []
+    monkeypatch.setattr(environment, "_AGENTS", [])
+
+    def kill(pid: int, number: int) -> None:
+        ended.append(pid)
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
+    environment.use_no_restarts(mistake=mistake)
+    environment.end_process(1)
+    assert ended == [os.getppid()] * spared + [1]
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_torchrun_that_has_a_thousand_restarts_left(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("version = 3\n[optimiser]\nlrr = 1\n")
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "1000"]
+    command = [sys.executable, "-m", *torchrun, "-m", "tangram", "launch", str(plan), "--resume"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode
+    assert done.stderr.count('unknown key "optimiser.lrr"') == 1, done.stderr

@@ -52,7 +52,8 @@ def on_all(work: Callable[[Nodes, int], T], count: int = COUNT) -> list[T | Base
 
     def one(index: int) -> None:
         try:
-            nodes = Nodes(Meeting(RankPlace(index, count, 0, 1, f"{index}"), store), RANKS)
+            nodes = Nodes(Meeting(RankPlace(index, count, 0, 1, f"{index}"), store))
+            nodes.divide(RANKS)
             try:
                 found[index] = work(nodes, index)
             finally:
@@ -253,7 +254,7 @@ def test_who_fails_alone_is_heard_by_those_who_wait_for_it() -> None:
 
 def test_ranks_have_to_divide_among_nodes() -> None:
     (first, *_) = on_all(lambda nodes, index: None, count=4)
-    assert str(first) == "6 ranks do not divide among 4 nodes: give --processes, of all nodes"
+    assert str(first) == "6 ranks do not divide among 4 nodes: give --processes, of all nodes, or --min-ranks"
 
 
 @given(st.integers(1, 7), st.data())

@@ -16,7 +16,7 @@ import pytest
 from tangram.checkpoint.store.commits import committed
 from tangram.errors import UserError
 from tangram.planner.cost.goodput import seen_failures
-from tangram.resilience import carrier, supervise, tiers
+from tangram.resilience import carrier, fewer, supervise, tiers
 from tangram.resilience.policy import Limits
 from tangram.resilience.rescue import rescue
 from tangram.resilience.supervise import Settings, supervised
@@ -156,10 +156,7 @@ def test_where_a_rank_cannot_be_kept_alive_fewer_go_on(text: Path, undisturbed: 
 
 
 def test_fewer_devices_than_ranks_take_fewer_ranks(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(choice: str, local_rank: int, world: int) -> None:
-        raise UserError("the mesh has 2 ranks but this machine has 1 device")
-
-    monkeypatch.setattr(supervise, "pick_device", lacking)
+    monkeypatch.setattr(fewer, "room_for_ranks", lambda choice: 1)
     job = job_of(text.parent / "lacking", text, run={"steps": 2})
     with pytest.raises(UserError, match="has no plan for fewer than 2 and at least 2 ranks; with --min-ranks 1"):
         supervise.supervised(job, Run(), Settings(1, min_ranks=2))

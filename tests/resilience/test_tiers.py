@@ -21,6 +21,7 @@ from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.commits import committed, read_manifest, read_marker
 from tangram.checkpoint.tiers.promote import pin, promote
+from tangram.errors import UserError
 from tangram.relayout.exchange.peers import Peers
 from tangram.resilience import rescue
 from tangram.resilience.tiers import Tiers, memory_of
@@ -248,3 +249,13 @@ def test_a_folder_of_somebody_elses_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "memory").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="somebody else"):
         Tiers(tmp_path / "memory", tmp_path / "disk").attempt(1)
+
+
+def test_a_folder_for_snapshots_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Of a node whose local disk has another path; /dev/shm alone may be missing."""
+    with pytest.raises(UserError, match=r"--memory .*local: there is no such folder on .* that can be written"):
+        memory_of(tmp_path / "run", tmp_path / "local")
+    (tmp_path / "local").mkdir()
+    found = memory_of(tmp_path / "run", tmp_path / "local")
+    assert found is not None
+    assert found.parent == tmp_path / "local"

@@ -4,10 +4,11 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench._tracing import jobs
-from bench._tracing.jobs import EVALUATES, LAYERS, SAVES, SLOW, Case, train
+from bench._tracing.jobs import BUSY, EVALUATES, LAYERS, PAUSE, SAVES, SLOW, Case, train
 from tangram.errors import UserError
 from tangram.tracing.files.format import CHECKED, End, Kind
 from tangram.tracing.finding import Finding
@@ -78,7 +79,35 @@ def test_a_stopped_rank_is_named_by_report_while_it_hangs_and_after(tmp_path: Pa
     assert (one.kind, one.ranks, one.step) == ("stopped", (2,), 9)
     assert any(line.startswith("rank 3 waits in all-reduce over tp in 1") for line in one.details), one.details
     assert found.state.startswith("ended badly: rank 2 of 4")
+    assert re.search(r"; the step has taken [2-9],\d+ ms so far, and without that takes about \d+$", one.text), one.text
+    assert one.step_ms > 1e3 * HANG * 0.9 > 1e3 > one.without_ms, "a step of these takes some ms"
     assert seconds < HANG + 25  # of which the start of four processes on a busy machine is the most
+
+
+@pytest.mark.parametrize(
+    ("fault", "least", "where"), [("pause", 0, "forward"), pytest.param("pause-wait", BUSY, "a wait for others")]
+)
+def test_a_rank_that_stood_still_and_went_on_is_named_with_the_step_as_it_would_have_been(
+    fault: str, least: float, where: str, tmp_path: Path
+) -> None:
+    run_ranks(
+        train,
+        Case(fault, rank=2, step=9, layer=1, steps=20),
+        world=4,
+        on_event=lambda event: None,
+        device="cpu",
+        trace=TraceSettings(tmp_path, mesh=Case().mesh),
+    )
+    found = report(tmp_path)
+    one = first(found)
+    assert (one.kind, one.ranks, one.step) == ("stood still", (2,), 9)
+    assert re.match(rf"rank 2 stood still for [12]\.\d s in {where} of step 9: ", one.text), one.text
+    # Beside the other steps, and what others did in that step whether it was stopped or not.
+    usual = float(np.median([trace.rows["nanoseconds"][1:] for trace in read(tmp_path)])) / 1e6
+    assert one.step_ms > 1e3 * PAUSE
+    assert 1e3 * least <= one.without_ms < 1e3 * least + usual + 400
+    assert f"about {one.without_ms:,.0f} ms instead of {one.step_ms:,.0f}" in one.text
+    assert found.slow_share < 0.9, "what it cost is not that of a slow rank"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Traces written, read, and read when they are torn, cut off, of two runs, of a newer version or not there."""
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -39,11 +40,11 @@ from tangram.tracing.files.format import (
     ring_bytes,
 )
 from tangram.tracing.files.ring import TraceFiles, packed_rows, unpacked_rows
+from tangram.tracing.files.stacks import SIGNAL
 from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import report, top
-from tangram.tracing.stacks import SIGNAL
 from tangram.tracing.watch import Hang, Watch, watched
 
 RUN = b"r" * 16
@@ -291,11 +292,24 @@ def test_a_names_file_without_what_a_rank_noted_is_said(gone: bool, tmp_path: Pa
     assert report(tmp_path).notes == ("the names file of rank 1 is cut off or gone: what it noted is not among these",)
 
 
+def test_lines_of_others_in_a_names_file_are_passed_over(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, 5)
+    names = tmp_path / file_of(1, "names.jsonl")
+    names.write_text('[1]\n5\nnull\n"x"\n' + names.read_text())
+    assert report(tmp_path).findings == report(tmp_path).notes == ()
+
+
 def test_a_plan_that_is_not_the_traces_is_said(tmp_path: Path) -> None:
     write(tmp_path / "trace", 0, 3)
     write(tmp_path / "trace", 1, 3)
     plan = tmp_path / "plan.toml"
-    for text, said in (('mesh = "dp=2"', ()), ("mesh = [", ()), ('mesh = "dp=1 tp=2"', ('has the mesh "dp=1 tp=2"',))):
+    none = ("mesh = [", 'mesh = "dp=x"')  # of which findings need nothing
+    for text, said in (
+        ('mesh = "dp=2"', ()),
+        *((one, ()) for one in none),
+        ('mesh = "dp=1 tp=2"', ('has the mesh "dp=1 tp=2"',)),
+    ):
         plan.write_text(text)
         notes = report(tmp_path).notes
         assert len(notes) == len(said)
@@ -468,3 +482,19 @@ def test_who_does_not_know_the_signal_is_not_sent_it(gone: bool, tmp_path: Path)
         alive = other.poll() is None
         other.kill()
     assert alive, "it has been ended"
+
+
+def test_a_process_that_computes_has_not_stood_still(tmp_path: Path) -> None:
+    """A call that keeps the interpreter to itself delays the heart: one that computes, and one that only waits."""
+    recorder, at_once, power = write(tmp_path, 0, 2), 1_000_000, 0.0
+    while power < 1.7:
+        at_once, began = at_once * 2, time.monotonic()
+        pow(3, at_once)
+        power = time.monotonic() - began
+    time.sleep(0.6)
+    assert read(tmp_path)[0].stood == ()
+    ctypes.PyDLL(None).usleep(1_700_000)
+    time.sleep(0.6)
+    recorder.close(End.FINISHED)
+    ((since, until),) = read(tmp_path)[0].stood
+    assert 1.7e9 < until - since < 3e9

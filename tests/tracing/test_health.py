@@ -17,13 +17,13 @@ from tangram.tracing.blame import findings
 from tangram.tracing.conformance import Deviation, Expected, Key
 from tangram.tracing.files.format import AXES_AT_MOST, OPS, Phase, file_of
 from tangram.tracing.files.ring import TraceFiles
+from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.planned import CallKind, CallsOfKind, PlanCheck, PlannedCall
 from tangram.tracing.reading import read
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.show.report import report
 from tangram.tracing.sites import Site
 from tangram.tracing.slow import change, median_of_others, slow_ranks, stands_out
-from tangram.tracing.stacks import rank_words
 from tangram.tracing.weights import WeightGroup, looks_finite, sums_of
 from tangram.training.parallel.due_calls import runs_in_order
 

@@ -18,7 +18,7 @@ import typer
 
 from tangram import __version__
 from tangram.cli.errors import reported
-from tangram.training.run.environment import started_by_torchrun
+from tangram.training.run.environment import end_process, started_by_torchrun
 
 __all__ = ["COMMANDS", "expanded", "main"]
 
@@ -47,9 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = expanded(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     code = reported(lambda: _app(given)(given, standalone_mode=False, prog_name="tangram"))
     code = _flushed(code)
-    if started_by_torchrun():  # the interpreter's own end may wait for ranks that are gone, and now and then aborts
-        sys.stderr.flush()
-        os._exit(code)
+    if started_by_torchrun():
+        end_process(code)
     return code
 
 

@@ -9,7 +9,7 @@ from tangram.errors import UserError
 from tangram.training.observe.text_tables import printable
 from tangram.training.run.environment import ReportedElsewhere, leave_word, speaks
 
-_MISTAKE = 2
+MISTAKE = 2
 _INTERRUPTED = 130  # what a shell reports of a process that was ended by Ctrl-C
 
 
@@ -20,7 +20,7 @@ def reported(command: Callable[[], object]) -> int:
     except UserError as mistake:
         return _say(str(mistake))
     except typer.TyperException as mistake:  # an unknown option, a missing argument ... on every rank of a job alike
-        return _say(mistake.format_message()) if speaks() else _MISTAKE
+        return _say(mistake.format_message()) if speaks() else MISTAKE
     except ReportedElsewhere as elsewhere:
         leave_word(elsewhere.sentence)
         return elsewhere.code
@@ -35,7 +35,7 @@ def reported(command: Callable[[], object]) -> int:
 
 def _say(sentence: str) -> int:
     say(printable(" ".join(sentence.split())))
-    return _MISTAKE
+    return MISTAKE
 
 
 def say(sentence: str) -> None:

@@ -1,5 +1,7 @@
 """`tangram launch`: train as `tangram train` does, and go on when a rank is lost."""
 
+import contextlib
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tangram.cli.errors import say
+from tangram.cli.errors import MISTAKE, say
 from tangram.cli.output import print_json
 from tangram.cli.train import met_others
 from tangram.errors import UserError
@@ -15,7 +17,7 @@ from tangram.schema.files import changes_of, load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.observe.progress import ProgressLine
-from tangram.training.run.environment import speaks
+from tangram.training.run.environment import ReportedElsewhere, speaks, use_no_restarts
 from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ def launch(
     """Train and recover: a lost rank costs seconds, and no step; exit code 1 when that fails. On several nodes torchrun
     or Slurm starts one on each."""
     every = _steps(snapshot_every)
-    with met_others() as meeting:  # so that of the launchers of several nodes only one tells of a mistake
+    # So that of the launchers of several nodes only one tells of a mistake.
+    with met_others() as meeting, _no_restarts_of_mistakes(meeting):
         folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
         if plan is None:
             if folder is None:
@@ -77,7 +80,18 @@ def launch(
         return _launched(request, settings, meeting, json=json)
 
 
+@contextlib.contextmanager
+def _no_restarts_of_mistakes(meeting: "Meeting | None") -> Generator[None]:
+    try:
+        yield
+    except (UserError, ReportedElsewhere) as error:
+        if meeting is not None and getattr(error, "code", MISTAKE) == MISTAKE:
+            use_no_restarts(mistake=True)
+        raise
+
+
 def _launched(request: "TrainRequest", settings: "Settings", meeting: "Meeting | None", *, json: bool) -> int:
+    from tangram.resilience.nodes import LauncherGoneError
     from tangram.resilience.rescue import rescue
     from tangram.resilience.supervise import supervised
     from tangram.training.run.torchrun import on_one
@@ -96,6 +110,8 @@ def _launched(request: "TrainRequest", settings: "Settings", meeting: "Meeting |
             )
     except FAILURES as failure:
         say(str(failure))
+        if meeting is not None and not isinstance(failure, LauncherGoneError):
+            use_no_restarts()
         return 1
     if json and summary is not None:
         print_json(summary)

@@ -41,24 +41,34 @@ class ElsewhereError(Exception):
     """The ranks of another node have ended; its launcher says why."""
 
 
+class LauncherGoneError(RankError):
+    """A launcher, or the store where all meet, is gone: once all are started again the run goes on."""
+
+
 class Nodes:
     """All launchers, as one of them sees them. One thread asks for words; `ended` and `elsewhere` are of any."""
 
-    def __init__(self, meeting: Meeting, ranks: int) -> None:
-        """`ranks`: of the whole run. Raises UserError where they do not divide among the nodes."""
+    def __init__(self, meeting: Meeting) -> None:
+        """Raises UserError where several were started on one node."""
         here = meeting.place
         if here.local_world > 1:
             raise UserError("tangram launch starts the ranks of a node itself: start one on each (--nproc-per-node 1)")
-        if ranks % here.world:
-            raise UserError(f"{ranks} ranks do not divide among {here.world} nodes: give --processes, of all nodes")
         meeting.works += 1  # as one does for all, and so a word of its own
         self._store, self._meeting = dist.PrefixStore(f"nodes/{meeting.works}", meeting.store), meeting
-        self.index, self.count, self.ranks = here.index, here.world, ranks // here.world
+        self.index, self.count, self.ranks = here.index, here.world, 1
         self._round, self._patience = 0, STILL
         self._hearts: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
         threading.Thread(target=self._beat, name="tangram-heart", daemon=True).start()
         self._run: str = self.words(new_id())[0]
+
+    def divide(self, ranks: int) -> None:
+        """Have the ranks of the whole run on these nodes. Raises UserError where they do not divide among them."""
+        if ranks % self.count:
+            raise UserError(
+                f"{ranks} ranks do not divide among {self.count} nodes: give --processes, of all nodes, or --min-ranks"
+            )
+        self.ranks = ranks // self.count
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -107,9 +117,9 @@ class Nodes:
         elif now - since > self._patience:
             raise self._gone(node, f"nothing was heard of its launcher for {self._patience:.0f} s")
 
-    def _gone(self, node: int, why: str) -> RankError:
+    def _gone(self, node: int, why: str) -> LauncherGoneError:
         why = f"{why}; tangram launch --resume, on all nodes, goes on"
-        return RankError(node * self.ranks, self.count * self.ranks, why, "")
+        return LauncherGoneError(node * self.ranks, self.count * self.ranks, why, "")
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):

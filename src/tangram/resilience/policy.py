@@ -1,20 +1,14 @@
-"""What is made of a failure: go on, with fewer ranks where not all can be kept alive, or stop and say why.
+"""What is made of a failure: go on, with fewer ranks (`resilience.fewer`) where not all can be kept alive, or stop and
+say why.
 
 A job goes on as long as it gets further. What will come again is not tried again: the same error at the same step, or
-failures in a row between which no step was done that had not been done before. Of fewer ranks batch, data, seed and
-model stay, and a snapshot is loaded into any layout: so each step is what it would have been, its loss within rounding.
+failures in a row between which no step was done that had not been done before.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-from tangram.errors import UserError
-from tangram.schema.job import Job
-from tangram.schema.plan import Plan
-from tangram.training.run.resume import other_micro_batch
-from tangram.training.trials.local_plans import planned
 
 DAY = 86_400.0
 
@@ -78,27 +72,3 @@ def lost_capacity(failures: Sequence[Failure], limits: Limits) -> bool:
 
 def _in_a_row(failures: Sequence[Failure]) -> int:
     return sum(one.step == failures[-1].step for one in failures)
-
-
-def fewer_ranks(plan: Plan, least: int) -> Plan:
-    """The job of a plan on as many ranks as can be, fewer than it has and at least `least`.
-
-    Raises UserError, with the numbers of ranks that would do, where there is none.
-    """
-    for ranks in range(plan.ranks - 1, least - 1, -1):
-        if (found := plan_for(plan, ranks)) is not None:
-            return found
-    less = [str(ranks) for ranks in range(1, least) if plan_for(plan, ranks) is not None]
-    would = f"; with --min-ranks {less[-1]} it could go on" if less else ""
-    raise UserError(f"this job has no plan for fewer than {plan.ranks} and at least {least} ranks{would}")
-
-
-def plan_for(plan: Plan, ranks: int) -> Plan | None:
-    """The first plan of the planner's ranking that trains the same on so many ranks; None without one."""
-    tables = {name: getattr(plan, name) for name in Job.model_fields}
-    try:
-        ranking = planned(Job(**tables), ranks, stages=0).ranking
-    except (UserError, ValueError):  # no strategy divides this batch, or these heads, among so many
-        return None
-    fitting = (one.plan for one in ranking.ranked if one.plan is not None and one.fits)
-    return next((found for found in fitting if not other_micro_batch(plan, found)), None)

@@ -27,7 +27,7 @@ def rescue(folder: Path, on_event: OnEvent, memory: Path | None = None, meeting:
     tiers = Tiers(memory_of(folder, memory), folder / CHECKPOINTS)
     with alone(folder) if meeting is None or meeting.place.index == 0 else contextlib.nullcontext():
         if meeting is not None:
-            nodes = Nodes(meeting, meeting.place.world)
+            nodes = Nodes(meeting)
             shares.to_disk(nodes, tiers, partial(saved, on_event))
             nodes.close()
         elif why := rescue_alone(tiers, on_event):

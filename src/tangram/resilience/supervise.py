@@ -20,16 +20,15 @@ from pathlib import Path
 
 from tangram.checkpoint.store.commits import read_marker
 from tangram.errors import UserError
-from tangram.hardware.host.machine import pick_device
 from tangram.resilience import shares
 from tangram.resilience.carrier import Carrier, Promoter
+from tangram.resilience.fewer import shrunk, with_room
 from tangram.resilience.nodes import ElsewhereError, Nodes
-from tangram.resilience.policy import Cause, Failure, Limits, fewer_ranks, lost_capacity, verdict
+from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.rescue import rescue_alone, saved
 from tangram.resilience.seen import MEMORY, FailureLog, Recovered, Seen
 from tangram.resilience.tiers import Tiers, memory_of
 from tangram.tracing.settings import fresh_folder
-from tangram.training.mesh.world import axes_of
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed, StopRequested
 from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
@@ -82,15 +81,11 @@ def supervised(
     `meeting`: of the launchers of several nodes. Raises UserError and RankError as `run_ranks` does where the policy
     gives up, with its reason.
     """
-    nodes, settings = None if meeting is None else Nodes(meeting, job.plan.ranks), settings or Settings()
+    nodes, settings = None if meeting is None else Nodes(meeting), settings or Settings()
+    job = with_room(job, settings.min_ranks, nodes, on_event)
+    if nodes is not None:
+        nodes.divide(job.plan.ranks)
     refuse_too_many(job.plan.ranks if nodes is None else nodes.ranks)
-    if settings.min_ranks is not None and nodes is not None:
-        raise UserError("--min-ranks is for the ranks of one node: leave it out")
-    if settings.min_ranks is not None:
-        try:
-            pick_device(job.plan.run.device, 0, job.plan.ranks)
-        except UserError as error:
-            job = _shrunk(job, settings.min_ranks, str(error), on_event)
     run = _Run(job, on_event, settings, on_start, nodes)
     with on_signals(POLITE, run.ask, interrupt):  # between two attempts; within one the ranks hear of them
         try:
@@ -283,12 +278,15 @@ class _Run:
         self.log.failed(failure)
         of_size, limits, least = self.failures[self.begun :], self.settings.limits, self.settings.min_ranks
         why = verdict(self.failures, replace(limits, in_a_row=len(self.failures)))
+        # Several nodes go on with fewer ranks where fewer of them meet: all ranks are worth that.
+        least = least if self.nodes is None else None
         if not why and (why := verdict(of_size, limits)) and least is not None and lost_capacity(of_size, limits):
-            self.job = _shrunk(self.job, least, f"{failure.words}; {why}", self.on_event)
+            self.job = shrunk(self.job, least, f"{failure.words}; {why}", self.on_event)
             self.begun, why, self.seen.relaid = len(self.failures), "", True
         if why:
-            if least is None and self.nodes is None and lost_capacity(of_size, limits):
-                why += "; with --min-ranks N it goes on with fewer"
+            if least is None and lost_capacity(of_size, limits):
+                many = "" if self.nodes is None else ", on the nodes that are left without that one"
+                why += f"; with --min-ranks N it goes on with fewer{many}"
             if isinstance(error, RankError):
                 raise RankError(error.rank, self.job.plan.ranks, f"{error.error}; {why}", error.details) from error
             raise UserError(f"{failure.words}; {why}")
@@ -371,17 +369,6 @@ class _Run:
         tokens, seconds = sum(one.tokens for one in steps.values()), max(one.seconds for one in steps.values())
         trained = replace(report.trained, losses=losses, tokens=tokens, seconds=seconds)
         return replace(report, trained=trained, first=first)
-
-
-def _shrunk(job: RankJob, least: int, why: str, tell: OnEvent) -> RankJob:
-    """The same job on fewer ranks. Raises UserError where no plan has so many."""
-    try:
-        plan = fewer_ranks(job.plan, least)
-    except UserError as error:
-        raise UserError(f"{why}; {error}") from None
-    tell(Note(f'{why}; going on with {plan.ranks} of {job.plan.ranks} ranks, mesh "{plan.mesh}"'))
-    trace = job.trace and replace(job.trace, mesh=plan.mesh, stages=axes_of(plan).pipeline)
-    return replace(job, plan=plan, memory=None, trace=trace)
 
 
 def _id(path: Path) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tangram.checkpoint.store.commits import PARTIAL, committed, read_marker
+from tangram.errors import UserError
 
 SHARED = Path("/dev/shm")
 HELD, RESUME = "held", "resume"
@@ -33,12 +34,14 @@ SETTLE = 0.5
 
 def memory_of(run: Path, memory: Path | None = None) -> Path | None:
     """The folder for snapshots of a run; None where this system has no memory that is a folder. `memory`: another
-    folder than /dev/shm."""
-    memory = memory or SHARED
-    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+    folder than /dev/shm. Raises UserError where that one is not there or cannot be written."""
+    place = memory or SHARED
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        if memory is not None:
+            raise UserError(f"--memory {memory}: there is no such folder on {os.uname().nodename} that can be written")
         return None
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
-    return memory / f"tangram-{os.getuid()}-{digest}"
+    return place / f"tangram-{os.getuid()}-{digest}"
 
 
 class Written(Protocol):

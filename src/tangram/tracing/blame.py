@@ -7,6 +7,7 @@ ranks that have not joined             the others of their group wait in a call 
 replicas that differ                   in the bits of weights that they both hold
 a part that is not finite              of a rank's own loss or gradient, or first given to others
 a loss or a gradient that jumps        beside the steps before it
+a rank that stood still for a while    its heart had stopped, and has gone on
 a slow rank                            more time of its own than its peers, in the same steps
 a slow link                            a group whose calls take long, though nobody comes late
 """
@@ -18,16 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tangram.tracing.files.format import (
-    End,
-    Kind,
-    Phase,
-)
+from tangram.tracing.files.format import End, Kind, Phase
+from tangram.tracing.files.stacks import Stack, grouped, rank_words
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
 from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks, steps_without
 from tangram.tracing.spikes import spike_findings
-from tangram.tracing.stacks import Stack, grouped, rank_words
+from tangram.tracing.stops import so_far, stood_findings
 from tangram.tracing.unlike import not_finite, unlike_calls, unlike_replicas
 
 WORTH = 0.01
@@ -69,6 +67,7 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
         *unlike_replicas(traces),
         *not_finite(traces),
         *spike_findings(traces),
+        *stood_findings(traces),
         *slow_rank_findings(traces),
     ]
 
@@ -125,7 +124,8 @@ def _lifeless(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
             text += f", and others wait for it in {call}" if call else ""
             axes, layer, line = (call.axes, call.site.layer, call.site.line) if call else ("", "", "")
             others = _others(traces, {*found})
-            result.append(Finding(what, (trace.rank,), text, trace.live.step, axes, layer, line, others))
+            finding = Finding(what, (trace.rank,), text, trace.live.step, axes, layer, line, others)
+            result.append(so_far(finding, traces, outside.now) if what == "stopped" else finding)
     return result
 
 

@@ -16,7 +16,7 @@ class Finding:
 
     kind: str
     """died, stopped, skipped, extra, reordered, mis-sized, corrupted, unlike, absent, replicas, not finite, loss
-    spike, gradient spike, expert load, activation outlier, attention logits, slow, slow link."""
+    spike, gradient spike, expert load, activation outlier, attention logits, stood still, slow, slow link."""
     ranks: tuple[int, ...]
     """Whose fault it is."""
     text: str
@@ -30,9 +30,10 @@ class Finding:
     cause: str = ""
     """Of a slow rank, where it is known: computes, starved (others have its CPU) or waits (for what is outside)."""
     step_ms: float = 0.0
-    """Of slow ranks: how long a step takes."""
+    """Of slow ranks: how long a step takes; of those that stand or stood still, how long that step, so far."""
     without_ms: float = 0.0
-    """How long it would, had these ranks and those of slow findings before taken what their peers take."""
+    """How long it would, had these ranks not stood still, or they and those of slow findings before taken what their
+    peers take."""
 
     def as_json(self) -> dict[str, object]:
         lists = {"ranks": [*self.ranks], "details": [*self.details]}

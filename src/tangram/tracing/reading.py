@@ -141,6 +141,8 @@ class RankTrace:
     """Steps whose loss or gradient has jumped."""
     not_finite: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     """By step the first call to which it gave what was not finite, where the step's loss or gradient was not."""
+    stood: tuple[tuple[int, int], ...] = ()
+    """From when to when its process has not run, at most; monotonic ns of its machine."""
     failed: str = ""
     """The class of the exception that it ended with."""
 
@@ -278,6 +280,7 @@ def read_rank(path: Path) -> RankTrace:
         planned=tuple(first("planned")),
         spikes=tuple(one for one in names if "spike" in one),
         not_finite={int(one["not_finite"]): one for one in names if "not_finite" in one},
+        stood=tuple((one["until"] - one["stood"], one["until"]) for one in names if "stood" in one),
         failed=str(first("failed", "")),
     )
 
@@ -382,7 +385,9 @@ def _names(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
-            found.append(cast("dict[str, Any]", json.loads(line)))
+            words = json.loads(line)
         except ValueError:  # the last one, of a rank that was killed in the midst of it
             continue
+        if isinstance(words, dict):  # else of somebody else
+            found.append(cast("dict[str, Any]", words))
     return found

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from tangram.tracing.conformance import Cursor, Deviation, Expected, Key, deviation, left_out
 from tangram.tracing.files.format import (
     AXES_AT_MOST,
-    BEAT_AT,
     CHECKED,
     COUNTED,
     DEVIATED,
@@ -43,6 +42,7 @@ from tangram.tracing.files.format import (
     Kind,
     Phase,
 )
+from tangram.tracing.files.heart import BEAT_SECONDS, Heart
 from tangram.tracing.files.ring import Pending, Processor, TraceFiles
 from tangram.tracing.planned import PlanCheck, PlannedCalls, ProgramCheck, planned_words
 from tangram.tracing.sites import PARAMETERS, caller, site_of
@@ -50,7 +50,6 @@ from tangram.tracing.spikes import Spikes, StepNumbers
 from tangram.tracing.trace import Trace
 from tangram.tracing.weights import WeightGroup, WeightWatch, looks_finite
 
-BEAT_SECONDS = 0.25
 SHOWN_STEPS = 4
 """Steps after the begin whose calls are all written down."""
 MOST_NAMED = 16
@@ -59,7 +58,7 @@ LOOKED_AT = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.PIPELINE})
 """The phases in which numbers are looked at."""
 UNSETTLED = 16
 """Steps after which, were no two of them alike, calls are put down to the last place that made the same."""
-_LONG, _INT, _BEAT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into, struct.Struct("<QQ").pack_into
+_LONG, _INT = struct.Struct("<Q").pack_into, struct.Struct("<I").pack_into
 _EVENT = EVENT.pack_into
 _now, _thread = time.monotonic_ns, threading.get_ident
 
@@ -98,10 +97,8 @@ class Recorder(Trace):
         self._processor, self._cpu = Processor(), (0, 0)
         self.looks, self._bad, self._usual = False, (), set[int]()  # whether to look at what calls are given
         self._gathers = set[int]()  # sites of FSDP's all-gathers
-        self._stop = threading.Event()
         files.name({"run": mesh})
-        self._beat()
-        threading.Thread(target=self._beats, daemon=True, name="tangram-heartbeat").start()
+        self._heart = Heart(files)
 
     # ------------------------------------------------------------ calls
 
@@ -333,7 +330,7 @@ class Recorder(Trace):
 
     def close(self, end: End) -> None:
         self._end_step(ended=end is End.FINISHED)
-        self._stop.set()
+        self._heart.stop()
         _INT(self._memory, ENDED_AT, end)
 
     def _end_step(self, ended: bool = True) -> None:
@@ -372,16 +369,6 @@ class Recorder(Trace):
         cursor = self._checked
         calls = cursor.learned if cursor.strayed or cursor.expected is None else cursor.expected
         self.files.name({"sequence": [one.number for one in calls], "step": step})
-
-    # ------------------------------------------------------------ heartbeat
-
-    def _beats(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
-            with suppress(ValueError):  # the memory has been given back
-                self._beat()
-
-    def _beat(self) -> None:
-        _BEAT(self._memory, BEAT_AT, _now(), time.process_time_ns())
 
 
 def _short(ranks: Sequence[int]) -> object:

@@ -14,9 +14,9 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.tracing.files.format import End, Phase, file_of
 from tangram.tracing.files.ring import TraceFiles
+from tangram.tracing.files.stacks import SIGNAL
 from tangram.tracing.groups import back_end
 from tangram.tracing.recorder import Recorder
-from tangram.tracing.stacks import SIGNAL
 from tangram.tracing.trace import UNTRACED, Trace
 
 

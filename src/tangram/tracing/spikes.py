@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import RankTrace
-from tangram.tracing.stacks import rank_words
 
 WINDOW, LEVEL = 24, 9
 LOSS_RISE, GRADIENT_RISE, LOAD_RISE = math.log(1.3), math.log(10.0), math.log(1.5)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from tangram.tracing.files.format import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, Kind
+from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
 from tangram.tracing.sites import Site, size_words
 from tangram.tracing.slow import coords_of
-from tangram.tracing.stacks import rank_words
 
 ALIKE = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "barrier", "all-to-all")
 """Calls that all ranks of a group make alike."""

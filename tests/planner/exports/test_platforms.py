@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,7 @@ def test_wrong_files_are_seen() -> None:
 
 @pytest.mark.parametrize("job", JOBS, ids=["one node", "four nodes"])
 def test_as_many_ranks_are_started_as_are_planned(job: Job) -> None:
+    job = replace(job, run="train.py")  # whatever starts no ranks itself
     train = yaml.safe_load(PLATFORMS["k8s-trainjob"].write(job))["spec"]["trainer"]
     assert (train["numNodes"], train["numProcPerNode"]) == (job.nodes, job.devices)
     assert train["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": job.devices}
@@ -116,6 +120,75 @@ def test_the_scripts_start_what_is_said(tmp_path: Path) -> None:
         assert words[words.index("--nnodes") + 1] == "4"
         assert words[words.index("--nproc-per-node") + 1] == "8"
         assert any(word.startswith("node-a") for word in words)
+
+
+PROGRAMS = {
+    "scontrol": 'echo "$@" >> said; echo node-a',
+    "srun": 'shift; exec "$@"',
+    "torchrun": """trap 'echo stopped >> said; exit 1' TERM; echo "$@" > said; while :; do sleep 0.05; done""",
+}
+
+
+def started(folder: Path, script: str, given: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A script with programs in the place of Slurm's and torchrun, which waits until it is asked to stop."""
+    for name, body in PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "MASTER_ADDR": "node-a", **given}
+    process = subprocess.Popen(["bash", "-c", script], cwd=folder, env=env)
+    until = time.monotonic() + 30
+    while "tangram" not in (folder / "said").read_text() if (folder / "said").exists() else True:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return process
+
+
+def test_a_launcher_is_started_once_a_node_and_goes_on_where_it_is_started_again() -> None:
+    """By torchrun as often as nodes are lost in months; ranks are its own."""
+    for name, one in PLATFORMS.items():
+        text = " ".join(one.write(JOBS[1]).replace("- ", "").replace("'", "").split())
+        assert "--max-restarts 1000" in text, name
+        assert text.index("--max-restarts") < text.index("-m tangram launch plan.toml --resume"), name
+        each = ("--nproc-per-node 1 ", "numProcPerNode: 1 ", "nprocPerNode: 1 ")
+        assert sum(text.count(words) for words in each) in (1, 2), name
+        assert "restarts" not in one.write(replace(JOBS[1], run="train.py")), name
+
+
+@pytest.mark.parametrize("asked", ["USR1", "TERM"])
+def test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again(asked: str, tmp_path: Path) -> None:
+    """One that somebody cancels is not: scancel has the tasks of the step stopped, not its script warned."""
+    script = PLATFORMS["slurm"].write(JOBS[1])
+    assert "#SBATCH --signal=B:USR1@120\n" in script
+    assert "#SBATCH --requeue\n" in script
+    assert "\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in script, "a lost launcher is replaced"
+    given = {"SLURM_JOB_NODELIST": "node-[a-d]", "SLURM_NNODES": "4", "SLURM_JOB_ID": "7"}
+    process = started(tmp_path, script, given)
+    time.sleep(0.2)  # its trap stands
+    if asked == "USR1":
+        process.send_signal(signal.SIGUSR1)
+    else:  # to the tasks
+        subprocess.run(["pkill", "-TERM", "-P", str(process.pid)], check=True)
+    assert process.wait(30) == 1
+    said = (tmp_path / "said").read_text().splitlines()[1:]
+    assert said == ["stopped"] + ["requeue 7"] * (asked == "USR1")
+    plain = PLATFORMS["slurm"].write(replace(JOBS[1], run="train.py"))
+    assert "requeue" not in plain, "of another program nobody knows that it would go on"
+
+
+def test_a_pod_that_is_to_end_has_torchrun_stop_the_run(tmp_path: Path) -> None:
+    """Kubernetes signals the first process alone, which must not be a shell, and waits until the state is saved."""
+    for name in ("volcano", "k8s-pytorchjob"):
+        file = yaml.safe_load(PLATFORMS[name].write(JOBS[1]))["spec"]
+        pods = file["tasks"] if name == "volcano" else [*file["pytorchReplicaSpecs"].values()]
+        assert {one["template"]["spec"]["terminationGracePeriodSeconds"] for one in pods} == {120}
+        command = pods[0]["template"]["spec"]["containers"][0]["command"]
+        if name == "k8s-pytorchjob":
+            assert command[0] == "torchrun"
+            continue
+        process = started(tmp_path, f"{command[-1]}; true", {})  # which no shell takes for its last command
+        process.terminate()
+        assert process.wait(30) == 1
+        assert (tmp_path / "said").read_text().endswith("stopped\n")
 
 
 def test_the_texts_are_as_they_were() -> None:
@@ -189,6 +262,8 @@ def test_a_file_is_submitted(
     captured = capfd.readouterr()
     assert f"Submitted {out}" in captured.out
     assert "note:" not in captured.err
+    assert main([*said[:-1], "-m tangram train plan.toml"]) == 0
+    assert "note: where the platform starts it again it begins anew: add --resume" in capfd.readouterr().err
     sbatch.write_text("#!/bin/bash\nexit 3\n")
     assert main(list(said)) == 2
     assert f"sbatch {out} ended with 3: it said why" in capfd.readouterr().err

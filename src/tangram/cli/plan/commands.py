@@ -102,7 +102,9 @@ def export(
     strategy: Annotated[str | None, typer.Option(help="Instead of the best: a mesh, or a file.")] = None,
     out: o.Out = None,
     pick: o.Pick = 1,
-    run: Annotated[str, typer.Option(help="Of --job-file: what torchrun starts.")] = "-m tangram train plan.toml",
+    run: Annotated[
+        str, typer.Option(help="Of --job-file: what torchrun starts.")
+    ] = "-m tangram launch plan.toml --resume",
     image: Annotated[str, typer.Option(help="Of --job-file: the container image.")] = "",
     submit: Annotated[bool, typer.Option("--submit", help="Of --job-file: submit the file, too.")] = False,
     runs: Annotated[bool, typer.Option("--runs", help="Of a job: search only what tangram train runs.")] = False,

@@ -17,7 +17,7 @@ from tangram.planner.exports.targets import picked, target
 from tangram.planner.imports.words import ReadStrategy
 from tangram.planner.legality.enumerate import Able
 from tangram.planner.local.ranking_table import Titled
-from tangram.planner.platforms.jobs import RUN, job_of
+from tangram.planner.platforms.jobs import RUN, job_of, words
 from tangram.planner.platforms.targets import platform
 from tangram.planner.report.answer_tables import ZERO
 from tangram.planner.search.strategy import Ask, Choice
@@ -155,5 +155,9 @@ def _job_file(
         raise UserError(f"--pick {wanted.pick}: the rows of the ranking are 1 to {len(choices)}")
     ranks = numbers_of(choices[wanted.pick - 1], ask).ranks
     job = job_of(cluster, outline.name, ranks, wanted.run, wanted.image)
-    told = (f"it starts torchrun {RUN}: put that plan beside it, or say what else with --run",)
-    return Written(platform(wanted.emit).write(job), told if wanted.run == RUN else ())
+    told: tuple[str, ...] = ()
+    if wanted.run == RUN:
+        told = (f"it starts torchrun {RUN}: put that plan beside it, or say what else with --run",)
+    elif "tangram" in (said := words(job)) and "train" in said and "--resume" not in said:
+        told = ("where the platform starts it again it begins anew: add --resume, or let it start tangram launch",)
+    return Written(platform(wanted.emit).write(job), told)

@@ -186,6 +186,11 @@ def pick_device(choice: str, local_rank: int, world: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
+def room_for_ranks(choice: str) -> int | None:
+    """How many ranks this machine has devices for; None where they run on its CPU, which takes any number."""
+    return torch.accelerator.device_count() if pick_device(choice, 0, 1).type != "cpu" else None
+
+
 def backends() -> dict[str, bool]:
     """Every communication back end that this torch knows by name, and whether it was built with it."""
     if not torch.distributed.is_available():

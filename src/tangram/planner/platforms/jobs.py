@@ -13,8 +13,11 @@ from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster
 from tangram.planner.search.strategy import node
 
-RUN = "-m tangram train plan.toml"
-"""What torchrun starts where nothing else is said."""
+RUN = "-m tangram launch plan.toml --resume"
+"""What torchrun starts where nothing else is said: started again, it goes on."""
+LAUNCHER = ["-m", "tangram", "launch"]
+RESTARTS = 1000
+"""Of launchers, by torchrun: one for each node that is lost in months; what would come again ends torchrun at once."""
 PORT = 29500
 RESOURCES = (
     ("mi", "amd.com/gpu"),
@@ -41,6 +44,16 @@ class Job:
     """What torchrun starts, with its arguments."""
     image: str = ""
     """The container's; "" where none was given."""
+
+    @property
+    def processes(self) -> int:
+        """That torchrun starts on each node: a launcher, which starts the ranks itself, or the ranks."""
+        return 1 if words(self)[: len(LAUNCHER)] == LAUNCHER else self.devices
+
+    @property
+    def again(self) -> str:
+        """torchrun's option for what is known to go on where it is started again."""
+        return f"--max-restarts {RESTARTS} " if words(self)[: len(LAUNCHER)] == LAUNCHER else ""
 
 
 def job_of(cluster: Cluster, model: str, ranks: int, run: str, image: str) -> Job:

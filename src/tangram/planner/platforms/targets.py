@@ -24,9 +24,9 @@ def trainjob(job: Job) -> str:
     """Kubeflow's TrainJob, v1alpha1: its runtime brings the image, unless one is given."""
     trainer: dict[str, Any] = {
         "numNodes": job.nodes,
-        "numProcPerNode": job.devices,
+        "numProcPerNode": job.processes,
         **({"image": job.image} if job.image else {}),
-        "command": ["torchrun", *words(job)],
+        "command": ["torchrun", *job.again.split(), *words(job)],
         "resourcesPerNode": _resources(job),
     }
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": RUNTIME}
@@ -40,22 +40,22 @@ def pytorchjob(job: Job) -> str:
         kind: {
             "replicas": count,
             "restartPolicy": "OnFailure",
-            "template": {"spec": _pod(job, "pytorch", ["torchrun", *words(job)])},
+            "template": {"spec": _pod(job, "pytorch", ["torchrun", *job.again.split(), *words(job)])},
         }
         for kind, count in pods.items()
         if count
     }
     return _text(
-        "kubeflow.org/v1", "PyTorchJob", job, {"nprocPerNode": str(job.devices), "pytorchReplicaSpecs": replicas}
+        "kubeflow.org/v1", "PyTorchJob", job, {"nprocPerNode": str(job.processes), "pytorchReplicaSpecs": replicas}
     )
 
 
 def volcano(job: Job) -> str:
     """Volcano's Job, v1alpha1: all pods start together or none does. Raises UserError."""
     script = (
-        f"torchrun --nnodes {job.nodes} --nproc-per-node {job.devices} --node-rank ${{RANK:-0}} "
+        f"exec torchrun --nnodes {job.nodes} --nproc-per-node {job.processes} --node-rank ${{RANK:-0}} "
         "--master-addr ${MASTER_ADDR:-localhost} --master-port ${MASTER_PORT:-23456} "
-        f"{job.run}"
+        f"{job.again}{job.run}"
     )
     pods = {"master": 1, "worker": job.nodes - 1}
     tasks = [
@@ -85,6 +85,7 @@ def _pod(job: Job, container: str, command: list[str]) -> dict[str, Any]:
     if not job.image:
         raise UserError("the job's containers need an image: give it with --image, as in --image registry/tangram:1")
     return {
+        "terminationGracePeriodSeconds": 120,  # for a step and the state on the disk
         "containers": [
             {
                 "name": container,
@@ -122,32 +123,50 @@ def skypilot(job: Job) -> str:
     resources: dict[str, Any] = {"accelerators": f"{ACCELERATORS[job.device]}:{job.devices}"}
     if job.image:
         resources["image_id"] = f"docker:{job.image}"
+    each = "$SKYPILOT_NUM_GPUS_PER_NODE" if job.processes == job.devices else "1"
     run = (
         "first=${SKYPILOT_NODE_IPS%%$'\\n'*}\n"
-        "torchrun --nnodes $SKYPILOT_NUM_NODES --nproc-per-node $SKYPILOT_NUM_GPUS_PER_NODE "
-        f"--node-rank $SKYPILOT_NODE_RANK --master-addr $first --master-port {PORT} {job.run}\n"
+        f"torchrun --nnodes $SKYPILOT_NUM_NODES --nproc-per-node {each} "
+        f"--node-rank $SKYPILOT_NODE_RANK --master-addr $first --master-port {PORT} {job.again}{job.run}\n"
     )
     task = {"name": job.name, "num_nodes": job.nodes, "resources": resources, "run": run}
     return written(task)
 
 
 def slurm(job: Job) -> str:
-    """The script for `sbatch`."""
+    """The script for `sbatch`. A run that goes on is asked to stop before its time is over, and queued again."""
+    options = "\n#SBATCH --open-mode=append\n#SBATCH --requeue\n#SBATCH --signal=B:USR1@120" if job.again else ""
+    # Else a launcher that takes the place of a lost one waits for an address that torchrun gives once (torch 2.13).
+    share = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" if job.again else ""
+    ending = f" &\n{_QUEUED_AGAIN}" if job.again else "\n"
     return f"""#!/bin/bash
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={job.devices}
 #SBATCH --exclusive
-#SBATCH --output=%x-%j.log
+#SBATCH --output=%x-%j.log{options}
 
 set -euo pipefail
 
-names=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
-srun --kill-on-bad-exit=1 torchrun \\
-  --nnodes "$SLURM_NNODES" --nproc-per-node {job.devices} \\
+mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+{share}srun --kill-on-bad-exit=1 torchrun \\
+  --nnodes "$SLURM_NNODES" --nproc-per-node {job.processes} {job.again}\\
   --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${{names[0]}}:{PORT}" \\
-  {job.run}
+  {job.run}{ending}"""
+
+
+_QUEUED_AGAIN = """step=$! over=no code=0
+
+# Its time is nearly over: srun passes the signal on, the state goes to the disk, and the job is queued again.
+trap 'over=yes; kill -TERM "$step"' USR1
+wait "$step" || code=$?
+if [ "$over" = yes ]; then
+  code=0
+  wait "$step" || code=$?
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
 """
 
 

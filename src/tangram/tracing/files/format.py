@@ -33,6 +33,7 @@ LIVE_AT = 512
 LIVE = struct.Struct("<QQQIIII")
 """The heartbeat and CPU time of the process (ns), the number + 1 of the call that is waited for (0: none), phase, step,
 deviations, how it ended."""
+BEAT = struct.Struct("<QQ")
 BEAT_AT, WAITING_AT = LIVE_AT, LIVE_AT + 16
 PHASE_AT, STEP_AT, DEVIATIONS_AT, ENDED_AT = LIVE_AT + 24, LIVE_AT + 28, LIVE_AT + 32, LIVE_AT + 36
 

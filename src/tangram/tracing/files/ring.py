@@ -133,7 +133,7 @@ class Processor:
     """How long the thread that asks has run, and how long it was ready to and another had the CPU; ns."""
 
     def __init__(self) -> None:
-        self._file, self._last = -1, (0, 0)
+        self._file, self._last, self._spent = -1, (0, 0), 0
         with suppress(OSError):  # not of Linux, or of one that does not count: of waiting nothing is known
             self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             finalize(self, os.close, self._file)
@@ -145,6 +145,14 @@ class Processor:
         now = time.thread_time_ns(), ready
         before, self._last = self._last, now
         return now[0] - before[0], now[1] - before[1]
+
+    def spent(self) -> int:
+        """For how long the thread that made this has run or was ready to, since any asked last; ns, 0: unknown."""
+        now = self._spent
+        with suppress(OSError):  # there is no such file, or no longer such a thread
+            now = sum(int(one) for one in os.pread(self._file, 64, 0).split()[:2])
+        before, self._spent = self._spent, now
+        return now - before
 
 
 @dataclass

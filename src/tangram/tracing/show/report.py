@@ -17,11 +17,11 @@ from tangram.errors import UserError
 from tangram.layout import Mesh
 from tangram.tracing.blame import findings, lifeless
 from tangram.tracing.files.format import End, Kind
+from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
 from tangram.tracing.slow import coords_of, own_times
 from tangram.tracing.spikes import spike_findings
-from tangram.tracing.stacks import rank_words
 from tangram.tracing.watch import outside_of
 
 MOST_ROWS = 64
@@ -48,7 +48,7 @@ class TraceReport:
     @property
     def slow_share(self) -> float:
         """Of a step, what ranks cost that are slower than their peers."""
-        steps = [(one.step_ms, one.without_ms) for one in self.findings if one.step_ms]
+        steps = [(one.step_ms, one.without_ms) for one in self.findings if one.kind == "slow" and one.step_ms]
         return 1 - steps[-1][1] / steps[-1][0] if steps else 0.0
 
     def as_json(self) -> dict[str, object]:
@@ -160,11 +160,10 @@ def _other_plan(folder: Path, trace: RankTrace) -> str:
     try:
         if trace_folder(folder.parent) != folder:  # one of an older plan, which a run that resumed has replaced
             return ""
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        other = str(tomllib.loads(path.read_text(encoding="utf-8")).get("mesh", ""))
+        if not mesh or not other or Mesh.parse(other) == Mesh.parse(mesh):
+            return ""
     except (OSError, ValueError, UserError):  # none, or none that can be read: findings need it not
-        return ""
-    other = str(tables.get("mesh", ""))
-    if not mesh or not other or Mesh.parse(other) == Mesh.parse(mesh):
         return ""
     return f'"{path}" has the mesh "{other}" and the trace "{mesh}": it is not the plan that ran; the trace\'s is used'
 

@@ -218,8 +218,12 @@ def open_cache(plan: Job, text: str, classes: int, teacher: str | None) -> Cache
     words = {"text": "another text or tokenizer", "teacher": f'another teacher than "{plan.distill.teacher}"'}
     for key, now in made_of(plan, text, teacher).items():
         if index.made_of.get(key) != now not in ("auto", None):
-            what = words.get(key) or f"{key} = {index.made_of.get(key)}"
-            raise UserError(f'distill.cache: "{folder}" was made of {what}: make it anew by `tangram data teach`')
+            of = (
+                f"of {words.get(key) or f'{key} = {index.made_of[key]}'}"
+                if key in index.made_of
+                else "by an older version"
+            )
+            raise UserError(f'distill.cache: "{folder}" was made {of}: make it anew by `tangram data teach`')
     if min(classes, index.teacher_classes) != index.classes:
         raise UserError(f'distill.cache: "{folder}" was made for a student of other classes: make it anew for this one')
     try:

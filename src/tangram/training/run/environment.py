@@ -6,11 +6,14 @@ It loads no torch, so that the command line can ask.
 import contextlib
 import json
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from tangram.errors import UserError
 
@@ -75,6 +78,29 @@ def refuse_too_many(world: int) -> None:
 def started_by_torchrun() -> bool:
     """Whether this process is one rank of several that somebody else has started: torchrun, or what sets the same."""
     return all(os.environ.get(name) for name in _VARIABLES)
+
+
+_AGENTS: list[int] = []
+"""To be ended with this process."""
+
+
+def use_no_restarts(*, mistake: bool = False) -> None:
+    """Have torchrun's agent end with this process, though it has restarts left: it would come to the same again.
+
+    By the signal that asks the agent to end, as this process does. `mistake`: of a plan or its data, say; what a first
+    start has met comes again, what a later one has, as a store that cannot be reached, may not.
+    """
+    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if count != most and not (mistake and count != "0"):
+        _AGENTS.append(os.getppid())
+
+
+def end_process(code: int) -> NoReturn:
+    """Without the interpreter's own end, which may wait for ranks that are gone, and now and then aborts."""
+    sys.stderr.flush()
+    for agent in _AGENTS:
+        os.kill(agent, signal.SIGTERM)
+    os._exit(code)
 
 
 def speaks() -> bool:

@@ -66,7 +66,7 @@ class RankError(Exception):
         self.rank, self.world, self.error, self.details = rank, world, error, details
 
     def __reduce__(self) -> Any:
-        return RankError, (self.rank, self.world, self.error, self.details)
+        return type(self), (self.rank, self.world, self.error, self.details)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,8 @@ def begin(rank: Rank, job: RankJob) -> Begun:
         model = build(plan, source, world, values=job.resume is None or compares)
         model = replace(model, reference=Reference(model.module) if compares else None)
         model = replace(model, teacher=build_teacher(plan, tokens, world))
-    cached = open_cache(plan, corpus.digest, classes_of(source.config), teacher_stamp(plan))
+    stamp = teacher_stamp(plan) if plan.distill is not None and plan.distill.cache is not None else None
+    cached = open_cache(plan, corpus.digest, classes_of(source.config), stamp)
     model = replace(model, cached_teacher=None if cached is None else cached.top_logits)
     begun = begin_of_others(model, job.resume, None if cached is None else cached.digest)
     tell(Doing("making the optimiser" if job.resume is None else "loading the checkpoint"))

@@ -66,27 +66,28 @@ def classes_of(config: PreTrainedConfig) -> int:
     return cast(int, cast(Any, config).get_text_config().vocab_size)
 
 
+_LOOKED_AT = 4096
+"""Bytes of a weight that are compared, at each of three places."""
+
+
 def teacher_stamp(plan: Job) -> str | None:
     """Of the directory of a job's teacher: its configuration, and of each weight the name, type, shape and some bytes,
     so that hardly anything is read. None where no directory is given, or it is not here."""
     at = plan.distill and plan.distill.teacher
     if not at or not has_weights(folder := Path(at)):
         return None
-    told = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     config = read_source(None, at, {}).config.to_dict()
-    said = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
-    told.update(json.dumps(said, sort_keys=True, default=str).encode())
+    fields = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
     read = mapped_reader(folder)
     for piece in sorted(read_index(folder).pieces, key=lambda piece: piece.tensor):
         x = read(piece.place, piece.tensor).contiguous()
-        told.update(f"{piece.tensor} {x.dtype} {[*x.shape]}".encode())
+        digest.update(f"{piece.tensor} {x.dtype} {[*x.shape]}".encode())
         data = x.reshape(-1).view(torch.uint8).numpy().data
-        for begin in {0, len(data) // 2, max(0, len(data) - _LOOKED_AT)}:
-            told.update(data[begin : begin + _LOOKED_AT])
-    return told.hexdigest()
-
-
-_LOOKED_AT = 4096
+        for begin in (0, len(data) // 2, max(0, len(data) - _LOOKED_AT)):
+            digest.update(data[begin : begin + _LOOKED_AT])
+    return digest.hexdigest()
 
 
 def build_teacher(plan: Plan, tokens: Tokens, world: World) -> ParallelModel | None:
