@@ -174,4 +174,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows of added tokens stay alike beside adapters, unsaid",
         ("tests/training/test_new_rows.py::test_rows_that_adapters_leave_as_they_begin_are_told",),
     ),
+    Mutant(
+        "hidden-states-in-parts", "training/mesh/tensor_parallel.py",
+        "derived.whole_results = not given and not noted(graph)", "derived.whole_results = False",
+        "who sets no marks gets half of each hidden state",
+        ("tests/public/test_parallelize.py::test_who_sets_no_marks_gets_results_whole",),
+    ),
+    Mutant(
+        "results-of-a-type-s-marks", "sharding/derive/of_model.py",
+        "if not results & {*names.values()}:", "if results or not results:",
+        "a bare BERT gives each rank a part of its last hidden state",
+        ("tests/public/test_parallelize.py::test_who_sets_no_marks_gets_results_whole",),
+    ),
+    Mutant(
+        "one-name-of-a-tied-weight", "training/mesh/local_parts.py",
+        "for name in taken.get(path, ()) for place in self._places[name]]",
+        "for name in taken.get(path, ()) for place in self._places[name][:1]]",
+        "code that reads a tied weight by its second name meets a DTensor",
+        ("tests/public/test_parallelize.py::test_a_tied_weight_that_code_reads_outside_of_its_module",),
+    ),
+    Mutant(
+        "cut-at-who-gives-it-back", "sharding/runtime/lower.py",
+        "                and v not in run.gives\n", "",
+        "a module that gives back what it has taken gives a part; the rehearsal has it derived once more",
+        ("tests/public/test_parallelize.py::test_what_a_module_gives_back_is_not_cut_for_what_works_inside_of_it",),
+    ),
+    Mutant(
+        "marks-of-half-a-type", "sharding/derive/marking/published.py",
+        "if all(fits) and (count", "if any(fits) and (count",
+        "a model has the marks of a type of which a line names nothing",
+        ("tests/sharding/derive/test_published_marks.py::test_marks_of_which_a_line_names_nothing_are_no_type_s",),
+    ),
+    Mutant(
+        "bare-names-with-a-prefix", "sharding/derive/marking/published.py",
+        "    if not prefix:\n        return mark\n", "    if prefix or not prefix:\n        return mark\n",
+        "a bare model's layers and words are not named by the marks of its type",
+        ("tests/sharding/derive/test_published_marks.py::test_a_bare_model_has_the_marks_of_its_type",),
+    ),
 )
