@@ -144,10 +144,11 @@ class Outside(nn.Module):
 
 
 class States(LlamaForCausalLM):
-    """What a layer gives, as for a teacher."""
+    """What a layer gives, where it is called for, as by who teaches another model."""
 
-    def forward(self, input_ids: Tensor) -> Any:  # type: ignore[override]  # pyright: ignore
-        return super().forward(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states[1]  # pyright: ignore
+    def forward(self, input_ids: Tensor, states: bool = False) -> Any:  # type: ignore[override]  # pyright: ignore
+        found = super().forward(input_ids=input_ids, use_cache=False, output_hidden_states=states)  # pyright: ignore
+        return found.hidden_states[1] if states else found.logits  # pyright: ignore
 
 
 class Collects(nn.Module):
@@ -265,7 +266,7 @@ WORKS: Mapping[str, Work] = {
     "outside": Work(Outside, ("words.weight: v/tp h",)),
     "collected": Work(Collected, ("inner.up: b/tp s f",)),
     "bare": Work(bare, (), inputs=of_ids),
-    "states": Work(lambda: States(LlamaConfig(**SMALL)), (), inputs=of_ids),
+    "states": Work(lambda: States(LlamaConfig(**SMALL)), (), inputs=lambda: {**of_ids(), "states": True}, first=of_ids),
     "images": Work(sees_images, (), inputs=images),
     "images of other sides": Work(sees_images, (), inputs=partial(images, 2, 16), first=images),
 }

@@ -98,6 +98,9 @@ def test_marks_of_which_a_line_names_nothing_are_no_type_s() -> None:
     assert marks_known_for(model) == []
     model = AutoModel.from_config(AutoConfig.for_model("roberta", **SIZES))
     assert marks_known_for(nn.Sequential(model.encoder, model.embeddings)) == []
+    model.encoder.blocks = model.encoder.layer
+    del model.encoder.layer
+    assert marks_known_for(model) == [], "its queries are called as BERT's, and its layers are not"
 
 
 def test_a_bare_model_has_the_marks_of_its_type() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -68,7 +68,8 @@ def _below(mark: Mark, prefix: str) -> Mark:
 def _alike(model: nn.Module, prefix: str) -> list[Mark]:
     """Those of the type of which each mark names something of a model, and the most patterns do: what follows from a
     mark is derived from the model itself, so the wrong type costs time at most."""
-    every = (name for own in (model.named_parameters(), model.named_modules()) for name, _ in own if name)
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    every = [name for name, _ in model.named_parameters()] + [name for name, _ in modules if name]
     names = {re.sub(r"(?<=\.)\d+(?=\.|$)", "0", name) for name in every}  # layers are alike
     best: list[Mark] = []
     most = 0
