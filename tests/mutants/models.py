@@ -176,7 +176,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hidden-states-in-parts", "training/mesh/tensor_parallel.py",
-        "derived.whole_results = not given and not noted(graph)", "derived.whole_results = False",
+        "derived.whole_results = not own and not noted(graph)", "derived.whole_results = False",
         "who sets no marks gets half of each hidden state",
         ("tests/public/test_parallelize.py::test_who_sets_no_marks_gets_results_whole",),
     ),

@@ -155,9 +155,9 @@ def _job_file(
         raise UserError(f"--pick {wanted.pick}: the rows of the ranking are 1 to {len(choices)}")
     ranks = numbers_of(choices[wanted.pick - 1], ask).ranks
     job = job_of(cluster, outline.name, ranks, wanted.run, wanted.image)
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if wanted.run == RUN:
-        told = (f"it starts torchrun {RUN}: put that plan beside it, or say what else with --run",)
-    elif "tangram" in (said := words(job)) and "train" in said and "--resume" not in said:
-        told = ("where the platform starts it again it begins anew: add --resume, or let it start tangram launch",)
-    return Written(platform(wanted.emit).write(job), told)
+        notes = (f"it starts torchrun {RUN}: put that plan beside it, or say what else with --run",)
+    elif "tangram" in (run := words(job)) and "train" in run and "--resume" not in run:
+        notes = ("where the platform starts it again it begins anew: add --resume, or let it start tangram launch",)
+    return Written(platform(wanted.emit).write(job), notes)

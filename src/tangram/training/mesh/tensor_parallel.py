@@ -133,8 +133,8 @@ def parallel(
     inputs = modes.without_cache(inputs, model)
     text, template = proved_rules(rules, devices), without_memory(model)
     graph = graph_of(template, inputs, dtype, rules=text)
-    given = [*marks_in(model), *marks]
-    marks = marks_or_known(graph, given, mesh, model)
+    own = [*marks_in(model), *marks]
+    marks = marks_or_known(graph, own, mesh, model)
     found = derive_model(graph, marks, mesh)
     refuse_idle_axes(found, template)
     if found.folded.graph.changed:  # parameters beside buffers that steps change lie as these, whole
@@ -143,7 +143,7 @@ def parallel(
     over_all = AsTorch(over_all=states.keys() - read_late(found))
     derived = DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
     derived.compared, derived.reads_values, derived.sums.converts = set(), True, True
-    derived.whole_results = not given and not noted(graph)
+    derived.whole_results = not own and not noted(graph)
     return derived
 
 
