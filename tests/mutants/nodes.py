@@ -119,7 +119,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "restarts-for-a-mistake", "training/run/environment.py",
-        'if count != most and not (mistake and count != "0"):', 'if count != most and mistake and count != "0":',
+        'if count != most and not (mistake and count != "0") else code',
+        'if count != most and mistake and count != "0" else code',
         "torchrun starts what cannot begin a thousand times", (_SPARED,),
     ),
     Mutant(

@@ -89,7 +89,6 @@ def test_restarts_are_not_used_for_what_would_come_again(
 ) -> None:
     """Of a mistake a first start has seen all that a later one would; what ended the policy is the same for each."""
     ended: list[int] = []
-    monkeypatch.setattr(environment, "_AGENTS", [])
 
     def kill(pid: int, number: int) -> None:
         ended.append(pid)
@@ -98,8 +97,7 @@ def test_restarts_are_not_used_for_what_would_come_again(
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
-    environment.use_no_restarts(mistake=mistake)
-    environment.end_process(1)
+    environment.end_process(environment.final(1, mistake=mistake))
     assert ended == [os.getppid()] * spared + [1]
 
 

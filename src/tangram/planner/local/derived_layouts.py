@@ -34,7 +34,7 @@ from tangram.schema.plan import Plan, matches
 from tangram.schema.tuning import base_of, layout_beside
 from tangram.sharding.derive.derive import Derived, Over
 from tangram.sharding.derive.layouts import layout_of, local_shape, moved, used
-from tangram.sharding.derive.marking.marks import Mark, marks_of, matched, names_any, states
+from tangram.sharding.derive.marking.marks import Mark, marks_for, marks_of, matched, names_any, states
 from tangram.sharding.derive.marking.published import marks_known_for, published
 from tangram.sharding.derive.of_model import (
     States,
@@ -245,7 +245,7 @@ def sample_graph(model: nn.Module, sequence: int, dtype: torch.dtype, samples: i
 def _marks_over(config: PreTrainedConfig, model: nn.Module, axis: ModelAxis) -> list[Mark]:
     """The marks over one axis; none where no such are known."""
     if axis.role == "tensor":
-        return [_over(mark, axis.name) for mark in known_marks(model)]
+        return [_over(mark, axis.name) for mark in known_marks(config, model)]
     experts = published(model, "none", axis.name) if axis.role == "expert" else []
     whole = [mark for mark in experts if axis.name in mark.layout.axes] or _by_expert(model, axis)
     others = [_of_text(text, axis, config) for text in WAYS[axis.role, axis.way]]
@@ -281,10 +281,10 @@ def _together(marks: Sequence[Mark], mesh: Mesh) -> dict[str, str]:
     return {pattern: str(layout) for pattern, layout in found.items()}
 
 
-def known_marks(model: nn.Module) -> list[Mark]:
-    """Those that `marks_known_for` knows, else Llama's: many decoders call some modules as it does, and whatever a mark
-    is on, the rest follows from it."""
-    return marks_known_for(model) or marks_of("llama") or []
+def known_marks(config: PreTrainedConfig, model: nn.Module) -> list[Mark]:
+    """The marks that come for the type, else those that `marks_known_for` knows, else Llama's: many decoders call some
+    modules as it does, and whatever a mark is on, the rest follows from it."""
+    return marks_for(config) or marks_known_for(model) or marks_of("llama") or []
 
 
 def _over(mark: Mark, axis: str) -> Mark:

@@ -80,26 +80,25 @@ def started_by_torchrun() -> bool:
     return all(os.environ.get(name) for name in _VARIABLES)
 
 
-_AGENTS: list[int] = []
-"""To be ended with this process."""
+class FinalCode(int):
+    """An exit code that a new start would come to again: torchrun's agent is to end, though it has restarts left."""
 
 
-def use_no_restarts(*, mistake: bool = False) -> None:
-    """Have torchrun's agent end with this process, though it has restarts left: it would come to the same again.
-
-    By the signal that asks the agent to end, as this process does. `mistake`: of a plan or its data, say; what a first
-    start has met comes again, what a later one has, as a store that cannot be reached, may not.
-    """
+def final(code: int, *, mistake: bool = False) -> int:
+    """The code, final where torchrun would start this process again. `mistake`: of a plan or its data, say; what a
+    first start has met comes again, what a later one has, as a store that cannot be reached, may not."""
     count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if count != most and not (mistake and count != "0"):
-        _AGENTS.append(os.getppid())
+    return FinalCode(code) if count != most and not (mistake and count != "0") else code
 
 
 def end_process(code: int) -> NoReturn:
-    """Without the interpreter's own end, which may wait for ranks that are gone, and now and then aborts."""
+    """Without the interpreter's own end, which may wait for ranks that are gone, and now and then aborts.
+
+    With a final code the agent is sent the signal that asks it to end, as its processes do.
+    """
     sys.stderr.flush()
-    for agent in _AGENTS:
-        os.kill(agent, signal.SIGTERM)
+    if isinstance(code, FinalCode):
+        os.kill(os.getppid(), signal.SIGTERM)
     os._exit(code)
 
 
