@@ -200,6 +200,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/public/test_parallelize.py::test_what_a_module_gives_back_is_not_cut_for_what_works_inside_of_it",),
     ),
     Mutant(
+        "shapes-of-parts-seen", "sharding/runtime/lower.py", "if seen or v in self.takers", "if v in self.takers",
+        "code that asks for the shape of what no operator takes sees a part",
+        ("tests/sharding/runtime/test_rehearse.py::test_what_no_operator_takes_is_whole_where_code_asks_for_its_shape",),
+    ),
+    Mutant(
         "marks-of-half-a-type", "sharding/derive/marking/published.py",
         "if all(fits) and (count", "if any(fits) and (count",
         "a model has the marks of a type of which a line names nothing",

@@ -38,8 +38,17 @@ class Code(nn.Module):
         return self.down(self.code(self.up(x_BSH)))
 
 
-def program_of(code: Callable[[Tensor], Tensor], *marks: str, mesh: str = "tp=2") -> Program:
-    model, inputs = Code(code), {"x_BSH": torch.zeros(2, 4, 8)}
+class BesideCode(Code):
+    """Two products, and code beside them that looks at what no operator takes."""
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        like = torch.zeros_like(x_BSH)
+        found = self.down(self.up(x_BSH))
+        return found if like.shape[1] == 4 else self.code(found)
+
+
+def program_of(code: Callable[[Tensor], Tensor], *marks: str, mesh: str = "tp=2", kind: type[Code] = Code) -> Program:
+    model, inputs = kind(code), {"x_BSH": torch.zeros(2, 4, 8)}
     graph = graph_of(model, inputs, torch.float32)
     found = derive_model(graph, [Mark.parse(mark) for mark in marks], Mesh.parse(mesh))
     return rehearsed(found, model, inputs, torch.float32)
@@ -141,6 +150,14 @@ def test_code_that_takes_another_way_on_a_part_sees_the_whole(code: Callable[[Te
     modules = {program.derived.folded.graph.runs[run].module: border for run, border in program.borders.items()}
     ((step,),) = modules["up"].gives.values()
     assert (step.source, part_dim(step.target)) == (cut(2), None)
+
+
+def test_what_no_operator_takes_is_whole_where_code_asks_for_its_shape() -> None:
+    """As of the zeros of a stage, of which the model makes its masks."""
+    program = program_of(torch.tanh, "x_BSH: b s/tp h", kind=BesideCode)
+    ((action,),) = (own.values() for own in program.actions.values())
+    ((step,),) = action.gives.values()
+    assert (action.why, step.source, part_dim(step.target)) == ("", cut(1), None)
 
 
 def _repeated(x: Tensor) -> Tensor:

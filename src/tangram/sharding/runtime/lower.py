@@ -76,7 +76,9 @@ class _Lowering:
     def program(self) -> Program:
         """Place every change."""
         for v, value in enumerate(self.graph.values):
-            if v in self.takers or v in self.graph.outputs.values():
+            # What no operator takes, code may ask for its shape.
+            seen = v in self.maker and self.found.folded.classes[v] in self.found.replicated
+            if seen or v in self.takers or v in self.graph.outputs.values():
                 if v in self.maker:
                     self._made(v)
                 elif value.kind == "parameter":
