@@ -146,23 +146,22 @@ def measure(rank: Rank, pairs: int) -> Steps:
     devices = init_device_mesh("cpu", (rank.world,), mesh_dim_names=("tp",))
     ids = torch.randint(4096, (BATCH, SEQUENCE))
     inputs = {"input_ids": ids, "position_ids": torch.arange(SEQUENCE)[None].expand(BATCH, -1), "use_cache": False}
-    held = parallel(ours, marks_of("llama") or [], devices, inputs)
+    parallel(ours, marks_of("llama") or [], devices, inputs)
     megatron(peer, devices)
     times: list[tuple[float, float]] = []
     for turn in range(pairs + 3):  # the first three warm up
-        order = ((ours, held.sum_gradients), (peer, lambda: None))
-        pair = {id(model): _step(model, inputs, after) for model, after in (order if turn % 2 else order[::-1])}
+        order = (ours, peer)
+        pair = {id(model): _step(model, inputs) for model in (order if turn % 2 else order[::-1])}
         times.append((pair[id(ours)], pair[id(peer)]))
     return Steps(paired(times[3:]), _apart(ours, peer))
 
 
-def _step(model: nn.Module, inputs: dict[str, Any], after: Any) -> float:
+def _step(model: nn.Module, inputs: dict[str, Any]) -> float:
     model.zero_grad()
     start = time.perf_counter()
     logits: Tensor = model(**inputs).logits
     ids: Tensor = inputs["input_ids"]
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    after()
     return time.perf_counter() - start
 
 

@@ -4,6 +4,7 @@ What a user does with them: a state saved and loaded in five lines, a model deri
 """
 
 import ast
+import copy
 import importlib
 import inspect
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -260,9 +261,8 @@ def on_ranks(rank: int, folder: str) -> None:
 
     x, alone, model = torch.ones(4, 8), linear(), linear()
     alone(x).square().sum().backward()
-    parallel = tangram.parallelize(model, "tp=2", ["weight: out/tp in"], inputs={"input": x})
+    tangram.parallelize(model, "tp=2", ["weight: out/tp in"], inputs={"input": x})
     model(input=x).square().sum().backward()
-    parallel.sum_gradients()
     found: Any = model.weight.grad
     assert torch.allclose(found.full_tensor(), alone.weight.grad)
     with pytest.raises(UserError, match='the mesh "tp=4" has 4 ranks and the process group 2'):
@@ -290,7 +290,11 @@ def block() -> Block:
 def a_loop_of_ones_own(folder: str, rank: int) -> None:
     """What such a loop has by habit, on a mesh with an axis that cuts nothing: the numbers are those of one process."""
     x, alone = torch.randn(4, 8), block().eval()
-    for mesh, marks in (("tp=2", ["up.weight: out/tp in"]), ("dp=1 tp=2", ["down.weight: out in/tp"])):
+    for mesh, marks in (
+        ("tp=2", ["up.weight: out/tp in"]),
+        ("dp=1 tp=2", ["down.weight: out in/tp"]),
+        ("dp=2", ["norm: batch/dp hidden"]),
+    ):
         model = block()
         parallel = tangram.parallelize(model, mesh, marks, inputs={"x": x})
         assert all(isinstance(p, DTensor) for p in model.parameters()), "else torch refuses to take them together"
@@ -303,9 +307,9 @@ def a_loop_of_ones_own(folder: str, rank: int) -> None:
         for _ in range(2):
             for one, stepped in ((model, optim), (whole, theirs)):
                 stepped.zero_grad()
-                one(x).square().sum().backward()
-                if one is model:
-                    parallel.sum_gradients()
+                for half in x.chunk(2):
+                    one(half).square().sum().backward()
+                parallel.sum_gradients()  # nothing is left to sum
                 norm: Any = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
                 norms = [*norms, norm] if one is whole else [norm.full_tensor()]
                 stepped.step()
@@ -324,6 +328,29 @@ def a_loop_of_ones_own(folder: str, rank: int) -> None:
         tangram.load({"model": again}, f"{folder}/{mesh}")
         again.eval()
         assert torch.allclose(compiled(x), whole(x), atol=1e-6)
+        with pytest.raises(UserError, match="a parallel model has no copies"):
+            copy.deepcopy(model)
+
+
+def inside_fsdp(rank: int, folder: str) -> None:
+    """Blocks that are parallel over one axis and sharded over the other, where each has samples of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, alone, model = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), block().eval(), block().eval()
+    tangram.parallelize(model, mesh["tp"], ["norm: batch/tp hidden", "up.weight: out/tp in"], inputs={"x": x[:2]})
+    fully_shard(model.up, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    for _ in range(2):
+        (alone(x).square().sum() / 2).backward()
+        model(x.chunk(2)[mesh["dp"].get_local_rank()]).square().sum().backward()
+    for name, p in model.named_parameters():
+        found: Any = p.grad
+        assert torch.allclose(found.full_tensor(), cast("Any", alone.get_parameter(name)).grad, atol=1e-5), name
+    dist.destroy_process_group()
+
+
+def test_a_parallel_model_inside_of_fsdp(tmp_path: Path) -> None:
+    start(inside_fsdp, str(tmp_path), ranks=4)
 
 
 def test_fsdp_dtensors_and_a_parallel_model_on_two_ranks(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ _COMPILED = "tests/sharding/derive/test_typed.py::test_a_model_that_was_compiled
 _CODE = "tests/training/test_code_models.py"
 _BUFFERS = "tests/training/test_buffers.py::test_what_a_forward_writes_into_parameters_is_kept_under_fsdp"
 _SEVERAL = "tests/training/test_buffers.py::test_several_programs_in_a_step_have_the_gradients_of_one_process"
+_IN_BACKWARD = "tests/house/test_front_door.py::test_fsdp_dtensors_and_a_parallel_model_on_two_ranks"
+_LATE = "tests/training/test_buffers.py::test_what_a_backward_reads_outside_of_its_module_has_the_gradient_of_all"
 _STAGES = "tests/models/test_stages.py::test_stages_one_after_the_other_are_the_model"
 _HISTOGRAM = "tests/sharding/test_proof.py::test_a_histogram_is_cut_unless_its_values_say_the_range"
 _OWN_BLOCKS = "tests/sharding/test_own_rules.py::test_blocks_of_a_dim_are_a_number_in_a_product"
@@ -64,19 +66,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "a stage of Llama 4 calls itself", (_STAGES,),
     ),
     Mutant(
-        "gradients-of-both-programs-summed", "training/mesh/gradient_sums.py",
-        "if over == now or not", "if True or not",
-        "a forward of another program doubles gradients", (_SEVERAL,),
-    ),
-    Mutant(
-        "gradients-kept-by-every-rank", "training/mesh/gradient_sums.py",
-        "(grad if ctx.first else torch.zeros_like(grad))", "grad",
-        "every rank gives the whole gradient to the sum", (_SEVERAL,),
+        "gradients-summed-once-more", "training/mesh/gradient_sums.py",
+        "over = {} if self.in_backward or self.over is None else", "over = self.now if self.in_backward else",
+        "who asks for the sums of a step doubles those of the backward", (_IN_BACKWARD,),
     ),
     Mutant(
         "gradients-not-added-in-the-backward", "training/mesh/gradient_sums.py",
-        "            dist.all_reduce(grad, group=group)\n", "",
+        "for axis in self.now.get(name, NONE))", "for axis in self.now.get(name, NONE)[1:])",
         "a part is taken for the gradient", (_SEVERAL,),
+    ),
+    Mutant(
+        "late-gradients-not-added", "training/mesh/gradient_sums.py",
+        "                self._follow(left)\n", "                pass\n",
+        "a parameter that is read outside of its module has a part of its gradient", (_LATE,),
+    ),
+    Mutant(
+        "copies-of-a-parallel-model", "sharding/runtime/install.py",
+        "    return MethodType(run, _ONE_MODEL)", "    return MethodType(run, object())",
+        "a copy of a parallel model runs the first one's parameters", (_IN_BACKWARD,),
     ),
     Mutant(
         "computed-again-by-the-last", "training/mesh/tensor_parallel.py",

@@ -312,7 +312,6 @@ def _run(work: Work) -> Ran:
     want, found = (_numbers(y) for y in (whole(**inputs), called(**inputs)))
     for one in (want, found):
         one.sin().sum().backward()
-    held.sum_gradients()
     programs, then = len(held.programs), max((_off(model(**one), whole(**one)) for one in work.then), default=0.0)
     programs = max(programs, len(held.programs))
     own = dict(model.named_parameters())

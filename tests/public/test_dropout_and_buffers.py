@@ -120,7 +120,7 @@ def run_all(rank: Rank, text: Path) -> bytes:
         ("sequence", False, (*MARKS, "block.out: b s/tp h")),
     ):
         model = block(again)
-        held = parallel(model, [Mark.parse(mark) for mark in marks], devices, {"x": X})
+        parallel(model, [Mark.parse(mark) for mark in marks], devices, {"x": X})
         torch.manual_seed(7)
         if rank.index == 1:
             torch.rand(3)  # as what loads data there may draw
@@ -129,7 +129,6 @@ def run_all(rank: Rank, text: Path) -> bytes:
         model.train().zero_grad()
         torch.manual_seed(7)
         model(X).square().sum().backward()
-        held.sum_gradients()
         gradients[name] = cast(Any, model.block.up.weight.grad).full_tensor()
     refused = {
         "renormed": what_is_said(Renormed, "up.weight: o/tp i", torch.arange(8), devices),

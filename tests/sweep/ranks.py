@@ -129,7 +129,7 @@ def _apart(case: Case, devices: DeviceMesh) -> dict[str, float]:
     held = parallel(model, case.marks(model, inputs), devices, inputs)
     if case.mistake is not None:
         case.mistake(held)
-    found = _losses(model, inputs, nullcontext, held)
+    found = _losses(model, inputs, nullcontext)
     off = {name: abs(found[name][0] - loss) / max(abs(size), 1e-30) for name, (loss, size) in want.items()}
     right = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     # Of biases before a norm nothing is left of the gradient but rounding.
@@ -149,7 +149,6 @@ def _losses(
     model: nn.Module,
     inputs: Mapping[str, Any],
     drawing: Callable[[], AbstractContextManager[Any]],
-    held: DerivedModel | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Of two calls in training (the second leaves gradients) and two in evaluation; and sizes of their terms.
 
@@ -167,8 +166,6 @@ def _losses(
                 loss, size = _loss(model(**inputs))
             if loss.requires_grad:
                 loss.backward()
-        if loss.requires_grad and held is not None and name == "train again":
-            held.sum_gradients()
         found[name] = float(loss.detach()), float(size)
     return found
 

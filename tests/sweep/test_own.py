@@ -97,7 +97,7 @@ def _marks(texts: Sequence[str], _: nn.Module, __: Mapping[str, Any]) -> list[Ma
 
 
 def _unsummed(held: DerivedModel) -> None:
-    held.sum_gradients = lambda: None  # type: ignore[method-assign]
+    held.sums.through = lambda name, part: part  # type: ignore[method-assign]
 
 
 def _same_masks(held: DerivedModel) -> None:

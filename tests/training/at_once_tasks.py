@@ -127,7 +127,6 @@ def run(work: Work) -> Ran:
         _loss(work, model)  # at the first call, ranks compare their inputs
     with Tally() as tally:
         _loss(work, model).backward()
-        held.sum_gradients()
     found = program.derived
     return Ran(
         *furthest(model, dict(whole.named_parameters())),

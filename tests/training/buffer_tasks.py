@@ -37,7 +37,7 @@ from tangram.training.run.launch import Rank
 from tangram.training.state.checkpointer import Checkpointer, JobState
 from tangram.training.step.loop import train_step
 from tangram.training.step.optimiser_step import make_adamw
-from tests.training.several_programs import among
+from tests.training.several_programs import among, read_late
 from tests.training.small import small_tables
 
 # ------------------------------------------------------------ buffers, on DP ranks
@@ -344,8 +344,9 @@ class Ran:
     refused: Mapping[str, str]
     written: tuple[set[str], float, float]
     among: Mapping[str, float]
+    late: float
 
 
 def run_all(rank: Rank, text: Path) -> Ran:
     """The task of the ranks."""
-    return Ran(all_buffers(rank, text), kinds(rank), refused(rank), written(rank), among(rank))
+    return Ran(all_buffers(rank, text), kinds(rank), refused(rank), written(rank), among(rank), read_late(rank))

@@ -102,7 +102,6 @@ def _run(work: Small, world: int, spoil: Callable[[DerivedModel], None] | None) 
     results, wanted = (_tensors(one(x)) for one in (model, whole))
     _weighed(results).backward()
     _weighed(wanted).backward()
-    held.sum_gradients()
     own, other = (dict(one.named_parameters()) for one in (model, whole))
     assert any(p.grad is not None and bool(p.grad.any()) for p in other.values()), "no gradient is compared"
     left = [_apart(_whole(own[name]), p) for name, p in other.items()]  # a forward may write into them

@@ -159,7 +159,6 @@ def run(work: Work) -> Ran:
         loads = Loads([model], torch.device("cpu"), 1)
         loss = loss_of_parts(model, held, work.kind) if work.leaves else loss_of(model, work.kind)
     loss.backward()
-    held.sum_gradients()
     counted = _counted(loads, work.kind) if chosen else {}
     loads.close()
     program = held.programs[0]

@@ -232,7 +232,6 @@ def run_marked(mistake: str) -> dict[str, Ran]:
     other = parallel(second, [], devices_of("tp=2"), inputs)
     loss = loss_of_marked(second)
     loss.backward()
-    other.sum_gradients()
     ran["captured"] = beside(second, loss, whole, want, layouts=came_to(other, marks_in(whole)))
     return ran
 
@@ -290,7 +289,6 @@ def run_model(kind: str, mesh: str, more: tuple[str, ...]) -> dict[str, Ran]:
     other = parallel(second, marks, devices_of(mesh), inputs_of(kind))
     after = loss_of(second, kind)
     after.backward()
-    other.sum_gradients()
     return {
         "as it runs": beside(first, loss, whole, want, layouts=seen(held, marks)),
         "captured": beside(second, after, whole, want, layouts=came_to(other, marks)),

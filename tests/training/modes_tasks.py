@@ -197,7 +197,6 @@ def run(work: Work) -> Ran:
     if work.mistake:
         MISTAKES[work.mistake](held, model)
     found = losses_of(model, work.kind, drawing=False)
-    held.sum_gradients()
     off = {name: abs(found[name] - loss) / abs(loss) for name, loss in want.items()}
     return Ran(off, _furthest(model, whole), found, len(held.programs))
 

@@ -154,7 +154,7 @@ def _labels(world: int) -> Off:
     model, signs = Labelled(), X.roll(1, 0).sign()
     other = deepcopy(model)
     devices = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    held = parallel(model, [Mark.parse("first: b/tp s h")], devices, {"x": X, "signs": signs})
+    parallel(model, [Mark.parse("first: b/tp s h")], devices, {"x": X, "signs": signs})
     values, gradients = list[float](), list[float]()
     for wanted in (False, True):
         leaves: list[Tensor] = []
@@ -165,7 +165,6 @@ def _labels(world: int) -> Off:
             loss.backward()
             leaves.append(x)
             values.append(float(loss.detach()))
-        held.sum_gradients()
         own = dict(model.named_parameters())
         gradients.append(max(_off(own[name].grad, p.grad) for name, p in other.named_parameters()))
         gradients.append(_off(leaves[0].grad, leaves[1].grad))
@@ -180,7 +179,7 @@ def _run(work: Work, world: int) -> Off:
         torch.manual_seed(0)
         other = work.make()
     devices = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    held = parallel(model, [Mark.parse(mark) for mark in work.marks], devices, {"x": X})
+    parallel(model, [Mark.parse(mark) for mark in work.marks], devices, {"x": X})
     values, gradients = list[float](), list[float]()
     for turn, mode in enumerate(CALLS):
         results: list[Tensor] = []
@@ -195,7 +194,6 @@ def _run(work: Work, world: int) -> Off:
         if turn != 3:
             for found in results:
                 (found * torch.sin(1 + torch.arange(found.numel())).view(found.shape)).sum().backward()
-            held.sum_gradients()
             own = dict(model.named_parameters())
             gradients.append(max(_off(own[name].grad, p.grad) for name, p in other.named_parameters()))
     buffers = zip(model.buffers(), other.buffers(), strict=True)

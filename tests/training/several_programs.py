@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -31,6 +32,17 @@ class Again(nn.Module):
         return self.down(cast(Any, checkpoint)(self.drop, self.norm(hidden).sin(), use_reentrant=False))
 
 
+class ReadLate(nn.Module):
+    """A parameter that the backward reads as it stands in the model: a function, and no module, is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(6, 8), nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Any, checkpoint)(lambda hidden: (hidden * self.gain).sin(), self.up(x), use_reentrant=False)
+
+
 AMONG: Mapping[str, tuple[tuple[bool, int], tuple[bool, int], bool]] = {
     "an evaluation before the backward": ((True, 6), (False, 6), True),
     "a training before the backward": ((False, 6), (True, 6), True),
@@ -54,6 +66,17 @@ def _among(model: nn.Module, name: str) -> None:
     (first if before else second).backward()
 
 
+def read_late(rank: Rank) -> float:
+    """How far a gradient is off that of one process, of its norm, after two backwards."""
+    torch.manual_seed(0)
+    whole, x = ReadLate(), torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    model = copy.deepcopy(whole)
+    parallel(model, [Mark.parse("up: b/tp h")], init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {"x": x})
+    for one, _ in itertools.product((model, whole), range(2)):
+        one(x).square().sum().backward()
+    return _furthest(model, whole)
+
+
 def among(rank: Rank) -> dict[str, float]:
     """By what stands among a forward and its step: how far a gradient is off that of one process, of its norm."""
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -62,19 +85,20 @@ def among(rank: Rank) -> dict[str, float]:
         torch.manual_seed(0)
         whole, x = Again(), torch.empty(6, 6)
         model = copy.deepcopy(whole)
-        sums = parallel(model, [Mark.parse(mark)], devices, {"x": x})
+        parallel(model, [Mark.parse(mark)], devices, {"x": x})
         try:
             _among(model, name)
-            sums.sum_gradients()
         except UserError:
             found[f"{name}; {mark}"] = float("inf")
             continue
         with DrawMode():
             _among(whole, name)
-        ours = [cast("DTensor", p.grad).full_tensor() for p in model.parameters()]
-        wanted = [cast(Tensor, p.grad) for p in whole.parameters()]
-        pairs = zip(ours, wanted, strict=True)
-        off = torch.stack([(a - b).square().sum().sqrt() for a, b in pairs]).max()
-        off = float(off / torch.cat([one.flatten() for one in wanted]).square().sum().sqrt())
-        found[f"{name}; {mark}"] = off
+        found[f"{name}; {mark}"] = _furthest(model, whole)
     return found
+
+
+def _furthest(model: nn.Module, whole: nn.Module) -> float:
+    ours = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else cast(Tensor, p.grad) for p in model.parameters()]
+    wanted = [cast(Tensor, p.grad) for p in whole.parameters()]
+    off = torch.stack([(a - b).square().sum().sqrt() for a, b in zip(ours, wanted, strict=True)]).max()
+    return float(off / torch.cat([one.flatten() for one in wanted]).square().sum().sqrt())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -88,12 +89,15 @@ def test_several_programs_in_a_step_have_the_gradients_of_one_process(ran: list[
         assert max(off.values()) < 1e-5, off
 
 
-@pytest.mark.parametrize("converts", [False, True])
-def test_sums_that_another_forward_has_changed_are_refused_in_the_backward(converts: bool) -> None:
-    """Where a parameter is not a module's own any more, as under FSDP2."""
+def test_what_a_backward_reads_outside_of_its_module_has_the_gradient_of_all(ran: list[Ran]) -> None:
+    for one in ran:
+        assert one.late < 1e-5
+
+
+def test_sums_that_another_forward_has_changed_are_refused_in_the_backward() -> None:
+    """Of a loop that adds up once a step."""
     model = nn.Linear(2, 2)
     sums = GradientSums(model, {})
-    sums.converts = converts
     first, other = {"weight": ("tp",)}, {"bias": ("tp",)}
     sums.begin(first, {"weight"}, gradients_seen=True)
     sums.begin(other, {"weight"}, gradients_seen=True)
@@ -104,6 +108,17 @@ def test_sums_that_another_forward_has_changed_are_refused_in_the_backward(conve
     model.bias.grad = torch.zeros(2)
     with pytest.raises(UserError, match="would sum the gradients of other parameters"):
         sums.begin(first, {"weight"}, gradients_seen=True)
+
+
+def test_what_is_read_outside_of_its_module_is_summed_as_the_first_forward_says() -> None:
+    """What goes through its module is each forward's own; a leaf in the model can be one thing only."""
+    model = nn.Linear(2, 2)
+    sums = GradientSums(model, {"tp": cast(Any, None)})
+    sums.in_backward = True
+    sums.begin({"weight": ("tp",), "bias": ("tp",)}, {"weight"}, gradients_seen=True)
+    sums.begin({"bias": ("tp",)}, {"weight"}, gradients_seen=True)
+    with pytest.raises(UserError, match="would sum the gradients of other parameters"):
+        sums.begin({"weight": ("tp",)}, {"weight"}, gradients_seen=True)
 
 
 @pytest.mark.parametrize(

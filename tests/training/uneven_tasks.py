@@ -93,10 +93,10 @@ def run(work: Work) -> Ran:
     devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     held = parallel(model, [Mark.parse(text) for text in work.marks], devices, given)
     undo = MISTAKES[work.mistake](held, given) if work.mistake else None
-    found, grads = _trained(model, given, held)
+    found, grads = _trained(model, given)
     if undo is not None:
         undo()
-    want, wanted = _trained(whole, given, None)
+    want, wanted = _trained(whole, given)
     losses = {name: abs(found[name] - loss) / abs(loss) for name, loss in want.items()}
     least = 1e-4 * float(torch.stack([grad.norm() for grad in wanted.values()]).norm())
     off = {name: _off(held, name, grads[name], grad, least) for name, grad in wanted.items()}
@@ -106,9 +106,7 @@ def run(work: Work) -> Ran:
     return Ran(losses, off[worst], max(values), worst, parts)
 
 
-def _trained(
-    model: nn.Module, given: Mapping[str, Tensor], held: DerivedModel | None
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _trained(model: nn.Module, given: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Two steps and an evaluation before, between and after them; the losses, and the gradients of the last step."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: dict[str, float] = {}
@@ -121,8 +119,6 @@ def _trained(
         losses[name] = float(loss.detach())
         if model.training:
             loss.backward()
-            if held is not None:
-                held.sum_gradients()
             grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)

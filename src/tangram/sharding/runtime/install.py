@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Protocol, cast
 
 import torch
@@ -87,6 +88,24 @@ class _Slot:
     """Whether the module is called; else code may call its forward as a method, in which the caller goes on."""
 
 
+class _OneModel:
+    """What the forward of a parallel model is bound to. A copy of the model would run the parameters of the first."""
+
+    def __deepcopy__(self, memo: object) -> _OneModel:
+        raise UserError(
+            "a parallel model has no copies, which would run its own parameters: make the other one (an average, a "
+            "reference) of the model before it is parallel, and make that parallel, too"
+        )
+
+
+_ONE_MODEL = _OneModel()
+
+
+def bound(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward, whose first argument is for nobody, as a method that no copy of its module has."""
+    return MethodType(run, _ONE_MODEL)
+
+
 class Runtime:
     """Wraps the modules of a model, and keeps what is to be done now."""
 
@@ -122,7 +141,7 @@ class Runtime:
     def _around(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         slot = self._slots[path] = _Slot()
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(_: object, *args: Any, **kwargs: Any) -> Any:
             if slot.looked_at:
                 return self._looked_at(path, forward, args, kwargs)
             if self._modes and slot.runs:
@@ -130,7 +149,7 @@ class Runtime:
                     return self._at_border(slot, forward, args, kwargs)
             return self._at_border(slot, forward, args, kwargs)
 
-        return run
+        return bound(run)
 
     def _at_border(self, slot: _Slot, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if slot.takes:

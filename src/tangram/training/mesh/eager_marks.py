@@ -41,6 +41,7 @@ from tangram.sharding.eager.api import WrittenMark, marks_in
 from tangram.sharding.eager.session import Eager, ParameterPart
 from tangram.sharding.ops.rule_table import table_of
 from tangram.sharding.runtime.apply_change import brought
+from tangram.sharding.runtime.install import bound
 from tangram.training.mesh.groups import (
     device_mesh_of,
     devices_of,
@@ -123,7 +124,7 @@ class EagerModel:
         self._entered.__exit__(kind, error, trace)
 
     def _begun(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(_: object, *args: Any, **kwargs: Any) -> Any:
             if api.current.get() is not self.session:
                 raise UserError("this rank has parts of the model: run it in the context that `eager` has given")
             self._agree_on_draws()
@@ -133,7 +134,7 @@ class EagerModel:
             self.session.begin()
             return self.session.end(forward(*args, **kwargs))
 
-        return run
+        return bound(run)
 
     def _marked(self, forward: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
         """The first tensor that a module gives, marked."""

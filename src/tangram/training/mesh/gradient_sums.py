@@ -1,22 +1,27 @@
-"""Gradients that are sums over ranks, once a step, whatever programs they come from.
+"""Gradients that are sums over ranks, in a backward or once a step, whatever programs they come from.
 
-A parameter that every rank of an axis has whole, and uses for something of its own, has a part of its gradient on each:
-they are added up once, at the end of a step. Which these are is a program's, and a step may have several: a training
-and an evaluation whose results both go into the loss, a last batch that no mark cuts. So the first program says it for
-all; in the forward of another one, the parameters of which that is not true get gradients that are parts all the same.
+A parameter that every rank of an axis has whole, and uses for something of its own, has a part of its gradient on each.
+Which these are is a program's, and a step may have several: a training and an evaluation whose results both go into the
+loss, a last batch that no mark cuts.
+
+    in a backward    each forward has its own added up where they come to be, so a loop of one's own need not know; an
+                     all-reduce for each such parameter and backward
+    once a step      all together, as `tangram train` does; the first program says for all which
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tangram.errors import UserError
+from tangram.sharding.derive.problem.states import SAME, SEVERAL
+from tangram.sharding.derive.transitions import Change, StateStep
+from tangram.training.mesh.groups import add_up
+from tangram.training.mesh.local_parts import local
 
 Axes = tuple[str, ...]
 NONE: Axes = ()
@@ -24,16 +29,20 @@ UNLIKE = "inputs of another size or mode would sum the gradients of other parame
 
 
 class GradientSums:
-    """Of a model's parameters, those whose gradients are summed, and over which axes."""
+    """Of a model's parameters, those whose gradients are summed, and over which axes. `bring`: by a change."""
 
-    def __init__(self, model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._model, self._groups = model, groups
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[str, dist.ProcessGroup],
+        bring: Callable[[Tensor, Change], Tensor] = lambda x, change: x,
+    ) -> None:
+        self._model, self._groups, self._bring = model, groups, bring
         self.over: Mapping[str, Axes] | None = None
-        """By name; None before the first forward with gradients."""
-        self.converts = False
-        """Whether gradients of other programs are made such sums. Else, and under FSDP2, which puts parameters of its
-        own in the place of a module's, the first program of a step says it: of a forward before that, as a probe's,
-        the gradients are thrown away.
+        """By name, those that no forward adds up for itself; None before the first forward with gradients."""
+        self.in_backward = False
+        """Whether gradients are added up in each backward. Else the first program of a step says which: of a forward
+        before that, as a probe's, the gradients are thrown away.
         """
         self.now: Mapping[str, Axes] = {}
         """Those of the program that runs."""
@@ -44,13 +53,17 @@ class GradientSums:
 
         Raises UserError where others would be summed, of which the parameters do not.
         """
-        self._passing = passing
-        self.now, self.over = now, now if self.over is None else self.over
-        if not self._unlike(now):
+        self._passing, self.now = passing, now
+        left = self._left(now)
+        if self.over is None:
+            self.over = left
+            if self.in_backward:
+                self._follow(left)
+        if left == self.over:
             return
-        if not gradients_seen or any(p.grad is not None for p in self._model.parameters()):
+        if self.in_backward or not gradients_seen or any(p.grad is not None for p in self._model.parameters()):
             raise UserError(UNLIKE)
-        self.over = now
+        self.over = left
 
     def again(self, now: Mapping[str, Axes]) -> None:
         """The backward begins of a forward that had `now` sums, and other forwards have been since.
@@ -58,42 +71,40 @@ class GradientSums:
         Raises UserError where these have said that others are summed.
         """
         self.now = now
-        if self._unlike(now):
+        if self._left(now) != self.over:
             raise UserError(UNLIKE)
 
-    def _unlike(self, now: Mapping[str, Axes]) -> bool:
-        """Whether gradients of a program are other sums, and stay so."""
-        over = self.over or {}
-        unlike = {name for name in {*over, *now} if over.get(name, NONE) != now.get(name, NONE)}
-        return bool(unlike) and not (self.converts and unlike.issubset(self._passing) and not _fsdp(self._model))
+    def _left(self, now: Mapping[str, Axes]) -> Mapping[str, Axes]:
+        """Those of a program that its forward does not add up for itself."""
+        return {name: axes for name, axes in now.items() if axes and not (self.in_backward and name in self._passing)}
+
+    def _follow(self, late: Mapping[str, Axes]) -> None:
+        """Add up the gradients of parameters that a backward reads as they stand in the model, as they come to be."""
+        if late and any(isinstance(module, FSDPModule) for module in self._model.modules()):
+            raise UserError(
+                f"{next(iter(late))} is read in the backward outside of its module, and FSDP2 has its gradient before "
+                "ranks of the model have added it up: let the model recompute whole modules"
+            )
+        for name, axes in late.items():
+            groups = [self._groups[axis] for axis in axes]
+            self._model.get_parameter(name).register_hook(lambda grad, groups=groups: _over(grad, groups))
 
     def through(self, name: str, part: Tensor) -> Tensor:
-        """A parameter as a forward takes it, of which the gradient becomes one that is summed as `over` says."""
-        over, now = (self.over or {}).get(name, NONE), self.now.get(name, NONE)
-        if over == now or not part.requires_grad:
+        """A parameter as a forward takes it, of which the gradient is whole when a backward has ended."""
+        if not self.in_backward or not part.requires_grad:
             return part
-        adding = [self._groups[axis] for axis in now if axis not in over]
-        first = all(dist.get_rank(self._groups[axis]) == 0 for axis in over if axis not in now)
-        return _Summed.apply(part, adding, first)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return self._bring(part, tuple(StateStep(axis, SAME, SEVERAL) for axis in self.now.get(name, NONE)))
+
+    def add_up(self) -> None:
+        """What is left is added up, once a step. Collective over the axes."""
+        over = {} if self.in_backward or self.over is None else self.over
+        for axis, group in self._groups.items():
+            grads = [self._model.get_parameter(name).grad for name, axes in over.items() if axis in axes]
+            add_up([local(g) for g in grads if g is not None], group)
 
 
-class _Summed(torch.autograd.Function):
-    """The same tensor; of its gradient, the sum over groups, and zeros on all ranks but the first of others."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, adding: list[dist.ProcessGroup], first: bool) -> Tensor:
-        ctx.adding, ctx.first = adding, first
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
-        for group in ctx.adding:
-            grad = grad.contiguous().clone()
-            dist.all_reduce(grad, group=group)
-        return (grad if ctx.first else torch.zeros_like(grad)), None, None
-
-
-def _fsdp(model: nn.Module) -> bool:
-    """Whether FSDP2 has put parameters of its own in the place of a module's."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+def _over(grad: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    found = grad.clone()
+    for group in groups:
+        add_up([local(found)], group)
+    return found

@@ -28,6 +28,7 @@ from tangram.sharding.derive.layouts import layout_of
 from tangram.sharding.derive.of_model import States
 from tangram.sharding.derive.problem.states import State
 from tangram.sharding.derive.transitions import here
+from tangram.sharding.runtime.install import bound
 from tangram.sharding.runtime.writes import Writes
 from tangram.training.mesh.groups import Devices
 from tangram.training.mesh.layout_to_torch import named_modules
@@ -175,7 +176,7 @@ def _with_parts(
     brought: Callable[[str, Tensor], Tensor],
     others: list[Place],
 ) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(_: object, *args: Any, **kwargs: Any) -> Any:
         own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
         places = [*((own, key, name) for key, name in keys.items()), *others]
         before = [(there, key, there[key]) for there, key, _ in places]
@@ -188,7 +189,7 @@ def _with_parts(
             for there, key, p in before:
                 there[key] = p
 
-    return run
+    return bound(run)
 
 
 def as_dtensors(

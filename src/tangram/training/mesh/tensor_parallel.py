@@ -5,7 +5,8 @@
                  says
                  what moves, and where
     each call    collectives at the borders of modules, their duals in the backward
-    each step    gradients of parameters that all ranks have whole, and use for something of their own, are summed
+    each step    gradients of parameters that all ranks have whole, and use for something of their own, are summed, or
+                 in each backward (`parallel`)
 
 Whatever holds the model outside of its forward (FSDP2, the optimiser, a checkpoint) sees DTensors. Trade-off: inputs of
 another size are derived anew, a second or less for a model of one kind of layer.
@@ -55,7 +56,7 @@ from tangram.sharding.local_ops import random_numbers
 from tangram.sharding.local_ops.samples import places_of
 from tangram.sharding.runtime.apply_change import RankRoutes, brought
 from tangram.sharding.runtime.dry_check import rehearsed
-from tangram.sharding.runtime.install import Now, Runtime
+from tangram.sharding.runtime.install import Now, Runtime, bound
 from tangram.sharding.runtime.lower import refuse_cut_buffers, refuse_cut_inputs
 from tangram.sharding.runtime.operators import Linked, Operators
 from tangram.sharding.runtime.program import Program
@@ -66,7 +67,6 @@ from tangram.training.mesh import modes
 from tangram.training.mesh.gradient_sums import GradientSums
 from tangram.training.mesh.groups import (
     Devices,
-    add_up,
     devices_of,
     proved_rules,
     refuse_unlike_inputs,
@@ -80,7 +80,6 @@ from tangram.training.mesh.local_parts import (
     PlainParts,
     ResultPlacement,
     as_dtensors,
-    local,
     own_part,
     written_parameters,
 )
@@ -120,8 +119,8 @@ def parallel(
     Marks in the model's own code (`tangram.sharding.eager`) count, too. `devices` names the axes; `inputs` are keyword
     arguments of the model, of which only the sizes count: where its parameters lie is derived with them, and stays so
     for all that follow. Each rank gives the model all of its inputs, and gets its results whole, or its part of those
-    that are marked, where `marks` or its code has any. After the backward, `sum_gradients`. Training and evaluation are
-    captured apart. What is drawn, as by dropout, is what one process draws within
+    that are marked, where `marks` or its code has any. Gradients are those of one process when the backward has ended.
+    Training and evaluation are captured apart. What is drawn, as by dropout, is what one process draws within
     `sharding.local_ops.random_ops.DrawMode`, by the state of torch's generator; ranks take that of the first. `rules`:
     a file of op rules for operators of one's own, each proved first, or what `sharding.discover.own_rules.own_rules`
     gives. Collective. Raises UserError.
@@ -142,7 +141,7 @@ def parallel(
     states = parameter_states(found)
     over_all = AsTorch(over_all=states.keys() - read_late(found))
     derived = DerivedModel(model, marks, mesh, devices_of(devices), states, dtype, text, over_all)
-    derived.compared, derived.reads_values, derived.sums.converts = set(), True, True
+    derived.compared, derived.reads_values, derived.sums.in_backward = set(), True, True
     derived.whole_results = not own and not noted(graph)
     return derived
 
@@ -173,7 +172,7 @@ class DerivedModel:
         self._programs: dict[tuple[Sizes, modes.Mode], Now] = {}
         self._read: dict[Sizes, tuple[str, ...]] = {}
         """By sizes, the inputs whose values code reads."""
-        self.sums = GradientSums(model, self._groups)
+        self.sums = GradientSums(model, self._groups, self._bring)
         self._leaves = False
         self.numbers = random_numbers.DrawNumbers()
         """How elements are numbered that programs draw for."""
@@ -245,7 +244,7 @@ class DerivedModel:
         end = cast("Callable[[], None]", torch.compiler.disable(self._local.leave))
         keep = cast("Callable[[Any], Any]", torch.compiler.disable(self._kept))
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(_: object, *args: Any, **kwargs: Any) -> Any:
             given, cuts_queries = begin(args, kwargs)
             try:
                 with without_fast_path(), as_captured() if cuts_queries else nullcontext():
@@ -253,7 +252,7 @@ class DerivedModel:
             finally:
                 end()
 
-        return run
+        return bound(run)
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The arguments of a forward by their names, and whether queries of attention are cut; its program begins."""
@@ -392,8 +391,8 @@ class DerivedModel:
         return found
 
     def sum_gradients(self) -> None:
-        """Add up, once a step, what each rank has of the gradients that are sums. Collective over the axes."""
-        summed = self.sums.over or {}
-        for axis in self._groups:
-            grads = [self._model.get_parameter(name).grad for name, axes in summed.items() if axis in axes]
-            add_up([local(g) for g in grads if g is not None], self._groups[axis])
+        """Add up, once a step, what each rank has of the gradients that are sums: none where a backward has done it.
+
+        Collective over the axes.
+        """
+        self.sums.add_up()

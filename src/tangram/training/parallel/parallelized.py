@@ -1,8 +1,7 @@
 """A model of one's own made parallel for a loop of one's own.
 
-parallel = parallelize(model, "dp=2 tp=4", ["*.up.weight: inner/tp hidden"], inputs={"x": x})
+parallelize(model, "dp=2 tp=4", ["*.up.weight: inner/tp hidden"], inputs={"x": x})
 model(x=x).sum().backward()
-parallel.sum_gradients()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimiser.step()
 """
@@ -39,10 +38,10 @@ def parallelize(
     begun. `marks` and `rules`: as of `tangram.derive`. `inputs`: keyword arguments of the forward, of which only sizes
     count; other sizes are derived when they come.
 
-    Each rank calls the model with all of its inputs, and gets results that no mark names in full. After the backward,
-    `sum_gradients()` of what is returned adds up the gradients of parameters that ranks have used for different parts.
-    Clip after that, and build the optimiser after this call. Raises UserError for what does not fit the mesh or cannot
-    be run, and where ranks have other weights or, at the first call of each size, give other inputs.
+    Each rank calls the model with all of its inputs, and gets results that no mark names in full; gradients are those
+    of one process when a backward has ended. Build the optimiser after this call. Raises UserError for what does not
+    fit the mesh or cannot be run, and where ranks have other weights or, at the first call of each size, give other
+    inputs; and where the model is copied afterwards.
     """
     refuse_unnamed(inputs)
     return parallel(model, marks_from(marks), device_mesh_of(model, mesh), inputs, rules)
