@@ -29,6 +29,7 @@ import tangram
 import tangram.checkpoint
 import tangram.planner
 from tangram.errors import UserError
+from tangram.training import eager
 from tests.house.doc_blocks import all_blocks
 from tests.ranks import start
 
@@ -268,6 +269,7 @@ def on_ranks(rank: int, folder: str) -> None:
     with pytest.raises(UserError, match='the mesh "tp=4" has 4 ranks and the process group 2'):
         tangram.parallelize(linear(), "tp=4", [], inputs={"input": x})
     a_loop_of_ones_own(folder, rank)
+    a_step_as_it_runs()
     dist.destroy_process_group()
 
 
@@ -330,6 +332,23 @@ def a_loop_of_ones_own(folder: str, rank: int) -> None:
         assert torch.allclose(compiled(x), whole(x), atol=1e-6)
         with pytest.raises(UserError, match="a parallel model has no copies"):
             copy.deepcopy(model)
+
+
+def a_step_as_it_runs() -> None:
+    """One of the parameters is cut, and torch's functions over many take all of them."""
+    x, model, whole = torch.randn(4, 8), block().eval(), block().eval()
+    parallel = eager(model, "tp=2", ["up.weight: out/tp in"])
+    with parallel:
+        found = model(x).square().sum()
+    for one, loss in ((model, found), (whole, whole(x).square().sum())):
+        optim = torch.optim.AdamW(one.parameters(), foreach=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        optim.step()
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.full_tensor(), whole.get_parameter(name), atol=1e-6)  # pyright: ignore
+    with pytest.raises(UserError, match="a parallel model has no copies"):
+        copy.deepcopy(model)
 
 
 def inside_fsdp(rank: int, folder: str) -> None:

@@ -50,7 +50,7 @@ from tangram.training.mesh.groups import (
     refuse_unlike_weights,
 )
 from tangram.training.mesh.layout_to_torch import named_modules
-from tangram.training.mesh.local_parts import as_dtensors, local
+from tangram.training.mesh.local_parts import AsTorch, as_dtensors, local
 from tangram.training.mesh.modes import agree_on_draws
 
 
@@ -89,7 +89,7 @@ class EagerModel:
         whole: dict[str, State] = dict.fromkeys(mesh.axes, SAME)
         lies = {name: {**whole, **found.get(name, {})} for name, _ in model.named_parameters()}
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        as_dtensors(model, lies, mesh, coords, self._devices)
+        as_dtensors(model, lies, mesh, coords, self._devices, AsTorch(over_all=lies.keys()))
 
         def bring(x: Tensor, change: Change, trained: bool) -> Tensor:
             return brought(x, change, self._devices.together, differentiable=trained)
