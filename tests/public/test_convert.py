@@ -139,7 +139,7 @@ def test_a_key_of_the_model_beside_one_other(weights: Mapping[str, Tensor], tmp_
 def test_a_key_that_only_the_configuration_tells(weights: Mapping[str, Tensor], tmp_path: Path, config: Path) -> None:
     """pytorch#126047: a DCP has the model under a key of its program's own, and other readers look elsewhere."""
     source = saved({"agent.net": dict(weights), "critic": {"head": torch.ones(2)}}, tmp_path / "dcp")
-    assert convert(source, tmp_path / "hf", "--config", config) == 0
+    assert convert(source, tmp_path / "hf", "--config", config / "config.json") == 0
     same(tmp_path / "hf", weights)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tangram.cli.convert import TypedOptions, compared, run
+from tangram.cli.convert import TypedOptions, compared, config_option, run
 from tangram.cli.grouped import Json, with_options
 from tangram.cli.output import byte_bar, print_json, print_table, size
 from tangram.errors import UserError
@@ -130,7 +130,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format; also s3://...")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any layout, format and structure.")],
     pattern: Pattern = "*",
-    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the model's config.json lies.")] = None,
+    config: Annotated[Path | None, config_option("Where the model's config.json lies.")] = None,
     json: Json = False,
 ) -> int:
     """Compare names, shapes, types, values and objects of two checkpoints; exit code 1 when something differs."""
@@ -184,7 +184,7 @@ def convert(
 def family(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint of any format that is read.")],
     name: Annotated[str | None, typer.Argument(metavar="[FAMILY]", help="A name, or a file of your own.")] = None,
-    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the configuration lies.")] = None,
+    config: Annotated[Path | None, config_option("Where the configuration lies.")] = None,
     json: Json = False,
 ) -> int:
     """Say what of a checkpoint its family does not name, and what is missing; exit code 1 where it does not fit."""

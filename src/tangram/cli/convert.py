@@ -37,6 +37,15 @@ REASONED = ("torch", "deepspeed")
 SKIPPED = 12
 
 
+def config_option(text: str) -> Any:
+    """`--config`: a directory, or the config.json in it."""
+
+    def folder(config: Path | None) -> Path | None:
+        return config.parent if config is not None and config.name == "config.json" and config.is_file() else config
+
+    return typer.Option(metavar="DIR", help=text, callback=folder)
+
+
 @dataclass(frozen=True)
 class TypedOptions:
     """The options of the command."""
@@ -51,7 +60,7 @@ class TypedOptions:
     ] = False
     shard_size: Annotated[str, typer.Option(help="The largest file.")] = "5GB"
     memory: Annotated[str, typer.Option(help="For all buffers.")] = "512MiB"
-    config: Annotated[Path | None, typer.Option(metavar="DIR", help="Where configuration and tokenizer lie.")] = None
+    config: Annotated[Path | None, config_option("Where configuration and tokenizer lie.")] = None
     mapping: Annotated[Path | None, typer.Option(metavar="FILE", help="A mapping of your own.")] = None
     sizes: Annotated[list[str] | None, typer.Option("--size", help="A size that shapes leave open: g=8.")] = None
     family: Annotated[str | None, typer.Option(metavar="FILE", help="A family of your own, or one by name.")] = None
