@@ -315,7 +315,7 @@ def test_a_directory_that_its_own_configuration_does_not_name(
 
 
 RANKS = r"""
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from torch import distributed
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
@@ -335,7 +335,7 @@ torch.save(state, folder / f"ranks/model_world_size_2_rank_{rank}.pt")
 torch.save({"state": {}}, folder / f"ranks/optim_world_size_2_rank_{rank}.pt")
 save(state, storage_writer=HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True))
 distributed.barrier()
-distributed.destroy_process_group()
+os._exit(0)  # torch 2.13 aborts now and then as it ends: "terminate called without an active exception"
 """
 WIDE = torch.arange(15.0).view(5, 3)
 STATE = {
