@@ -74,10 +74,13 @@ class RequestMemory:
         self._bits = self.tensor.view(_BITS[self.itemsize]) if plain else None
 
     def _refuse(self, into: Tensor, shape: tuple[int, ...], want: Want, stored: StoredTensor, cast: bool) -> None:
-        if into.layout != torch.strided or into.is_meta:
+        if into.is_meta:
             raise UserError(
-                f"{self.name} cannot be read into a {into.layout} tensor on {into.device}: give a dense one"
+                f"{self.name} is to be read into a tensor on meta, which has no memory: call model.to_empty(device=) "
+                "before, and set the buffers that no checkpoint has, as RoPE's frequencies"
             )
+        if into.layout != torch.strided:
+            raise UserError(f"{self.name} cannot be read into a {into.layout} tensor: give a dense one")
         if into.dtype != self._dtype and not cast:
             own = str(into.dtype).removeprefix("torch.")
             raise UserError(

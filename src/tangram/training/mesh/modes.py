@@ -56,8 +56,8 @@ def follow(template: nn.Module, model: nn.Module) -> None:
     for path, one in _with_attributes(model):
         if path not in own:
             raise UserError(
-                f"{path} is a module that the model had not when it was derived: its forward puts others in the place "
-                "of its own. Call the model once before it is derived"
+                f"{path} is a module that the model had not when it was derived: wrap modules before it is, and where "
+                "a forward puts others in the place of its own, call the model once before"
             )
         own_of = cast("dict[str, Any]", vars(one))
         made: dict[str, Any] = {name: x for name, x in own_of.items() if isinstance(x, partial)}
