@@ -191,8 +191,8 @@ def checkpoint_to_resume(
     """The newest good checkpoint of a run, if this plan can go on from it; None where the run has written none yet.
 
     Every byte of it is checked; one that is damaged is told of, and the one before it taken. What the plan changes is
-    told. Raises UserError for a change that is refused and not in `allow`, and where nothing is left to do: a run that
-    was ended after its last step, before all was proved and exported, has that left.
+    told. Raises UserError for a change that is refused and not in `allow`, and where the run has gone further than the
+    plan does.
     """
     if not committed(out / CHECKPOINTS) and not (out / SUMMARY_FILE).exists():
         tell(Note(f'"{out}" has no checkpoint yet: training starts with step 1'))
@@ -202,10 +202,10 @@ def checkpoint_to_resume(
         raise UserError(f'there is no good checkpoint in "{out / CHECKPOINTS}" to resume from')
     about = describe(found)
     step = about.progress.step
-    if step > plan.run.steps or (step == plan.run.steps and (out / SUMMARY_FILE).exists()):
+    if step > plan.run.steps:
         raise UserError(
-            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left '
-            "to do; raise it with --set run.steps=N"
+            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: raise it with '
+            "--set run.steps=N"
         )
     made = changes(found, about, plan, corpus, config, allow)
     _refuse(found, [change for change in made if change.refused and not _named(change.key, allow)])
