@@ -25,6 +25,7 @@ from tangram.errors import UserError
 from tangram.training.observe.events import CheckpointSaved, Note
 from tangram.training.run import uploads
 from tangram.training.run.uploads import bring_here, sending
+from tangram.training.start import ended_before
 from tests.s3 import point_to, serve
 from tests.training.small import plan_file, small_plan, write_text
 
@@ -152,6 +153,22 @@ def test_a_store_that_fails_for_a_while_costs_no_steps(
     assert not [*(tmp_path / "b").glob("[!.]*"), *(tmp_path / "b").glob(".*.partial")]
     assert bring_here(plan, tmp_path / "b", resume=True, tell=lambda e: None)
     assert [marker.step for _, marker in committed(tmp_path / "b")] == [2]
+
+
+def test_a_run_that_has_ended_still_sends_what_the_store_did_not_take(address: str, tmp_path: Path) -> None:
+    """Its last checkpoint failed to get there, so it ended badly, and a platform has started it again."""
+    plan, notes = small_plan(tmp_path, checkpoint={"store": address}, run={"steps": 2}), list[object]()
+    last = Path(write(tmp_path / "checkpoint", 2).path)
+    assert ended_before(tmp_path, last, plan, notes.append) is None, "nothing is proved yet"
+    for checkpoint in ("elsewhere/step-00000001", "elsewhere/step-00000002"):
+        assert steps(store_of(address)) == []
+        assert ended_before(tmp_path, last, plan, notes.append) is None, "of a run of fewer steps"
+        (tmp_path / "summary.json").write_text(json.dumps({"checkpoint": checkpoint}))
+    assert ended_before(tmp_path, last, plan, notes.append) == {"checkpoint": checkpoint}
+    assert steps(store_of(address)) == [2]
+    assert "has ended after step 2 of 2" in str(notes[-1])
+    more = small_plan(tmp_path, checkpoint={"store": address})
+    assert ended_before(tmp_path, last, more, notes.append) is None
 
 
 def test_old_ones_go_and_what_died_half_way(address: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.training.data import tokens_of
 from tangram.training.mesh.world import axes_of
 from tangram.training.objective import expert_capacity, router_loss
-from tangram.training.observe.events import Doing, Note, TableEvent
+from tangram.training.observe.events import CheckpointSaved, Doing, Note, TableEvent
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.fork_server import make_ready
@@ -58,7 +58,7 @@ from tangram.training.run.run_folder import (
     run_folder,
 )
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
-from tangram.training.run.uploads import bring_here
+from tangram.training.run.uploads import bring_here, sending
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import teacher_source
 from tangram.training.trials.auto import remembering, try_plans
@@ -118,7 +118,7 @@ def train_request(
             if going_on:
                 config = ready.source.config
                 resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, config, request.allow, tell)
-                if (done := _ended(folder, resume, chosen.plan, tell)) is not None:
+                if (done := ended_before(folder, resume, chosen.plan, tell)) is not None:
                     return done
                 replace_plan(folder, dumps(chosen.plan))
             memory = None if chosen.predicted is None else chosen.predicted.memory
@@ -142,14 +142,20 @@ def train_request(
     return outcome.as_json()
 
 
-def _ended(folder: Path, resume: Path | None, plan: Plan, tell: OnEvent) -> dict[str, Any] | None:
+def ended_before(folder: Path, resume: Path | None, plan: Plan, tell: OnEvent) -> dict[str, Any] | None:
     """The summary of a run that has come to its end by this plan: whoever starts it again, as a platform does, is not
-    to do so for ever. None where training, or what comes after, is still to be done."""
-    if resume is None or read_marker(resume).step < plan.run.steps:
+    to do so for ever. None where training, or what comes after, is still to be done.
+
+    Raises UserError where the plan has a store and the last checkpoint can still not be sent there.
+    """
+    if resume is None or (step := read_marker(resume).step) < plan.run.steps:
         return None
-    if (summary := proved(folder, resume)) is not None:
-        more = "nothing is left to do (for more, --set run.steps=N)"
-        tell(Note(f'the run in "{near(folder)}" has ended after step {plan.run.steps} of {plan.run.steps}: {more}'))
+    if (summary := proved(folder, resume)) is None:
+        return None
+    with sending(plan, folder / CHECKPOINTS, tell) as send:
+        send(CheckpointSaved(step, str(resume), 0.0, 0.0, asynchronous=False))
+    more = "nothing is left to do (for more, --set run.steps=N)"
+    tell(Note(f'the run in "{near(folder)}" has ended after step {step} of {plan.run.steps}: {more}'))
     return summary
 
 
