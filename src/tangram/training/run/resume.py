@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.store.commits import committed
+from tangram.checkpoint.store.retention import torn
 from tangram.errors import UserError
 from tangram.models.building.build import read_source
 from tangram.planner.local.own_rules import code_digest
@@ -190,11 +191,14 @@ def checkpoint_to_resume(
 ) -> Path | None:
     """The newest good checkpoint of a run, if this plan can go on from it; None where the run has written none yet.
 
-    Every byte of it is checked; one that is damaged is told of, and the one before it taken. What the plan changes is
+    Every byte of it is checked; one that is torn or damaged is told of, and the one before it taken. What the plan changes is
     told. Raises UserError for a change that is refused and not in `allow`, and where the run has gone further than the
     plan does.
     """
-    if not committed(out / CHECKPOINTS) and not (out / SUMMARY_FILE).exists():
+    lost = torn(out / CHECKPOINTS)
+    for why in lost:
+        tell(Note(f"{why}; it is passed over"))
+    if not lost and not committed(out / CHECKPOINTS) and not (out / SUMMARY_FILE).exists():
         tell(Note(f'"{out}" has no checkpoint yet: training starts with step 1'))
         return None
     found = newest_good(out, tell)
