@@ -191,9 +191,9 @@ def checkpoint_to_resume(
 ) -> Path | None:
     """The newest good checkpoint of a run, if this plan can go on from it; None where the run has written none yet.
 
-    Every byte of it is checked; one that is torn or damaged is told of, and the one before it taken. What the plan changes
-    is told. Raises UserError for a change that is refused and not in `allow`, and where the run has gone further than
-    the plan does.
+    Every byte of it is checked; one that is torn or damaged is told of, and the one before it taken. What the plan
+    changes is told. Raises UserError for a change that is refused and not in `allow`, and where the run went further
+    than the plan does.
     """
     lost = torn(out / CHECKPOINTS)
     for why in lost:
