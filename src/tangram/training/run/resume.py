@@ -195,15 +195,13 @@ def checkpoint_to_resume(
     changes is told. Raises UserError for a change that is refused and not in `allow`, and where the run went further
     than the plan does.
     """
-    lost = torn(out / CHECKPOINTS)
-    for why in lost:
-        tell(Note(f"{why}; it is passed over"))
-    if not lost and not committed(out / CHECKPOINTS) and not (out / SUMMARY_FILE).exists():
+    folder = out / CHECKPOINTS
+    if not committed(folder) and not torn(folder) and not (out / SUMMARY_FILE).exists():
         tell(Note(f'"{out}" has no checkpoint yet: training starts with step 1'))
         return None
     found = newest_good(out, tell)
     if found is None:
-        raise UserError(f'there is no good checkpoint in "{out / CHECKPOINTS}" to resume from')
+        raise UserError(f'there is no good checkpoint in "{folder}" to resume from')
     about = describe(found)
     step = about.progress.step
     if step > plan.run.steps:
@@ -221,6 +219,8 @@ def checkpoint_to_resume(
 
 def newest_good(out: Path, tell: Callable[[object], None]) -> Path | None:
     """The checkpoint that was committed last, of those whose every byte is as it was written."""
+    for why in torn(out / CHECKPOINTS):
+        tell(Note(f"{why}; it is passed over"))
     for path, _ in reversed(committed(out / CHECKPOINTS)):
         findings = verify(path).findings
         if not findings:
