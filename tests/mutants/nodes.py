@@ -185,7 +185,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "torn-in-silence", "checkpoint/store/retention.py",
-        "return [why for path in there if (why := _torn(path))]", "return [why for path in there if (why := str(path))]",
+        "for path in there if (why := _torn(path))]", "for path in there if (why := str(path))]",
         "a resume passes a torn checkpoint over and does not say why", (_TORN,),
+    ),
+    Mutant(
+        "another-runs-memory", "resilience/rescue.py",
+        "    if job.resume is None:", "    if job.resume is not None:",
+        "a run that begins anew at a path goes on from what a killed launcher of another has left in memory",
+        ("tests/resilience/test_tiers.py::test_a_run_that_begins_takes_nothing_over_from_one_at_the_same_path",),
     ),
 )
