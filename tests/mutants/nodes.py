@@ -13,6 +13,9 @@ _LAUNCHED = _JOBS + "test_a_launcher_is_started_once_a_node_and_goes_on_where_it
 _POD = _JOBS + "test_a_pod_that_is_to_end_has_torchrun_stop_the_run"
 _QUEUED = _JOBS + "test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again"
 _NO_MEMORY = "tests/resilience/test_tiers.py::test_a_folder_for_snapshots_that_is_not_there_is_refused"
+_STORE = "tests/training/test_store.py::test_"
+_ENDED = _STORE + "a_run_that_has_ended_still_sends_what_the_store_did_not_take"
+_TORN = "tests/training/test_resume.py::test_a_checkpoint_that_has_lost_a_file_is_told_of"
 
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
@@ -152,5 +155,43 @@ MUTANTS: tuple[Mutant, ...] = (
         "memory-that-is-not-there", "resilience/tiers.py",
         "        if memory is not None:\n            raise", "        if False:\n            raise",
         "a run has no snapshots, for a reason that is not the one it says", (_NO_MEMORY,),
+    ),
+    Mutant(
+        "done-by-another-summary", "training/run/run_folder.py",
+        'return summary if Path(summary["checkpoint"]).name == checkpoint.name else None', "return summary",
+        "a run that went on with more steps and was killed before its proofs is said to be done", (_ENDED,),
+    ),
+    Mutant(
+        "done-and-never-sent", "training/start.py",
+        "        send(CheckpointSaved(", "        str(CheckpointSaved(",
+        "the last checkpoint of a run never gets to its store, however often it is started again", (_ENDED,),
+    ),
+    Mutant(
+        "an-older-one-for-a-busy-store", "training/run/uploads.py",
+        "        except StoreError:", "        except ZeroDivisionError:",
+        "a store that fails for a moment costs the steps since the checkpoint before",
+        (_STORE + "a_store_that_fails_for_a_while_costs_no_steps",),
+    ),
+    Mutant(
+        "lost-objects-in-silence", "checkpoint/tiers/remote.py",
+        "if marker.serial > last and (lacking", "if marker.serial < last and (lacking",
+        "a run goes on from an older checkpoint of its store, and nobody is told",
+        (_STORE + "what_the_newest_has_lost_is_told",),
+    ),
+    Mutant(
+        "begun-anew-over-what-is-torn", "training/run/resume.py",
+        "if not committed(folder) and not torn(folder) and not", "if not committed(folder) and not",
+        "a run whose checkpoints have lost files begins with step 1", (_TORN,),
+    ),
+    Mutant(
+        "torn-in-silence", "checkpoint/store/retention.py",
+        "for path in there if (why := _torn(path))]", "for path in there if (why := str(path))]",
+        "a resume passes a torn checkpoint over and does not say why", (_TORN,),
+    ),
+    Mutant(
+        "another-runs-memory", "resilience/rescue.py",
+        "    if job.resume is None:", "    if job.resume is not None:",
+        "a run that begins anew at a path goes on from what a killed launcher of another has left in memory",
+        ("tests/resilience/test_tiers.py::test_a_run_that_begins_takes_nothing_over_from_one_at_the_same_path",),
     ),
 )

@@ -2,6 +2,7 @@
 of its own. A rank is lost, then a node with all that lay in its memory; the losses are those of a run left alone."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,26 @@ def undisturbed(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     return losses(out)
 
 
+TORCH = re.compile(r"\[[IWE]\d{4} |\[.*\bgloo/|Exception raised from|frame #|<omitting python frames>")
+"""Lines of torch's own log, as where a connection to a rank that was killed fails or a busy machine answers late."""
+
+
+def own_lines(output: str) -> list[str]:
+    """What a launcher has said itself: all it tells is the first one's to tell, and torch's log is no word of it."""
+    return [line for line in output.splitlines() if line.strip() and not TORCH.match(line)]
+
+
+def test_torchs_log_is_no_word_of_a_launcher() -> None:
+    log = (
+        "[W1129 21:28:29.6 TCPStore.cpp:125] [c10d] recvValue failed\nException raised from recvBytes\nframe #0: x\n\n"
+    )
+    assert not own_lines(log)
+    assert own_lines(log + "error: it ends\nTraceback (most recent call last):") == [
+        "error: it ends",
+        "Traceback (most recent call last):",
+    ]
+
+
 def test_a_rank_of_another_node_is_lost(
     plan: Path, undisturbed: dict[int, float], memory: list[Path], tmp_path: Path
 ) -> None:
@@ -54,7 +75,7 @@ def test_a_rank_of_another_node_is_lost(
     assert [one.returncode for one in launchers] == [0, 0], first + second
     assert "rank 3 of 4 ended the job: killed by signal 9" in " ".join(first.split()), first
     assert "from memory" in first
-    assert second.strip() == "", "one tells"
+    assert not own_lines(second), f"one tells: {second}"
     assert losses(tmp_path / "run") == undisturbed
     assert not [path for one in memory for path in one.iterdir()]
 

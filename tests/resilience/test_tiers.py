@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ from tangram.errors import UserError
 from tangram.relayout.exchange.peers import Peers
 from tangram.resilience import rescue
 from tangram.resilience.tiers import Tiers, memory_of
+from tangram.training.run.launch import RankError
+from tangram.training.run.rank import RankJob, RankReport
+from tangram.training.step.loop import StepCosts
+from tests.training.small import small_plan
 
 
 def write(folder: Path, step: int, created: str = "") -> Path:
@@ -235,6 +240,38 @@ def test_what_was_trained_elsewhere_since_is_newer_than_what_was_left_in_memory(
     assert tiers.newest_first()[0] == further
     assert rescue.rescue_alone(tiers, lambda event: None) == ""
     assert commits.newest(tiers.disk) == further
+
+
+def test_a_run_that_begins_takes_nothing_over_from_one_at_the_same_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of a run was killed, the folder removed, and a run begun there anew: what lies in memory, of later
+    steps, is none of its own."""
+    folder = tmp_path / "run"
+    memory = memory_of(folder)
+    assert memory is not None
+    ran, told = list[RankJob](), list[object]()
+
+    def train(job: RankJob, on_event: object) -> RankReport:
+        ran.append(job)
+        raise RankError(0, 1, "it was killed", "")
+
+    monkeypatch.setattr(rescue, "run_here", train)
+    try:
+        stale = write(memory / "attempt-1", 100)
+        job = RankJob(small_plan(tmp_path), folder, "", StepCosts())
+        with pytest.raises(RankError):
+            rescue.begun_here(replace(job, resume=stale), told.append)
+        assert stale.is_dir(), "of a run that goes on"
+        with pytest.raises(RankError):
+            rescue.begun_here(job, told.append)
+        assert not memory.exists()
+        write(folder / "checkpoint", 3)
+        rescue.rescue(folder, told.append)
+        assert [marker.step for _, marker in committed(folder / "checkpoint")] == [3]
+        assert len(ran) == 2
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
 
 
 def test_snapshots_of_two_runs_lie_apart(tmp_path: Path) -> None:

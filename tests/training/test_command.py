@@ -111,8 +111,8 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     assert of_both == of_whole, "the one that was due when it was cut, too"
     assert rest["train_loss"] != whole["train_loss"]  # the mean of other steps: those of this run
     assert (out / "plan-1.toml").exists()
-    assert main(["train", "--resume", "--out", str(out)]) == 2
-    assert "is of step 6, and run.steps is 6: nothing is left to do" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert "has ended after step 6 of 6: nothing is left to do" in capsys.readouterr().out
     assert main(["train", str(plan), "--resume", "--out", str(out), "--set", "seed=4", "--steps", "9"]) == 2
     assert (
         "was trained with seed 3, and the plan has 4; with run.steps 6, and the plan has 9 (the learning rate of step 7"

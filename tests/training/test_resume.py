@@ -7,8 +7,10 @@ from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin
 
 import pytest
+import torch
 from pydantic import BaseModel
 
+from tangram.checkpoint.saving.save import save
 from tangram.errors import UserError
 from tangram.planner.local.own_rules import code_digest
 from tangram.schema.files import dumps
@@ -225,6 +227,18 @@ def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "summary.json").touch()
     with pytest.raises(UserError, match="no good checkpoint"):  # a run that is done, and whose checkpoints are gone
         checkpoint_to_resume(tmp_path, nothing, nothing, nothing, (), told.append)
+
+
+def test_a_checkpoint_that_has_lost_a_file_is_told_of(tmp_path: Path) -> None:
+    """As one that somebody has tidied: what goes on from an older one, or from none, does not do so in silence."""
+    told: list[object] = []
+    nothing: Any = None
+    path = tmp_path / "checkpoint" / "step-00000002"
+    save({"w": torch.ones(3)}, path)
+    next(path.glob("*.safetensors")).unlink()
+    with pytest.raises(UserError, match="no good checkpoint"):
+        checkpoint_to_resume(tmp_path, nothing, nothing, nothing, (), told.append)
+    assert re.fullmatch(r".*step-00000002. is not whole: its file .* is not there; it is passed over.*", str(told[0]))
 
 
 def test_a_job_goes_on_by_the_strategy_of_its_run(tmp_path: Path) -> None:

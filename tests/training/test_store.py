@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -22,6 +23,7 @@ from tangram.errors import UserError
 from tangram.training.observe.events import CheckpointSaved, Note
 from tangram.training.run import uploads
 from tangram.training.run.uploads import bring_here, sending
+from tangram.training.start import ended_before
 from tests.s3 import point_to, serve
 from tests.training.small import plan_file, small_plan, write_text
 
@@ -105,7 +107,8 @@ def test_rotten_bytes_are_neither_sent_nor_taken(address: str, server: str, tmp_
     assert not list((tmp_path / "b").iterdir())
     notes = list[str]()
     plan = small_plan(tmp_path, checkpoint={"store": address})
-    assert not bring_here(plan, tmp_path / "b", resume=True, tell=lambda e: notes.append(str(e)))
+    with pytest.raises(UserError, match=r'^none of the checkpoints in "s3://.* is sound: begin anew'):
+        bring_here(plan, tmp_path / "b", resume=True, tell=lambda e: notes.append(str(e)))
     assert any("is passed over" in note and "other bytes" in note for note in notes)
     rotten = Path(write(tmp_path / "a", 2).path)
     file = next(rotten.glob("*.safetensors"))
@@ -113,6 +116,57 @@ def test_rotten_bytes_are_neither_sent_nor_taken(address: str, server: str, tmp_
     with pytest.raises(DamagedError, match="other bytes"):
         remote.upload(rotten, store)
     assert steps(store) == [1]
+
+
+def test_what_the_newest_has_lost_is_told(address: str, tmp_path: Path) -> None:
+    """As where somebody tidies a bucket: a run that goes on from an older one says so."""
+    store, plan, notes = store_of(address), small_plan(tmp_path, checkpoint={"store": address}), list[str]()
+    for step in (1, 2):
+        remote.upload(Path(write(tmp_path / "a", step).path), store)
+    (lost,) = (name for name in store.sizes() if "00000002/" in name and name.endswith(".safetensors"))
+    store.delete([lost])
+    assert bring_here(plan, tmp_path / "b", resume=True, tell=lambda e: notes.append(str(e)))
+    assert [marker.step for _, marker in committed(tmp_path / "b")] == [1]
+    assert any("step-00000002 of s3://" in note and 'its object "model-' in note for note in notes), notes
+    store.send(lost.replace("2/", "1/"), [b"cut off"])
+    with pytest.raises(UserError, match="none of the checkpoints in"):
+        bring_here(plan, tmp_path / "c", resume=True, tell=lambda e: None)
+
+
+def test_a_store_that_fails_for_a_while_costs_no_steps(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the newest one nothing is known then: an older one is not taken in its place."""
+    store, plan = store_of(address), small_plan(tmp_path, checkpoint={"store": address})
+    for step in (1, 2):
+        remote.upload(Path(write(tmp_path / "a", step).path), store)
+
+    def busy(*arguments: Any, **options: Any) -> None:
+        raise OSError("Generic S3 error: Server returned non-2xx status code: 503 Service Unavailable: SlowDown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("obstore.get_ranges", busy)
+        with pytest.raises(UserError, match=r"cannot be read \(step-00000002/.* too much to do, or fails"):
+            bring_here(plan, tmp_path / "b", resume=True, tell=lambda e: None)
+    assert not [*(tmp_path / "b").glob("[!.]*"), *(tmp_path / "b").glob(".*.partial")]
+    assert bring_here(plan, tmp_path / "b", resume=True, tell=lambda e: None)
+    assert [marker.step for _, marker in committed(tmp_path / "b")] == [2]
+
+
+def test_a_run_that_has_ended_still_sends_what_the_store_did_not_take(address: str, tmp_path: Path) -> None:
+    """Its last checkpoint failed to get there, so it ended badly, and a platform has started it again."""
+    plan, notes = small_plan(tmp_path, checkpoint={"store": address}, run={"steps": 2}), list[object]()
+    last = Path(write(tmp_path / "checkpoint", 2).path)
+    assert ended_before(tmp_path, last, plan, notes.append) is None, "nothing is proved yet"
+    for checkpoint in ("elsewhere/step-00000001", "elsewhere/step-00000002"):
+        assert steps(store_of(address)) == []
+        assert ended_before(tmp_path, last, plan, notes.append) is None, "of a run of fewer steps"
+        (tmp_path / "summary.json").write_text(json.dumps({"checkpoint": checkpoint}))
+    assert ended_before(tmp_path, last, plan, notes.append) == {"checkpoint": checkpoint}
+    assert steps(store_of(address)) == [2]
+    assert "has ended after step 2 of 2" in str(notes[-1])
+    more = small_plan(tmp_path, checkpoint={"store": address})
+    assert ended_before(tmp_path, last, more, notes.append) is None
 
 
 def test_old_ones_go_and_what_died_half_way(address: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tangram.checkpoint.store.commits import read_marker
 from tangram.errors import UserError
 from tangram.hardware.host.machine import accelerators, pick_device
 from tangram.hardware.measuring.rates import rates
@@ -29,7 +30,7 @@ from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.training.data import tokens_of
 from tangram.training.mesh.world import axes_of
 from tangram.training.objective import expert_capacity, router_loss
-from tangram.training.observe.events import Doing, Note, TableEvent
+from tangram.training.observe.events import CheckpointSaved, Doing, Note, TableEvent
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
 from tangram.training.run.fork_server import make_ready
@@ -46,9 +47,18 @@ from tangram.training.run.job import (
 )
 from tangram.training.run.rank import RankJob, RankReport, train_rank
 from tangram.training.run.resume import checkpoint_to_resume
-from tangram.training.run.run_folder import CHECKPOINTS, PLAN_FILE, alone, refuse_in_use, replace_plan, run_folder
+from tangram.training.run.run_folder import (
+    CHECKPOINTS,
+    PLAN_FILE,
+    alone,
+    near,
+    proved,
+    refuse_in_use,
+    replace_plan,
+    run_folder,
+)
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
-from tangram.training.run.uploads import bring_here
+from tangram.training.run.uploads import bring_here, sending
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import teacher_source
 from tangram.training.trials.auto import remembering, try_plans
@@ -97,7 +107,7 @@ def train_request(
         folder = on_one(meeting, lambda: opened.enter_context(_folder(request, chosen.plan)).resolve())
         known: list[PreparedJob] = []  # on rank 0 alone
 
-        def begin() -> RankJob:
+        def begin() -> RankJob | dict[str, Any]:
             known.append(prepare_job(chosen, tell))
             ready = known[0]
             resume, going_on = None, request.resume is not None
@@ -108,12 +118,16 @@ def train_request(
             if going_on:
                 config = ready.source.config
                 resume = checkpoint_to_resume(folder, chosen.plan, ready.corpus, config, request.allow, tell)
+                if (done := ended_before(folder, resume, chosen.plan, tell)) is not None:
+                    return done
                 replace_plan(folder, dumps(chosen.plan))
             memory = None if chosen.predicted is None else chosen.predicted.memory
             trace, digest = _trace_settings(chosen.plan, folder), ready.corpus.digest
             return RankJob(chosen.plan, folder, digest, ready.costs, resume, request.profile, memory, trace=trace)
 
         job = on_one(meeting, begin)
+        if not isinstance(job, RankJob):
+            return job if leads else None
         run = run_ranks or (run_here if meeting is None else partial(_as_rank, meeting))
         if not leads:
             run(job, tell)
@@ -126,6 +140,23 @@ def train_request(
         say_stopped(outcome, folder, tell)
         return None
     return outcome.as_json()
+
+
+def ended_before(folder: Path, resume: Path | None, plan: Plan, tell: OnEvent) -> dict[str, Any] | None:
+    """The summary of a run that has come to its end by this plan: whoever starts it again, as a platform does, is not
+    to do so for ever. None where training, or what comes after, is still to be done.
+
+    Raises UserError where the plan has a store and the last checkpoint can still not be sent there.
+    """
+    if resume is None or (step := read_marker(resume).step) < plan.run.steps:
+        return None
+    if (summary := proved(folder, resume)) is None:
+        return None
+    with sending(plan, folder / CHECKPOINTS, tell) as send:
+        send(CheckpointSaved(step, str(resume), 0.0, 0.0, asynchronous=False))
+    more = "nothing is left to do (for more, --set run.steps=N)"
+    tell(Note(f'the run in "{near(folder)}" has ended after step {step} of {plan.run.steps}: {more}'))
+    return summary
 
 
 def _as_rank(meeting: Meeting, job: RankJob, on_event: OnEvent) -> RankReport:

@@ -26,6 +26,10 @@ def is_remote(place: str) -> bool:
     return "://" in place
 
 
+class StoreError(UserError):
+    """A store that refuses or does not answer: what is there may be as it should be."""
+
+
 @dataclass(frozen=True)
 class ObjectStore:
     """A prefix of an object store."""
@@ -102,12 +106,13 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _as_user_error(self, what: str) -> Generator[None]:
-        from obstore.exceptions import BaseError
+        from obstore.exceptions import BaseError, NotFoundError
 
         try:
             yield
         except (BaseError, OSError) as error:
-            raise UserError(f'"{self.address}" cannot be {what}: {_reason(error)}') from None
+            words = f'"{self.address}" cannot be {what}: {_reason(error)}'
+            raise (UserError if isinstance(error, NotFoundError | FileNotFoundError) else StoreError)(words) from None
 
 
 _REASONS = (
@@ -122,9 +127,10 @@ _REASONS = (
     ),
     (r"NoSuchBucket|ContainerNotFound|bucket does not exist", "there is no such bucket: make it, or give another"),
     (
-        r"error sending request|[Cc]onnection refused|dns error|operation timed out",
+        r"error sending request|[Cc]onnection refused|dns error|operation timed out|request or response body error",
         "it does not answer: look at its address (AWS_ENDPOINT_URL, say) and at the network",
     ),
+    (r"SlowDown|\b(429|5\d\d) [A-Z]", "it has too much to do, or fails: try again later"),
 )
 """By what stands in an error: where nobody gives credentials, the machine's own service for them is asked."""
 

@@ -38,6 +38,7 @@ __all__ = [
     "parse",
     "plan",
     "prune",
+    "torn",
 ]
 
 QUIET = 900.0
@@ -204,6 +205,12 @@ def leftovers(folder: Path, whole: set[Path]) -> list[Leftover]:
             nbytes, changed = _weight(path)
             found.append(Leftover(path, nbytes, max(0.0, time.time() - changed), why))
     return found
+
+
+def torn(folder: Path) -> list[str]:
+    """Why checkpoints of ours in a folder, which once were whole, are so no longer: a sentence for each."""
+    there = [path for path in sorted(folder.glob("*")) if not path.name.startswith(".") and not path.is_symlink()]
+    return [why for path in there if (why := _torn(path))]
 
 
 def _torn(path: Path) -> str:

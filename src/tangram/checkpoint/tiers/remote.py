@@ -42,17 +42,33 @@ def committed_in(store: ObjectStore) -> list[tuple[str, Marker]]:
     return _committed(store, _folders(store))
 
 
+def torn_in(store: ObjectStore) -> list[str]:
+    """Why those that were committed last are no longer whole: in a sentence each what is missing."""
+    folders = _folders(store)
+    last = max((marker.serial for _, marker in _committed(store, folders)), default=0)
+    return [
+        f'{name} of {store.address} is passed over: its object "{lacking[0]}" is not as it was written, or not there'
+        for name, marker in _marked(store, folders)
+        if marker.serial > last and (lacking := _lacking(marker, folders[name]))
+    ]
+
+
 def _committed(store: ObjectStore, folders: Mapping[str, Mapping[str, int]]) -> list[tuple[str, Marker]]:
-    found: list[tuple[str, Marker]] = []
+    found = [(name, marker) for name, marker in _marked(store, folders) if not _lacking(marker, folders[name])]
+    return sorted(found, key=lambda one: (one[1].serial, one[1].created, one[0]))
+
+
+def _marked(store: ObjectStore, folders: Mapping[str, Mapping[str, int]]) -> Generator[tuple[str, Marker]]:
     for name, sizes in folders.items():
         if sizes.get(MARKER, commits.LARGEST_MARKER + 1) > commits.LARGEST_MARKER:
             continue
         data = store.get(f"{name}/{MARKER}")
         with contextlib.suppress(UserError):  # another format's, or cut off by hand: no checkpoint of ours
-            marker = commits.parse_marker(data, Path(name))
-            if all(sizes.get(file) == size for file, size in marker.sizes.items()):
-                found.append((name, marker))
-    return sorted(found, key=lambda one: (one[1].serial, one[1].created, one[0]))
+            yield name, commits.parse_marker(data, Path(name))
+
+
+def _lacking(marker: Marker, sizes: Mapping[str, int]) -> list[str]:
+    return [file for file, size in marker.sizes.items() if sizes.get(file) != size]
 
 
 def _folders(store: ObjectStore) -> dict[str, dict[str, int]]:
@@ -185,8 +201,8 @@ def _refuse_other(data: bytes | memoryview, expected: int, file: str, block: int
 def download(store: ObjectStore, name: str, marker: Marker, folder: Path) -> Path:
     """Fetch a checkpoint into a folder of checkpoints and commit it there; its path.
 
-    Raises DamagedError where its bytes are not those that were written, UserError as the store refuses, OSError as the
-    disk does. Nothing is left of what fails.
+    Raises DamagedError where its bytes are not those that were written, UserError where some are gone, StoreError as
+    the store refuses, OSError as the disk does. Nothing is left of what fails.
     """
     place = f"{store.address.rstrip('/')}/{name}"
     text = store.get(f"{name}/{MANIFEST}")

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.store.commits import committed
+from tangram.checkpoint.store.retention import torn
 from tangram.errors import UserError
 from tangram.models.building.build import read_source
 from tangram.planner.local.own_rules import code_digest
@@ -190,22 +191,23 @@ def checkpoint_to_resume(
 ) -> Path | None:
     """The newest good checkpoint of a run, if this plan can go on from it; None where the run has written none yet.
 
-    Every byte of it is checked; one that is damaged is told of, and the one before it taken. What the plan changes is
-    told. Raises UserError for a change that is refused and not in `allow`, and where nothing is left to do: a run that
-    was ended after its last step, before all was proved and exported, has that left.
+    Every byte of it is checked; one that is torn or damaged is told of, and the one before it taken. What the plan
+    changes is told. Raises UserError for a change that is refused and not in `allow`, and where the run went further
+    than the plan does.
     """
-    if not committed(out / CHECKPOINTS) and not (out / SUMMARY_FILE).exists():
+    folder = out / CHECKPOINTS
+    if not committed(folder) and not torn(folder) and not (out / SUMMARY_FILE).exists():
         tell(Note(f'"{out}" has no checkpoint yet: training starts with step 1'))
         return None
     found = newest_good(out, tell)
     if found is None:
-        raise UserError(f'there is no good checkpoint in "{out / CHECKPOINTS}" to resume from')
+        raise UserError(f'there is no good checkpoint in "{folder}" to resume from')
     about = describe(found)
     step = about.progress.step
-    if step > plan.run.steps or (step == plan.run.steps and (out / SUMMARY_FILE).exists()):
+    if step > plan.run.steps:
         raise UserError(
-            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: nothing is left '
-            "to do; raise it with --set run.steps=N"
+            f'the newest checkpoint in "{out}" is of step {step}, and run.steps is {plan.run.steps}: raise it with '
+            "--set run.steps=N"
         )
     made = changes(found, about, plan, corpus, config, allow)
     _refuse(found, [change for change in made if change.refused and not _named(change.key, allow)])
@@ -217,6 +219,8 @@ def checkpoint_to_resume(
 
 def newest_good(out: Path, tell: Callable[[object], None]) -> Path | None:
     """The checkpoint that was committed last, of those whose every byte is as it was written."""
+    for why in torn(out / CHECKPOINTS):
+        tell(Note(f"{why}; it is passed over"))
     for path, _ in reversed(committed(out / CHECKPOINTS)):
         findings = verify(path).findings
         if not findings:

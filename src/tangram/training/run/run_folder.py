@@ -4,10 +4,11 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tangram.errors import UserError
 
@@ -79,6 +80,18 @@ def replace_plan(folder: Path, plan_text: str) -> None:
         current.write_text(plan_text, encoding="utf-8")
     except OSError as error:
         raise UserError(f'the run cannot go on in "{folder}": "{error.filename}": {error.strerror}') from None
+
+
+def proved(folder: Path, checkpoint: Path) -> dict[str, Any] | None:
+    """The summary of a run, where it is of this checkpoint; None where what comes after training is still to be done.
+
+    A run that went on with more steps has the summary of fewer until it ends.
+    """
+    try:
+        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return summary if Path(summary["checkpoint"]).name == checkpoint.name else None
+    except (OSError, ValueError, TypeError, KeyError):  # none, or cut off by hand
+        return None
 
 
 def folder_to_resume(out: Path | None, name: str | None) -> Path | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from tangram.checkpoint.store import commits
-from tangram.checkpoint.store.objects import store_of
+from tangram.checkpoint.store.objects import StoreError, store_of
 from tangram.checkpoint.tiers import remote
 from tangram.checkpoint.tiers.promote import PINNED, pin
 from tangram.errors import UserError, sentence
@@ -165,8 +165,8 @@ def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object
     """Whether there is a checkpoint to go on from: the newest of the plan's store is fetched into `folder` where that
     has none as new. Nobody trains into the folder meanwhile.
 
-    From then on this run is the one that sends to the store. Raises UserError where the store cannot be reached, or has
-    checkpoints or another run and this one is to begin.
+    From then on this run is the one that sends to the store. Raises UserError where the store cannot be reached, has
+    checkpoints or another run and this one is to begin, or none of what it has is sound and there is none here.
     """
     store = store_of(plan.checkpoint.store, quick=True)
     found = remote.committed_in(store)
@@ -184,6 +184,9 @@ def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object
     remote.take(store, run, over=owner is not None)
     here = commits.committed(folder)
     newest = max((marker.serial for _, marker in here), default=0)
+    torn = remote.torn_in(store) if resume else []
+    for why in torn:
+        tell(Note(why))
     for name, marker in reversed(found):
         if marker.serial <= newest:
             break
@@ -192,9 +195,13 @@ def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object
             path = remote.download(store, name, marker, folder)
         except OSError as error:
             raise UserError(f"{name} of {store.address} cannot be fetched: {sentence(error)}") from None
+        except StoreError:  # it may answer again, and steps of days are not done again for that
+            raise
         except UserError as error:  # damaged, or deleted under way: an older one may do
             tell(Note(f"{name} of {store.address} is passed over: {error}"))
             continue
         tell(Note(f"fetched    {name} from {store.address} into {path.parent}"))
         return True
+    if (found or torn) and not here:
+        raise UserError(f'none of the checkpoints in "{store.address}" is sound: begin anew with another address')
     return bool(here)
