@@ -30,14 +30,14 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
         if isinstance(prompt, str) and isinstance(completion, str):
             if not completion:
                 raise BadRow('has nothing as its "completion": every row needs an answer')
-            return "prompt and completion", [prompt, completion]
+            return "prompt and completion", bare(row, [prompt, completion])
         turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt]
         turns += [[{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion]
         return "messages", behind_system(
             row, [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)]
         )
     if isinstance(row.get("text"), str):
-        return "text", [row["text"]]
+        return "text", bare(row, [row["text"]])
     near = [name for key in row for name in difflib.get_close_matches(key, _COLUMNS, n=1)]
     hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(row) or 'nothing'}"
     raise BadRow(f'has no "messages", no "prompt" with "completion" and no "text": {hint}')
@@ -56,6 +56,13 @@ def behind_system(row: Mapping[str, Any], messages: list[Message]) -> list[Messa
     return [turn, *messages]
 
 
+def bare(row: Mapping[str, Any], texts: list[str]) -> list[str]:
+    """Texts that no template writes. Raises BadRow for a row with a system prompt."""
+    if row.get("system"):
+        raise BadRow('has a "system" beside text, which no template writes: put it into the text, or give messages')
+    return texts
+
+
 def messages_of(value: Any, key: str) -> list[Message]:
     """The messages of a column, with the usual names of roles. Raises BadRow."""
     if isinstance(value, str):  # of a table of cells
@@ -63,6 +70,7 @@ def messages_of(value: Any, key: str) -> list[Message]:
             value = json.loads(value)
         except ValueError:
             raise BadRow(f'has a "{key}" that is no JSON') from None
+    value = [cast(Message, value)] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value:
         raise BadRow(f'has a "{key}" that is no list of messages')
     messages: list[Message] = []

@@ -22,7 +22,7 @@ from tangram.schema.tuning import TaskName
 from tangram.training.data.answers import Rendered, alike, as_taken
 from tangram.training.data.chat import ChatTokens, chat_tokens, with_template
 from tangram.training.data.files import LEFT_OUT
-from tangram.training.data.messages import BadRow, Message, behind_system, messages_of
+from tangram.training.data.messages import BadRow, Message, bare, behind_system, messages_of
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
 VERSION = ["pairs", 3]
@@ -142,9 +142,9 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
     if lacks := [key for key in _COLUMNS[task] if key not in row]:
         has, takes = ", ".join(row) or "nothing", " and ".join(_COLUMNS[task])
         raise BadRow(f'has no "{lacks[0]}" (it has {has}): the task "{task}" takes rows of {takes}')
-    prompt, answers = row.get("prompt"), [row[key] for key in sides]
+    prompt, answers = row.get("prompt", row.get("conversations")), [row[key] for key in sides]
     if all(isinstance(x, str) for x in answers) and (prompt is None or isinstance(prompt, str)):
-        return _texts(prompt, answers, sides)
+        return bare(row, _texts(prompt, answers, sides))
     turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
     answers = [messages_of(one, key) for one, key in zip(turns, sides, strict=True)]
     if prompt is None:
