@@ -219,6 +219,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/sharding/derive/test_published_marks.py::test_a_bare_model_has_the_marks_of_its_type",),
     ),
     Mutant(
+        "measured-on-a-share-too", "schema/job.py",
+        "return 0.0 if self.evaluation else self.held_out", "return self.held_out",
+        "documents are held out, and measured on by nobody",
+        ("tests/training/data/test_evaluation.py::test_all_that_is_apart_is_measured_on_and_all_else_is_trained_on",),
+    ),
+    Mutant(
         "asked-where-thoughts-were", "training/data/answers.py",
         "asked = _behind(before[:begun], head)", "asked = alike(before[:begun], head)",
         "what tools and users said behind thoughts that were dropped is learnt", (_SHORTENED,),

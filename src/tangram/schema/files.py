@@ -120,9 +120,13 @@ def absolute(plan: _Any, folder: Path) -> _Any:
         except (RuntimeError, ValueError, OSError) as error:  # no such home, a zero byte, a loop of links
             raise UserError(f"{text!r} is no path: {error}") from None
 
+    texts = {
+        key: tuple(one.model_copy(update={"path": full(one.path)}) for one in sources)
+        for key, sources in (("sources", plan.data.sources), ("evaluation", plan.data.evaluation))
+    }
     data: DataPlan = plan.data.model_copy(
         update={
-            "sources": tuple(source.model_copy(update={"path": full(source.path)}) for source in plan.data.sources),
+            **texts,
             "tokenizer": full(plan.data.tokenizer),
             "cache": plan.data.cache and full(plan.data.cache),
         }
