@@ -22,6 +22,7 @@ CALLING = (
     "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant', 'tool') %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or m.reasoning_content) %}"
     "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{{ '\n' if m.content and m.tool_calls }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} ARGUMENTS</call>{% endfor %}<|im_end|>\n"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if quick %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
@@ -73,7 +74,7 @@ TURNS: Mapping[str, tuple[list[dict[str, Any]], list[str]]] = {
     "words, then a call": (
         [user("q"), assistant("let me", tool_calls=calls({"at": "a"})), RESULT, assistant("let me"), user("q"),
          assistant("let me")],
-        [f"let me{CALL}<|im_end|>\n", "let me<|im_end|>\n", "<think>\n\n</think>\n\nlet me<|im_end|>\n"],
+        [f"let me\n{CALL}<|im_end|>\n", "let me<|im_end|>\n", "<think>\n\n</think>\n\nlet me<|im_end|>\n"],
     ),
     "nothing said": (
         [user("q"), assistant(), user("q"), assistant("end")],
