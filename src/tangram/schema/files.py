@@ -121,7 +121,7 @@ def absolute(plan: _Any, folder: Path) -> _Any:
             raise UserError(f"{text!r} is no path: {error}") from None
 
     texts = {
-        key: tuple(one.model_copy(update={"path": full(one.path)}) for one in sources)
+        key: sources and tuple(one.model_copy(update={"path": full(one.path)}) for one in sources)
         for key, sources in (("sources", plan.data.sources), ("evaluation", plan.data.evaluation))
     }
     data: DataPlan = plan.data.model_copy(

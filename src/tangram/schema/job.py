@@ -84,7 +84,7 @@ class DataPlan(TomlTable):
     rendered by a template; "text" makes it characters like any other, so that nothing in a document can end it."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """The share of documents, chosen by the hash of their content, that is never trained on."""
-    evaluation: tuple[SourcePlan, ...] = ()
+    evaluation: tuple[SourcePlan, ...] | None = Field(default=None, min_length=1)
     """Sources of what the held-out loss is measured on, in the place of a share of `sources`."""
     held_out_samples: Positive = 64
     sequence: Annotated[int, Field(gt=1)]

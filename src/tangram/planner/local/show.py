@@ -49,7 +49,7 @@ def _model(plan: Job) -> list[Row]:
 
 def _measured(plan: Job) -> str:
     data = plan.data
-    return ", ".join(one.path for one in data.evaluation) or f"{data.held_out:.0%} of the documents"
+    return ", ".join(one.path for one in data.evaluation or ()) or f"{data.held_out:.0%} of the documents"
 
 
 def _kept_in(lora: LoraPlan) -> str:

@@ -211,7 +211,7 @@ def prepare(
 
     Raises UserError for a source that cannot be read or has too little text, and a cache that cannot be written.
     """
-    for source in (*data.sources, *data.evaluation):
+    for source in (*data.sources, *(data.evaluation or ())):
         fill(data, source, tokens, on_event, part_bytes)
     open_corpus(data, tokens)
 
@@ -219,7 +219,7 @@ def prepare(
 def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
     """Map the tokens that `prepare` has made. Raises UserError when they are not there, or too few."""
     stores = [open_source(data, source, tokens) for source in data.sources]
-    apart = [open_source(data, source, tokens) for source in data.evaluation]
+    apart = [open_source(data, source, tokens) for source in data.evaluation or ()]
     best = data.packing == "best-fit"
     content = hashlib.blake2b(f"{tokens.digest} {data.share}".encode(), digest_size=16)
     for store in (*stores, *apart):

@@ -211,7 +211,7 @@ def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
     """What was taken of each source and what was left out, and how often the run takes its text."""
     words: dict[str, str] = {}
     seen = times_seen(corpus, plan.data, plan.run.steps)
-    for source, line in zip((*plan.data.sources, *plan.data.evaluation), corpus.read, strict=True):
+    for source, line in zip((*plan.data.sources, *(plan.data.evaluation or ())), corpus.read, strict=True):
         words[f"files of {source.path}" if len(corpus.read) > 1 else "files"] = line
     for source, split, times in zip(plan.data.sources, corpus.training, seen, strict=True):
         of = f" of {source.path}" if len(plan.data.sources) > 1 else ""
