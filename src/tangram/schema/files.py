@@ -124,13 +124,8 @@ def absolute(plan: _Any, folder: Path) -> _Any:
         key: sources and tuple(one.model_copy(update={"path": full(one.path)}) for one in sources)
         for key, sources in (("sources", plan.data.sources), ("evaluation", plan.data.evaluation))
     }
-    data: DataPlan = plan.data.model_copy(
-        update={
-            **texts,
-            "tokenizer": full(plan.data.tokenizer),
-            "cache": plan.data.cache and full(plan.data.cache),
-        }
-    )
+    own = {"tokenizer": full(plan.data.tokenizer), "cache": plan.data.cache and full(plan.data.cache)}
+    data: DataPlan = plan.data.model_copy(update={**texts, **own})
     paths = {key: text and full(text) for key, text in (("path", plan.model.path), ("rules", plan.model.rules))}
     file, colon, function = (plan.model.code or "").partition(".py:")
     code = file and full(f"{file}.py" if colon else file) + (f":{function}" if colon else "")

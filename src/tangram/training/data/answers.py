@@ -109,7 +109,7 @@ def _behind(before: str, head: str) -> int | None:
     return head.rfind(before[-least:]) + least if least else None
 
 
-def as_taken(render: Render, messages: list[Message]) -> list[Message]:
+def fitted(render: Render, messages: list[Message]) -> list[Message]:
     """Messages with the arguments of their calls in the form that the template takes. Raises BadRow.
 
     Rows have them as an object or as its JSON, and of templates some write the JSON of what they get, some what they

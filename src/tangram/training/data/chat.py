@@ -28,7 +28,7 @@ from tangram.training.data.answers import (
     Render,
     Rendered,
     answers_of,
-    as_taken,
+    fitted,
     refuse_unwritten,
     thoughts_unwritten,
     tools_unwritten,
@@ -100,7 +100,7 @@ class ChatTokens(Tokens):
         if kind == "prompt and completion":
             return (Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True),)
         render = self._template(row)
-        parts = as_taken(render, parts)
+        parts = fitted(render, parts)
         found = answers_of(render, parts, [*_special(self._tokenizer).values()])
         self._count_unwritten(render, parts, found.text, row, tally)
         if found.lost:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tangram.schema.job import DataPlan, Job
 from tangram.schema.tuning import TaskName
-from tangram.training.data.answers import Rendered, alike, as_taken
+from tangram.training.data.answers import Rendered, alike, fitted
 from tangram.training.data.chat import ChatTokens, chat_tokens, with_template
 from tangram.training.data.files import LEFT_OUT
 from tangram.training.data.messages import BadRow, Message, bare, behind_system, messages_of
@@ -78,7 +78,7 @@ class PairTokens(ChatTokens):
             text = prompt + cast(str, answer)
             return Rendered(text, [(len(prompt), len(text))], bare=True)
         render = self._template(row)
-        messages = as_taken(render, [*prompt, *cast(Messages, answer)])
+        messages = fitted(render, [*prompt, *cast(Messages, answer)])
         prompt, text = messages[: len(prompt)], render(messages, False)
         self._count_unwritten(render, messages, text, row, tally)
         start = alike(render(prompt, True), text)
