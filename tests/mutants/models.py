@@ -20,6 +20,8 @@ _OWN_DIMS = "tests/sharding/test_own_rules.py::test_calls_that_a_rule_is_not_for
 _DETACHED = "tests/training/test_buffers.py::test_what_no_program_could_stand_for_is_refused"
 _WRITTEN = "tests/training/test_incode.py::test_mistakes_are_said_in_one_sentence"
 _NEITHER = "tests/training/test_export_beside.py::test_where_neither_can_generate_only_settings_are_compared"
+_MESSAGES = "tests/training/data/test_messages.py"
+_SHORTENED = f"{_MESSAGES}::test_only_answers_are_learnt_where_a_template_shortens_those_before_them"
 _BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
 
 # fmt: off
@@ -67,7 +69,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gradients-summed-once-more", "training/mesh/gradient_sums.py",
-        "over = {} if self.in_backward or self.over is None else", "over = self.now if self.in_backward else",
+        "        if self.in_backward or self.over is None:\n            return\n", "        self.over = self.now\n",
         "who asks for the sums of a step doubles those of the backward", (_IN_BACKWARD,),
     ),
     Mutant(
@@ -222,5 +224,37 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if not prefix:\n        return mark\n", "    if prefix or not prefix:\n        return mark\n",
         "a bare model's layers and words are not named by the marks of its type",
         ("tests/sharding/derive/test_published_marks.py::test_a_bare_model_has_the_marks_of_its_type",),
+    ),
+    Mutant(
+        "measured-on-a-share-too", "schema/job.py",
+        "return 0.0 if self.evaluation else self.held_out", "return self.held_out",
+        "documents are held out, and measured on by nobody",
+        ("tests/training/data/test_evaluation.py::test_all_that_is_apart_is_measured_on_and_all_else_is_trained_on",),
+    ),
+    Mutant(
+        "asked-where-thoughts-were", "training/data/answers.py",
+        "asked = _behind(before[:begun], head)", "asked = alike(before[:begun], head)",
+        "what tools and users said behind thoughts that were dropped is learnt", (_SHORTENED,),
+    ),
+    Mutant(
+        "calls-left-in-the-mark", "training/data/answers.py",
+        'said = {"role": messages[turn]["role"], "content": _MARK}', 'said = {**messages[turn], "content": _MARK}',
+        "calls of tools without a word are in no loss", (_SHORTENED,),
+    ),
+    Mutant(
+        "json-within-json", "training/data/answers.py",
+        "return json.dumps(arguments, ensure_ascii=False)\n    return str", "return _MARK\n    return str",
+        "arguments are learnt as a string of JSON", (f"{_MESSAGES}::test_arguments_of_calls_are_written_once",),
+    ),
+    Mutant(
+        "a-system-prompt-nobody-sees", "training/data/messages.py",
+        "    return [turn, *messages]", "    return messages",
+        "the prompt beside the turns is left out", (f"{_MESSAGES}::test_columns_and_roles_by_other_names",),
+    ),
+    Mutant(
+        "a-role-without-a-word", "training/data/answers.py",
+        "_without(render, messages, number) == text:", "_without(render, messages, number) == content:",
+        "turns that the template does not know are left out, unsaid",
+        (f"{_MESSAGES}::test_what_would_be_left_out_without_a_word_is_refused",),
     ),
 )

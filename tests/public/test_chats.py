@@ -3,6 +3,8 @@
 huggingface/trl#4922          of Phi-3.5's template only the last answer of a chat was learnt
 axolotl-ai-cloud/axolotl#1703 a message of weight 0 is not to be learnt
 THUDM/slime#1742              a template that wants a question before each answer, and drops earlier thoughts
+allenai/open-instruct#1804    of a template that drops thoughts before a question, what was learnt began amid a turn
+MakazhanAlpamys/Soup#540      a template that refuses a chat without a question was given the system prompt alone
 huggingface/trl#1911          of an odd batch one answer stood beside its own prompt (hiyouga/LlamaFactory#7509)
 huggingface/datasets#8241     in a table a call of a tool has the arguments of others, as null
 microsoft/graphrag#2423       lines that are blank, or end within a text as Unicode has it, lost a file of rows
@@ -69,6 +71,32 @@ def test_answers_whose_thoughts_are_dropped_are_learnt_without(tmp_path: Path) -
     assert learnt(tmp_path, THINKING, CHAT) == [
         "<rag>();<|im_end|>\n", "the same\n</think>\n\n<followup>();<|im_end|>\n",
     ]  # fmt: skip
+
+
+THINKER = (
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 < ns.asked %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+def test_no_turn_of_others_is_learnt_where_thoughts_before_it_are_dropped(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>that is so</think>look"},
+        {"role": "tool", "content": "found"}, {"role": "assistant", "content": "<think>that is so</think>look"},
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>that is so</think>look"},
+    ]  # fmt: skip
+    assert learnt(tmp_path, THINKER, chat) == [
+        "look<|im_end|>", "look<|im_end|>", "that is so</think>look<|im_end|>",
+    ]  # fmt: skip
+
+
+def test_no_question_is_left_out_of_a_chat_whose_template_wants_one(tmp_path: Path) -> None:
+    wants = THINKING.replace("nobody asks", "No user query found in messages.")
+    chat = [CHAT[0], {"role": "user", "content": "How do I print in colour?"}, CHAT[4]]
+    assert learnt(tmp_path, wants, chat) == ["the same\n</think>\n\n<followup>();<|im_end|>\n"]
 
 
 @pytest.mark.parametrize("batch", [2, 3, 5])

@@ -94,14 +94,24 @@ def test_text_that_begins_with_bos_gets_no_other(tmp_path: Path) -> None:
         assert tokens.spelled(ids) == f"{END_TEXT}ask answer{END_TEXT}", row
 
 
-@pytest.mark.parametrize("key", ["lora.targets", "lora.modules_to_save"])
+@pytest.mark.parametrize(
+    ("key", "some"),
+    [("targets", ["lm_head"]), ("modules_to_save", ["lm_head"]), ("modules_to_save", ["embed_tokens", "lm_head"])],
+)
 def test_one_of_two_tied_weights_is_not_tuned_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, some: list[str]
 ) -> None:
     folder = write_folder(tmp_path, tied=True)
-    words = ["--set", f'{key}=["lm_head"]', "--set", f'data.cache="{tmp_path / "cache"}"', "--out", str(tmp_path / "o")]
+    words = [
+        "--set",
+        f"lora.{key}={json.dumps(some)}",
+        "--set",
+        f'data.cache="{tmp_path / "cache"}"',
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main(["train", str(folder / "sft.toml"), "-n", "1", *words]) == 2
-    assert "has its weights together with" in capsys.readouterr().err
+    assert "lm_head has its weights together with model.embed_tokens" in capsys.readouterr().err
 
 
 ROUTED = {"experts.gate_up_proj", "experts.down_proj"}

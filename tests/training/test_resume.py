@@ -102,7 +102,7 @@ def test_the_page_says_the_same() -> None:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    whole = small_plan(tmp_path_factory.mktemp("text"))
+    whole = small_plan(tmp_path_factory.mktemp("text"), data={"evaluation": [{"path": "apart", "pattern": "*.txt"}]})
     more = {
         "pipeline": PipelinePlan(stages=(("a",), ("b",)), tied=("a",)),
         "lora": LoraPlan(),

@@ -120,13 +120,12 @@ def absolute(plan: _Any, folder: Path) -> _Any:
         except (RuntimeError, ValueError, OSError) as error:  # no such home, a zero byte, a loop of links
             raise UserError(f"{text!r} is no path: {error}") from None
 
-    data: DataPlan = plan.data.model_copy(
-        update={
-            "sources": tuple(source.model_copy(update={"path": full(source.path)}) for source in plan.data.sources),
-            "tokenizer": full(plan.data.tokenizer),
-            "cache": plan.data.cache and full(plan.data.cache),
-        }
-    )
+    texts = {
+        key: sources and tuple(one.model_copy(update={"path": full(one.path)}) for one in sources)
+        for key, sources in (("sources", plan.data.sources), ("evaluation", plan.data.evaluation))
+    }
+    own = {"tokenizer": full(plan.data.tokenizer), "cache": plan.data.cache and full(plan.data.cache)}
+    data: DataPlan = plan.data.model_copy(update={**texts, **own})
     paths = {key: text and full(text) for key, text in (("path", plan.model.path), ("rules", plan.model.rules))}
     file, colon, function = (plan.model.code or "").partition(".py:")
     code = file and full(f"{file}.py" if colon else file) + (f":{function}" if colon else "")

@@ -84,6 +84,8 @@ class DataPlan(TomlTable):
     rendered by a template; "text" makes it characters like any other, so that nothing in a document can end it."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """The share of documents, chosen by the hash of their content, that is never trained on."""
+    evaluation: tuple[SourcePlan, ...] | None = Field(default=None, min_length=1)
+    """Sources of what the held-out loss is measured on, in the place of a share of `sources`."""
     held_out_samples: Positive = 64
     sequence: Annotated[int, Field(gt=1)]
     global_batch: Positive
@@ -98,6 +100,16 @@ class DataPlan(TomlTable):
     """Of conversations of more than `sequence` tokens: what is over is left out, or all of it; or it is refused."""
     cache: PathText | None = None
     """Where tokens are kept between runs; the default is the user's cache folder."""
+
+    @property
+    def share(self) -> float:
+        """Of the documents of `sources`, how many are held out."""
+        return 0.0 if self.evaluation else self.held_out
+
+    @property
+    def measured(self) -> tuple[SourcePlan, ...]:
+        """What the held-out loss is measured on documents of, if there is one."""
+        return self.evaluation or (self.sources if self.held_out else ())
 
 
 class CheckpointPlan(TomlTable):
@@ -318,7 +330,7 @@ class Job(TomlTable):
             )
         if self.lora is not None and self.model.path is None:
             raise Mistake("lora", "adapters stand beside weights that were trained: give their directory as model.path")
-        if self.run.evaluate_every and not self.data.held_out:
+        if self.run.evaluate_every and not self.data.measured:
             raise Mistake("run.evaluate_every", "data.held_out = 0 leaves nothing to measure the held-out loss on")
         if self.run.patience and not self.run.evaluate_every:
             raise Mistake("run.patience", "the held-out loss is measured at the end only: give run.evaluate_every, too")

@@ -53,6 +53,11 @@ ASKS_TO_THINK = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 """As stock templates do: the model is asked with the begin of thoughts, which answers before the last have not."""
+MEASURED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.role == 'assistant' and not loop.last %} of {{ m.content | length }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{% endfor %}"
 )
@@ -115,7 +120,7 @@ class Shifted(ChatTokens):
 class Twice(ChatTokens):
     def _row(self, one: Rendered, tally: Counter[str]) -> Any:
         said = [{"role": "user", "content": one.text}, {"role": "assistant", "content": one.text}]
-        return super()._row(answers_of(self._template(None), said), tally)
+        return super()._row(answers_of(self._template({}), said), tally)
 
 
 class Begun(ChatTokens):
@@ -141,8 +146,8 @@ def test_answers_that_a_template_writes_otherwise_before_later_turns_are_found(t
     answers = bytes(i if i < 256 else 35 for i, own in zip(ids, counted, strict=True) if own).decode()
     assert answers == "4#\n<think>\n\n</think>\n\nYes: 4. é#\n"  # "#": the end of a turn
     tally = Counter[str]()
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, *TURNS[3:]]
-    encoded(tokens, {"messages": turns}, tally=tally)  # nothing to find it by
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "four"}, *TURNS[3:]]
+    encoded(tokens_at(tmp_path, MEASURED), {"messages": turns}, tally=tally)  # what stands behind it is of it, too
     assert tally["left out: answers that the template writes otherwise before later turns"] == 1
 
 
@@ -321,7 +326,7 @@ def test_answers_of_weight_0_are_in_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_source_of_which_all_is_left_out_says_why(tmp_path: Path) -> None:
-    tokens_at(tmp_path, "Hello.")
+    tokens_at(tmp_path, sequence=8)
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text(json.dumps({"messages": TURNS[:3]}))
     job = load(tmp_path / "sft.toml", {"data.cache": str(tmp_path / "cache")})

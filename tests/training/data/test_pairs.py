@@ -29,6 +29,12 @@ ROWS: dict[str, Any] = {
         "chosen": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}],
         "rejected": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "five or so"}],
     },
+    "answers beside a conversation": {
+        "conversations": [{"from": "human", "value": "2 + 2?"}],
+        "chosen": {"from": "gpt", "value": "4"},
+        "rejected": {"from": "gpt", "value": "five or so"},
+    },
+    "a system prompt": {"system": "Be short.", "prompt": "2 + 2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
 }
 
 
@@ -61,6 +67,7 @@ def test_what_is_answered_is_found_by_content(tmp_path: Path, kind: str) -> None
     (prompt, good), (same, bad) = sides(begin, ROWS[kind])
     assert prompt == same
     assert prompt.endswith(SAID)
+    assert ("system\nBe short." in prompt) == ("system" in ROWS[kind])
     assert (good, bad) == ("4<|im_end|>\n", "five or so<|im_end|>\n")
 
 
@@ -100,6 +107,7 @@ def test_what_is_cut_and_left_out_is_counted(tmp_path: Path) -> None:
         ({"prompt": "a", "chosen": "", "rejected": "b"}, 'has nothing as its "chosen"'),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [USER]}, 'no answer of the role "assistant"'),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": 5}, 'has a "rejected" that is no list'),
+        ({"system": "x", "prompt": "a", "chosen": "b", "rejected": "c"}, 'a "system" beside text'),
         ({"prompt": "<|im_end|>", "chosen": "a", "rejected": "b"}, "a special token of the tokenizer"),
     ],
 )

@@ -106,13 +106,13 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _as_user_error(self, what: str) -> Generator[None]:
-        from obstore.exceptions import BaseError, NotFoundError
+        from obstore.exceptions import BaseError
 
         try:
             yield
         except (BaseError, OSError) as error:
             words = f'"{self.address}" cannot be {what}: {_reason(error)}'
-            raise (UserError if isinstance(error, NotFoundError | FileNotFoundError) else StoreError)(words) from None
+            raise (UserError if isinstance(error, FileNotFoundError) else StoreError)(words) from None
 
 
 _REASONS = (

@@ -287,7 +287,7 @@ def _refuse_tied(model: nn.Module, some: set[str], names: dict[str, nn.Module]) 
     for tied in owners.values():
         if len(tied) > 1 and (own := some & {*tied}):
             raise UserError(
-                f"{min(own)} has its weights together with {min({*tied} - own or own)}, and adapters of one would "
+                f"{min(own)} has its weights together with {min({*tied} - {min(own)})}, and adapters of one would "
                 "part them: leave it out of lora.targets and lora.modules_to_save, or part them by "
                 "model.change.tie_word_embeddings = false"
             )

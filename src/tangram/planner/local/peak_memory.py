@@ -165,7 +165,7 @@ def _moments(
         there = before or there + late[part.name]
         yield _Moment(there, left + part.input_bytes, 0.0, made + making)
     yield _Moment(every + max(early.values(), default=0.0), 0.0, 0.0, rounding, within=False)
-    if plan.data.held_out:  # whose rows are as long as the plan says, where those of steps are not
+    if plan.data.measured:  # whose rows are as long as the plan says, where those of steps are not
         yield _Moment(0.0, 0.0, logits * plan.data.sequence / local.sequence)
 
 

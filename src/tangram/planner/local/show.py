@@ -47,6 +47,11 @@ def _model(plan: Job) -> list[Row]:
     return found
 
 
+def _measured(plan: Job) -> str:
+    data = plan.data
+    return ", ".join(one.path for one in data.evaluation or ()) or f"{data.held_out:.0%} of the documents"
+
+
 def _kept_in(lora: LoraPlan) -> str:
     return "" if lora.base == "parameters" else f", linear layers but the head in {lora.base}"
 
@@ -141,7 +146,7 @@ def _training(plan: Job) -> list[Row]:
         ("length", f"{run.steps} steps{limit}; {run.steps * plan.data.global_batch * plan.data.sequence:,} tokens"),
         (
             "held-out loss",
-            f"{often}, on {plan.data.held_out_samples} samples of {plan.data.held_out:.0%} of the documents",
+            f"{often}, on {plan.data.held_out_samples} samples of {_measured(plan)}",
         ),
     ]
 

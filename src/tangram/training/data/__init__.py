@@ -4,6 +4,7 @@ files    what a source consists of  opened   what a file is          sources  do
 tokens   text <-> numbers           cache    tokens on disk, made once
 samples  windows over documents    mix     sources by weight, in a shuffled order
 corpus   what a job trains on      stream   what each rank gets of it
+messages what rows say             answers  where a template writes the answers of conversations
 chat     conversations -> numbers  tasks    what a job's task takes of these; preferences -> numbers
 """
 

@@ -1,62 +1,53 @@
 """Conversations as tokens of which only the answers are in the loss: what `Tokens` is for text.
 
 A row of a source is a conversation by what it holds: `messages` (or `conversations`), `prompt` and `completion`, or
-`text`. Conversations are rendered by the tokenizer's own template. Which of it is an answer is the difference of two
-renderings, with an answer and without it: stock templates have no marks of their own. What the model is given at that
-turn, the generation prompt included, is no answer; all that follows of the turn is, its end included, and where it has
-none, the token of the next turn at which the model stops, as GLM's do.
+`text`. Conversations are rendered by the tokenizer's own template, and answers found in that (`answers`). What the
+model is given at a turn, the generation prompt included, is no answer; all that follows of the turn is, its end
+included, and where it has none, the token of the next turn at which the model stops, as GLM's do.
 
 A token that is no answer is written as `vocabulary` more than it is (`Split.context`).
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
+from tangram.training.data.answers import (
+    Render,
+    Rendered,
+    answers_of,
+    fitted,
+    refuse_unwritten,
+    thoughts_unwritten,
+    tools_unwritten,
+)
 from tangram.training.data.files import LEFT_OUT, ROW
+from tangram.training.data.messages import BadRow, Message, sample_of
 from tangram.training.data.sources import EMPTY
 from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 
 KINDS = "conversations"
 CUT = "cut"
 OPEN = "answers"
-VERSION = 4
+VERSION = 5
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
 C = TypeVar("C", bound="ChatTokens")
-Message = dict[str, Any]
-Render = Callable[[Sequence[Message], bool], str]
-"""The text of some messages; whether what asks for an answer follows them."""
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _NEAR_END = 3
 """Tokens; behind a special one there may be white space."""
-_MARK = "\ue000"  # of no language
-_COLUMNS = ("messages", "conversations", "prompt", "completion", "text")
-
-
-class Rendered(NamedTuple):
-    """The text of a sample, and from where to where it is answers."""
-
-    text: str
-    answers: list[tuple[int, int]]
-    lost: int = 0
-    """Answers that the template writes otherwise in the middle of a conversation, so that they are in no loss."""
-    bare: bool = False
-    """Without begin and end, which are added: no template wrote it."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,10 @@ class ChatTokens(Tokens):
             return (Rendered(parts[0], [(0, len(parts[0]))], bare=True),)
         if kind == "prompt and completion":
             return (Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True),)
-        found = answers_of(self._template(row.get("tools")), parts, [*_special(self._tokenizer).values()])
+        render = self._template(row)
+        parts = fitted(render, parts)
+        found = answers_of(render, parts, [*_special(self._tokenizer).values()])
+        self._count_unwritten(render, parts, found.text, row, tally)
         if found.lost:
             tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
         return (found,)
@@ -126,9 +120,23 @@ class ChatTokens(Tokens):
         tally[f"{KINDS}: {kind}"] += 1
         self._refuse_special(parts)
 
-    def _template(self, tools: Any) -> Render:
-        """The tokenizer's own, with the tools of a row. Raises BadRow, as does what it gives."""
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+    def _count_unwritten(
+        self, render: Render, messages: Sequence[Message], text: str, row: dict[str, Any], tally: Counter[str]
+    ) -> None:
+        """Count what the template leaves out of a row. Raises BadRow for a message of which it writes nothing."""
+        refuse_unwritten(render, messages, text)
+        counts = {
+            "thoughts": thoughts_unwritten(messages, text),
+            "tools": tools_unwritten(_parsed(row.get("tools")), text),
+        }
+        for what, count in counts.items():
+            if count:
+                tally[f"{LEFT_OUT}: {what} that the template does not write"] += count
+
+    def _template(self, row: dict[str, Any]) -> Render:
+        """The tokenizer's own, with what stands beside the messages of a row. Raises BadRow, as does what it gives."""
+        tools = _parsed(row.get("tools"))
+        options: dict[str, Any] = _parsed(row.get("chat_template_kwargs")) or {}
         tokenizer = cast(Any, self._tokenizer)
         if not tokenizer.chat_template:
             raise BadRow(
@@ -139,7 +147,7 @@ class ChatTokens(Tokens):
         def render(messages: Sequence[Message], asks: bool) -> str:
             try:
                 return tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=asks, **options
                 )
             except Exception as error:  # a template is a program of somebody's
                 why = " ".join(str(error).split()) or type(error).__name__
@@ -158,7 +166,7 @@ class ChatTokens(Tokens):
             )
         names = cast("list[str]", cast(Any, self._tokenizer).all_special_tokens)
         for part in parts:
-            text = part if isinstance(part, str) else str(part.get("content") or "")
+            text = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
             if named := next((name for name in names if name in text), None):
                 raise BadRow(
                     f"holds {named!r}, a special token of the tokenizer: leave the row out, or set "
@@ -217,8 +225,12 @@ def _special(tokenizer: Any) -> dict[int, str]:
     return dict(sorted(named.items(), key=lambda one: -len(one[1])))
 
 
-class BadRow(ValueError):
-    """What a row is or holds, as the end of a sentence about it."""
+def _parsed(value: Any) -> Any:
+    """What stands beside messages, which a table may have as JSON; None for nothing. Raises BadRow."""
+    try:
+        return (json.loads(value) if isinstance(value, str) and value.strip() else value) or None
+    except ValueError:
+        raise BadRow("has tools or chat_template_kwargs that are no JSON") from None
 
 
 def chat_tokens(tokens: Tokens, data: DataPlan) -> ChatTokens:
@@ -249,114 +261,3 @@ def _stops_of(folder: Path | None) -> tuple[int, ...]:
         return ()
     ends: Any = cast("dict[str, Any]", said).get("eos_token_id") if isinstance(said, dict) else None
     return tuple(n for n in (cast("list[Any]", ends) if isinstance(ends, list) else [ends]) if isinstance(n, int))
-
-
-def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
-    """What kind of sample a row is, and its messages, or its texts. Raises BadRow."""
-    if "chosen" in row and "rejected" in row:
-        raise BadRow('has chosen and rejected answers, which the task "dpo" takes: give conversations')
-    for key in ("messages", "conversations"):
-        if key in row:
-            return "messages", messages_of(row[key], key)
-    if "prompt" in row and "completion" in row:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            if not completion:
-                raise BadRow('has nothing as its "completion": every row needs an answer')
-            return "prompt and completion", [prompt, completion]
-        turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt]
-        turns += [[{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion]
-        return "messages", [
-            one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)
-        ]
-    if isinstance(row.get("text"), str):
-        return "text", [row["text"]]
-    near = [name for key in row for name in difflib.get_close_matches(key, _COLUMNS, n=1)]
-    hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(row) or 'nothing'}"
-    raise BadRow(f'has no "messages", no "prompt" with "completion" and no "text": {hint}')
-
-
-def messages_of(value: Any, key: str) -> list[Message]:
-    """The messages of a column, with the usual names of roles. Raises BadRow."""
-    if isinstance(value, str):  # of a table of cells
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRow(f'has a "{key}" that is no JSON') from None
-    if not isinstance(value, list) or not value:
-        raise BadRow(f'has a "{key}" that is no list of messages')
-    messages: list[Message] = []
-    for one in cast("list[Any]", value):
-        if not isinstance(one, dict):
-            raise BadRow(f'has a "{key}" with {json.dumps(one)[:40]} in it, which is no message: give role and content')
-        message = {name: x for name, x in cast(Message, one).items() if x is not None}
-        if "from" in message and "value" in message:
-            message = {"role": message.pop("from"), "content": message.pop("value"), **message}
-        role = message.get("role")
-        message["role"] = _ROLES.get(str(role), role)
-        content = message.get("content", "" if "tool_calls" in message else None)
-        if not (isinstance(role, str) and isinstance(content, str)):
-            raise BadRow(f'has a message without a role or without text as its content ("{key}")')
-        messages.append(message)
-    return messages
-
-
-def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] = ()) -> Rendered:
-    """A conversation as the template writes it, and where its answers are. Raises BadRow.
-
-    `ends`: the special tokens with which an answer may end.
-    """
-    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-    if not turns:
-        raise BadRow('has no turn of the role "assistant", so there is nothing to train on: leave it out')
-    if turns[0] == 0:
-        raise BadRow("begins with an answer: give what it answers before it")
-    text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
-    for turn in turns:
-        if messages[turn].get("weight") == 0:  # as OpenAI's files say that an answer is not to be learnt
-            continue
-        before, prompt = render(messages[:turn], False), render(messages[:turn], True)
-        until = text if turn == len(messages) - 1 else render(messages[: turn + 1], False)
-        start = alike(prompt, until)
-        if start < len(before):
-            raise BadRow(
-                f"is written by the chat template so that turn {turn + 1} changes what stands before it: its answers "
-                "cannot be told from what they answer"
-            )
-        if text.startswith(until):
-            answers.append((start, len(until)))
-        elif (place := _in_the_middle(render, messages, turn, until, ends)) is not None:
-            answers.append(place)
-        else:
-            lost += 1
-    return Rendered(text, answers, lost)
-
-
-def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many characters, or messages, both begin with."""
-    least = min(len(one), len(other))
-    if one[:least] == other[:least]:
-        return least
-    return next(n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-
-
-def _in_the_middle(
-    render: Render, messages: Sequence[Message], turn: int, until: str, ends: Sequence[str]
-) -> tuple[int, int] | None:
-    """Where an answer stands that is written otherwise as the last turn, without its thoughts or with another end;
-    None where that cannot be told.
-
-    Its content is what changes when a mark stands in its place. Behind it is the end that it has as the last turn, or
-    else one of `ends`.
-    """
-    content = str(messages[turn].get("content", "")).strip()
-    text, prompt = render(messages, False), render(messages[:turn], True)
-    marked = render([*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]], False)
-    first, behind = alike(text, marked), alike(text[::-1], marked[::-1])
-    start, stop = min(alike(text, prompt), first), len(text) - behind
-    if not content or marked[first:] != _MARK + text[stop:] or text[:start] != until[:start]:
-        return None
-    for end in (until.rpartition(content)[2], *ends):
-        if end and text.startswith(end, stop):
-            return start, stop + len(end)
-    return None

@@ -91,7 +91,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _identity(files: Files, source: SourcePlan, data: DataPlan, tokens: Tokens) -> str:
     listed = [[file.name, file.size, file.changed_ns] for file in files.files]
-    about = [FORMAT, READING, str(files.root.absolute()), listed, source.field, data.held_out]
+    about = [FORMAT, READING, str(files.root.absolute()), listed, source.field, data.share]
     about += [files.choice, tokens.digest, tokens.special]
     return hashlib.blake2b(json.dumps(about).encode(), digest_size=16).hexdigest()
 
@@ -163,7 +163,7 @@ def _encoded(
     rows: tuple[list[Any], list[Any]] = ([], [])
     for document, row in zip(part, encoded, strict=True):
         if opened := tokens.documents(row):
-            rows[is_held_out(document.text, data.held_out)].extend(opened)
+            rows[is_held_out(document.text, data.share)].extend(opened)
         elif tokens.context is None:  # else it was said why
             tally[EMPTY] += 1
     return rows
@@ -211,7 +211,7 @@ def prepare(
 
     Raises UserError for a source that cannot be read or has too little text, and a cache that cannot be written.
     """
-    for source in data.sources:
+    for source in (*data.sources, *(data.evaluation or ())):
         fill(data, source, tokens, on_event, part_bytes)
     open_corpus(data, tokens)
 
@@ -219,27 +219,31 @@ def prepare(
 def open_corpus(data: DataPlan, tokens: Tokens) -> Corpus:
     """Map the tokens that `prepare` has made. Raises UserError when they are not there, or too few."""
     stores = [open_source(data, source, tokens) for source in data.sources]
+    apart = [open_source(data, source, tokens) for source in data.evaluation or ()]
     best = data.packing == "best-fit"
-    content = hashlib.blake2b(f"{tokens.digest} {data.held_out}".encode(), digest_size=16)
-    for store in stores:
+    content = hashlib.blake2b(f"{tokens.digest} {data.share}".encode(), digest_size=16)
+    for store in (*stores, *apart):
         content.update(store.digest.encode())
     training, held_out = (
-        tuple(replace(store.splits[split], context=tokens.context, rows=tokens.rows, best_fit=best) for store in stores)
-        for split in (0, 1)
+        tuple(replace(split, context=tokens.context, rows=tokens.rows, best_fit=best) for split in some)
+        for some in (
+            [store.splits[0] for store in stores],
+            [store.splits[0] for store in apart] or [store.splits[1] for store in stores],
+        )
     )
-    for source, split, kept, store in zip(data.sources, training, held_out, stores, strict=True):
+    for source, split, store in zip(data.sources, training, stores, strict=True):
         if not split.windows(data.sequence, single=is_single(data)):
-            raise UserError(
-                f'the source "{source.path}" has no text to train on: {_where(store, len(kept.end_D), data.held_out)}'
-            )
-    if data.held_out and not any(split.windows(data.sequence, single=is_single(data)) for split in held_out):
+            raise UserError(f'the source "{source.path}" has no text to train on: {_where(store, data.share)}')
+    if data.measured and not any(split.windows(data.sequence, single=is_single(data)) for split in held_out):
+        if data.evaluation:
+            raise UserError(f"data.evaluation has no text to measure the loss on: {_where(apart[0], 0.0)}")
         count = sum(len(split.end_D) for split in training)
         raise UserError(
             f"none of the {count} documents in data.sources is held out to measure the loss on: give more documents (a "
             f"text file is one, a line of JSONL is one), raise data.held_out (now {data.held_out}), or set it and "
             "run.evaluate_every to 0 to measure none"
         )
-    read = tuple(_read(store, data) for store in stores)
+    read = tuple(_read(store, data) for store in (*stores, *apart))
     return Corpus(training, held_out, content.hexdigest(), tokens.end, tokens.rows, tokens.labelled, read)
 
 
@@ -289,7 +293,8 @@ def _read(store: TokenStore, data: DataPlan) -> str:
 _ROWS_LEFT_OUT = tuple(f"{LEFT_OUT}: {rows}" for rows in ("conversations", "pairs"))
 
 
-def _where(store: TokenStore, kept: int, share: float) -> str:
+def _where(store: TokenStore, share: float) -> str:
+    kept = len(store.splits[1].end_D)
     if not kept:
         lost = {key.partition(": ")[2]: n for key, n in store.tally.items() if key.startswith(_ROWS_LEFT_OUT)}
         return f"all of it is left out: {in_words(Counter(lost))}" if lost else "its files are empty"

@@ -177,7 +177,7 @@ def held_out_samples(corpus: Corpus, data: DataPlan) -> list[tuple[int, int]]:
     wanted = min(data.held_out_samples, int(windows_N.sum()))
     if not wanted:
         raise UserError("no text is held out to measure the loss on: set data.held_out above 0 and train anew")
-    mix, chosen, first = make_mix(tuple(source.weight for source in data.sources)), list[tuple[int, int]](), 0
+    mix, chosen, first = make_mix(tuple(source.weight for source in data.measured)), list[tuple[int, int]](), 0
     while len(chosen) < wanted:
         count = max(wanted, len(mix.source_W))
         source_B, number_B = mix.places(np.arange(first, first + count))

@@ -19,20 +19,13 @@ import numpy as np
 
 from tangram.schema.job import DataPlan, Job
 from tangram.schema.tuning import TaskName
-from tangram.training.data.chat import (
-    BadRow,
-    ChatTokens,
-    Message,
-    Rendered,
-    alike,
-    chat_tokens,
-    messages_of,
-    with_template,
-)
+from tangram.training.data.answers import Rendered, alike, fitted
+from tangram.training.data.chat import ChatTokens, chat_tokens, with_template
 from tangram.training.data.files import LEFT_OUT
+from tangram.training.data.messages import BadRow, Message, bare, behind_system, messages_of
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
-VERSION = ["pairs", 2]
+VERSION = ["pairs", 3]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
 _COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
@@ -64,7 +57,7 @@ class PairTokens(ChatTokens):
         prompt, *answers = found
         parts = [part for some in found for part in ([some] if isinstance(some, str) else some)]
         self._count_kind(f"chosen and rejected {'text' if isinstance(prompt, str) else 'messages'}", parts, tally)
-        return tuple(self._side(prompt, one, row.get("tools")) for one in answers)
+        return tuple(self._side(prompt, one, row, tally) for one in answers)
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
         own = Counter[str]()
@@ -78,12 +71,16 @@ class PairTokens(ChatTokens):
             return np.concatenate([chosen, rejected + np.uint32(2 * self.vocabulary)])
         return np.zeros(0, np.uint32)
 
-    def _side(self, prompt: str | Messages, answer: str | Messages, tools: Any) -> Rendered:
+    def _side(
+        self, prompt: str | Messages, answer: str | Messages, row: dict[str, Any], tally: Counter[str]
+    ) -> Rendered:
         if isinstance(prompt, str):
             text = prompt + cast(str, answer)
             return Rendered(text, [(len(prompt), len(text))], bare=True)
-        render = self._template(tools)
-        text = render([*prompt, *cast(Messages, answer)], False)
+        render = self._template(row)
+        messages = fitted(render, [*prompt, *cast(Messages, answer)])
+        prompt, text = messages[: len(prompt)], render(messages, False)
+        self._count_unwritten(render, messages, text, row, tally)
         start = alike(render(prompt, True), text)
         if start < len(render(prompt, False)):
             raise BadRow(
@@ -112,7 +109,7 @@ class LabelledTokens(PairTokens):
         prompt, answer = pair_of(row, ("completion",), "kto")
         parts = [part for some in (prompt, answer) for part in ([some] if isinstance(some, str) else some)]
         self._count_kind(f"labelled {'text' if isinstance(prompt, str) else 'messages'}", parts, tally)
-        one = self._side(prompt, answer, row.get("tools"))
+        one = self._side(prompt, answer, row, tally)
         return (one,) if _is_good(row) else (one, one)
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
@@ -132,7 +129,7 @@ def _is_good(row: dict[str, Any]) -> bool:
 
 def labelled_tokens(tokens: Tokens, data: DataPlan) -> LabelledTokens:
     """The tokens of answers with labels. Raises UserError as `pair_tokens`."""
-    return with_template(LabelledTokens, tokens, data, ["labelled", 1])
+    return with_template(LabelledTokens, tokens, data, ["labelled", 2])
 
 
 def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
@@ -145,9 +142,9 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
     if lacks := [key for key in _COLUMNS[task] if key not in row]:
         has, takes = ", ".join(row) or "nothing", " and ".join(_COLUMNS[task])
         raise BadRow(f'has no "{lacks[0]}" (it has {has}): the task "{task}" takes rows of {takes}')
-    prompt, answers = row.get("prompt"), [row[key] for key in sides]
+    prompt, answers = row.get("prompt", row.get("conversations")), [row[key] for key in sides]
     if all(isinstance(x, str) for x in answers) and (prompt is None or isinstance(prompt, str)):
-        return _texts(prompt, answers, sides)
+        return bare(row, _texts(prompt, answers, sides))
     turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
     answers = [messages_of(one, key) for one, key in zip(turns, sides, strict=True)]
     if prompt is None:
@@ -158,6 +155,7 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
         answers = [one[len(history) :] for one in answers]
     if not history:
         raise BadRow("has answers that begin with different messages, and no prompt: give what they answer")
+    history = behind_system(row, history)
     for one, key in zip(answers, sides, strict=True):
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')

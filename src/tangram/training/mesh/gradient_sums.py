@@ -11,7 +11,8 @@ loss, a last batch that no mark cuts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -86,8 +87,8 @@ class GradientSums:
                 "ranks of the model have added it up: let the model recompute whole modules"
             )
         for name, axes in late.items():
-            groups = [self._groups[axis] for axis in axes]
-            self._model.get_parameter(name).register_hook(lambda grad, groups=groups: _over(grad, groups))
+            over = partial(_over, groups=[self._groups[axis] for axis in axes])
+            self._model.get_parameter(name).register_hook(over)
 
     def through(self, name: str, part: Tensor) -> Tensor:
         """A parameter as a forward takes it, of which the gradient is whole when a backward has ended."""
@@ -97,13 +98,14 @@ class GradientSums:
 
     def add_up(self) -> None:
         """What is left is added up, once a step. Collective over the axes."""
-        over = {} if self.in_backward or self.over is None else self.over
+        if self.in_backward or self.over is None:
+            return
         for axis, group in self._groups.items():
-            grads = [self._model.get_parameter(name).grad for name, axes in over.items() if axis in axes]
+            grads = [self._model.get_parameter(name).grad for name, axes in self.over.items() if axis in axes]
             add_up([local(g) for g in grads if g is not None], group)
 
 
-def _over(grad: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+def _over(grad: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     found = grad.clone()
     for group in groups:
         add_up([local(found)], group)

@@ -211,9 +211,10 @@ def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
     """What was taken of each source and what was left out, and how often the run takes its text."""
     words: dict[str, str] = {}
     seen = times_seen(corpus, plan.data, plan.run.steps)
-    for source, line, split, times in zip(plan.data.sources, corpus.read, corpus.training, seen, strict=True):
+    for source, line in zip((*plan.data.sources, *(plan.data.evaluation or ())), corpus.read, strict=True):
+        words[f"files of {source.path}" if len(corpus.read) > 1 else "files"] = line
+    for source, split, times in zip(plan.data.sources, corpus.training, seen, strict=True):
         of = f" of {source.path}" if len(plan.data.sources) > 1 else ""
-        words[f"files{of}"] = line
         if again := repeats(split):
             words[f"repeated{of}"] = f"{again:,} of {len(split.end_D):,} conversations are there before"
         words[f"text{of} is seen"] = f"{figures.three(times)} times in {plan.run.steps:,} steps"
@@ -247,7 +248,7 @@ def finish(
     on_event(
         Note(f"trained    {len(trained.losses)} steps, {trained.tokens:,} tokens in {figures.seconds(trained.seconds)}")
     )
-    by_token = plan.data.held_out and plan.by_token  # else no model's entropy bounds the loss
+    by_token = plan.data.measured and plan.by_token  # else no model's entropy bounds the loss
     entropy = unigram_entropy(ready.corpus, plan.data) if by_token else None
     if (loss := report.held_out_loss) is not None:
         beside = f"; unigram entropy {entropy:.4f}, ratio {loss / entropy:.2f}" if entropy else ""

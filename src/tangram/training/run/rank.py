@@ -209,7 +209,7 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         trained=trained,
         first=first,
         step=state.progress.step,
-        held_out_loss=held_out_loss(model, corpus) if plan.data.held_out and not stopped else None,
+        held_out_loss=held_out_loss(model, corpus) if plan.data.measured and not stopped else None,
         probe=None if stopped else probe_logits(model, corpus),
         peak_rss_mb=highest(peak_resident_mb(), world),
         blocked_seconds=checkpointer.blocked_seconds,
@@ -310,7 +310,7 @@ def _packing_words(settled: SettledPacking, corpus: Corpus, plan: Plan) -> str:
 
 def probe_batch(corpus: Corpus, plan: Plan, device: torch.device) -> Batch:
     """The fixed batch: the begin of the first held-out sample (else training sample), the same for any ranks."""
-    if plan.data.held_out:
+    if plan.data.measured:
         batch = next(iter(held_out_batches(corpus, plan.data, index=0, size=1, device=device)))
     else:
         stream = Stream(corpus, plan.data, seed=plan.seed, device=device)

@@ -71,6 +71,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "data.sources.pattern": _TEXT,
         "data.sources.field": _TEXT,
         "data.sources.weight": _REFUSED,
+        **{f"data.evaluation.{key}": _TEXT for key in ("path", "pattern", "field", "weight")},
         "data.tokenizer": _TEXT,
         "data.special_tokens": _TEXT,
         "data.held_out": _TEXT,

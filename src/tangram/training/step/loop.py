@@ -298,7 +298,7 @@ def _event_of(
 
 def _evaluations(plan: Plan) -> int:
     """Steps from one to the next; 0 for none."""
-    return plan.run.evaluate_every if plan.data.held_out else 0
+    return plan.run.evaluate_every if plan.data.measured else 0
 
 
 def _due(step: int, every: int) -> bool:

@@ -119,7 +119,7 @@ def teach_rank(rank: Rank, job: TeachJob) -> Taught:
     batches = batches_once(
         corpus, plan.data, seed=plan.seed, steps=plan.run.steps, index=index, size=size, device=device
     )
-    held_out = held_out_batches(corpus, plan.data, index=index, size=size, device=device) if plan.data.held_out else ()
+    held_out = held_out_batches(corpus, plan.data, index=index, size=size, device=device) if plan.data.measured else ()
     for batch in chain(batches, held_out):
         with evaluating(teacher.module):
             logits_BSV = logits_in_order(teacher.module, teacher.parts[0].tokens, batch)

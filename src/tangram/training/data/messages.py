@@ -1,0 +1,120 @@
+"""The messages of a row: its columns, names of roles and parts of text, before any template writes them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+Message = dict[str, Any]
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_CALL = "function_call"
+"""The role of a turn that is a call of a tool, as JSON (ShareGPT)."""
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "text")
+
+
+class BadRow(ValueError):
+    """What a row is or holds, as the end of a sentence about it."""
+
+
+def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
+    """What kind of sample a row is, and its messages, or its texts. Raises BadRow."""
+    if "chosen" in row and "rejected" in row:
+        raise BadRow('has chosen and rejected answers, which the task "dpo" takes: give conversations')
+    for key in ("messages", "conversations"):
+        if key in row:
+            return "messages", behind_system(row, messages_of(row[key], key))
+    if "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if not completion:
+                raise BadRow('has nothing as its "completion": every row needs an answer')
+            return "prompt and completion", bare(row, [prompt, completion])
+        turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt]
+        turns += [[{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion]
+        return "messages", behind_system(
+            row, [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)]
+        )
+    if isinstance(row.get("text"), str):
+        return "text", bare(row, [row["text"]])
+    near = [name for key in row for name in difflib.get_close_matches(key, _COLUMNS, n=1)]
+    hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(row) or 'nothing'}"
+    raise BadRow(f'has no "messages", no "prompt" with "completion" and no "text": {hint}')
+
+
+def behind_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Messages behind what the column `system` of a row says. Raises BadRow where both have such a turn."""
+    system = row.get("system")
+    if not isinstance(system, str) or not system:
+        return messages
+    turn = {"role": "system", "content": system}
+    if messages[0] == turn:
+        return messages
+    if messages[0]["role"] == "system":
+        raise BadRow('has a "system" and a message of that role that says something else: leave one of the two out')
+    return [turn, *messages]
+
+
+def bare(row: Mapping[str, Any], texts: list[str]) -> list[str]:
+    """Texts that no template writes. Raises BadRow for a row with a system prompt."""
+    if row.get("system"):
+        raise BadRow('has a "system" beside text, which no template writes: put it into the text, or give messages')
+    return texts
+
+
+def messages_of(value: Any, key: str) -> list[Message]:
+    """The messages of a column, with the usual names of roles. Raises BadRow."""
+    if isinstance(value, str):  # of a table of cells
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRow(f'has a "{key}" that is no JSON') from None
+    value = [cast(Message, value)] if isinstance(value, dict) else value
+    if not isinstance(value, list) or not value:
+        raise BadRow(f'has a "{key}" that is no list of messages')
+    messages: list[Message] = []
+    for one in cast("list[Any]", value):
+        if not isinstance(one, dict):
+            raise BadRow(f'has a "{key}" with {json.dumps(one)[:40]} in it, which is no message: give role and content')
+        message = {name: x for name, x in cast(Message, one).items() if x is not None}
+        if "from" in message and "value" in message:
+            message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+        if message.get("role") == _CALL:
+            message = Message(role="assistant", content="", tool_calls=_calls_in(message.get("content")))
+        role = message.get("role")
+        message["role"] = _ROLES.get(str(role), role)
+        message["content"] = _text_of(message.get("content", "" if "tool_calls" in message else None))
+        if not (isinstance(role, str) and isinstance(message["content"], str)):
+            raise BadRow(f'has a message without a role or without text as its content ("{key}")')
+        messages.append(message)
+    return messages
+
+
+def _text_of(content: Any) -> Any:
+    """The text of content that comes in parts, as it was for content of another kind. Raises BadRow."""
+    if not isinstance(content, list) or not content:
+        return cast(Any, content)
+    parts = [cast(Message, one) if isinstance(one, dict) else {"text": one} for one in cast("list[Any]", content)]
+    if other := next((one for one in parts if one.get("type", "text") != "text"), None):
+        raise BadRow(f"has a part of the type {json.dumps(other['type'])[:40]} in a message: only text is trained on")
+    texts = [one["text"] for one in parts if isinstance(one.get("text"), str)]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _calls_in(value: Any) -> list[Message]:
+    """The calls of tools that a turn is. Raises BadRow."""
+    try:
+        calls: Any = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        calls = None
+    calls = cast("list[Any]", calls) if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
+        raise BadRow(f'has a turn "{_CALL}" that is no JSON of a name and arguments')
+    return [{"type": "function", "function": one} for one in calls]
+
+
+def functions_called(messages: Sequence[Message]) -> list[Message]:
+    """The name and arguments of each call of a tool, in order."""
+    calls = [one for message in messages for one in message.get("tool_calls") or ()]
+    return [one.get("function", one) for one in calls if isinstance(one, dict)]

@@ -1,0 +1,181 @@
+"""Rows as people have them: columns, roles, parts of text, calls of tools; what a template leaves out of them."""
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.training.data.tokens import BadDocument
+from tests.training.data.test_chat import CHATML, COUNTING, encoded, tokens_at
+
+AS_JSON = "{{ c.function.arguments | tojson }}"
+AS_THEY_ARE = "{{ c.function.arguments }}"
+BY_KEYS = "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+IN_PIECES = "{{ 'with ' + c.function.arguments }}"
+CALLING = (
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant', 'tool') %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or m.reasoning_content) %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{{ '\n' if m.content and m.tool_calls }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} ARGUMENTS</call>{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if quick %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""As Qwen3's: thoughts are written of what follows the last question, and of the last turn even where it has none."""
+CALLS = CALLING.replace("ARGUMENTS", AS_JSON)
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: Any = "", **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def calls(arguments: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
+
+
+RESULT = {"role": "tool", "content": "42"}
+CALL = '<call>look {"at": "a"}</call>'
+
+
+def learnt(folder: Path, template: str, row: object, tally: Counter[str] | None = None) -> list[str]:
+    tokens = tokens_at(folder, template)
+    ((ids, counts),) = encoded(tokens, row, tally=tally)
+    runs = groupby(zip(ids, counts, strict=True), lambda one: one[1])
+    return [tokens.spelled([i for i, _ in some]) for counted, some in runs if counted]
+
+
+def written(folder: Path, template: str, row: object) -> str:
+    tokens = tokens_at(folder, template)
+    ((ids, _),) = encoded(tokens, row)
+    return tokens.spelled(ids)
+
+
+TURNS: Mapping[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "a call without a word": (
+        [user("q"), assistant(tool_calls=calls({"at": "a"})), RESULT, assistant("done")],
+        [f"{CALL}<|im_end|>\n", "<think>\n\n</think>\n\ndone<|im_end|>\n"],
+    ),
+    "thoughts dropped before an answer": (
+        [user("q"), assistant(tool_calls=calls({"at": "a"}), reasoning_content="hm"), RESULT,
+         assistant("done", reasoning_content="well"), user("more"), assistant("end")],
+        [f"{CALL}<|im_end|>\n", "done<|im_end|>\n", "<think>\n\n</think>\n\nend<|im_end|>\n"],
+    ),
+    "words, then a call": (
+        [user("q"), assistant("let me", tool_calls=calls({"at": "a"})), RESULT, assistant("let me"), user("q"),
+         assistant("let me")],
+        [f"let me\n{CALL}<|im_end|>\n", "let me<|im_end|>\n", "<think>\n\n</think>\n\nlet me<|im_end|>\n"],
+    ),
+    "nothing said": (
+        [user("q"), assistant(), user("q"), assistant("end")],
+        ["<|im_end|>\n", "<think>\n\n</think>\n\nend<|im_end|>\n"],
+    ),
+    "two answers in a row": (
+        [user("q"), assistant("one"), assistant("two")],
+        ["one<|im_end|>\n", "<think>\n\n</think>\n\ntwo<|im_end|>\n"],
+    ),
+    "one not to be learnt": (
+        [user("q"), assistant("one", train=False), user("q"), assistant("two")],
+        ["<think>\n\n</think>\n\ntwo<|im_end|>\n"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_only_answers_are_learnt_where_a_template_shortens_those_before_them(tmp_path: Path, case: str) -> None:
+    messages, answers = TURNS[case]
+    tally = Counter[str]()
+    assert learnt(tmp_path, CALLS, {"messages": messages, "tools": TOOLS}, tally) == answers
+    assert not [key for key in tally if "otherwise" in key]
+
+
+@pytest.mark.parametrize("form", [AS_JSON, AS_THEY_ARE, BY_KEYS, IN_PIECES])
+@pytest.mark.parametrize("arguments", [{"at": "a"}, '{"at": "a"}', {}, "{}"])
+def test_arguments_of_calls_are_written_once(tmp_path: Path, form: str, arguments: Any) -> None:
+    row = {"messages": [user("q"), assistant(tool_calls=calls(arguments)), RESULT, assistant("done")]}
+    inside = '{"at": "a"}' if "at" in arguments else "{}"
+    inside = {BY_KEYS: "at=a" if "at" in arguments else "", IN_PIECES: f"with {inside}"}.get(form, inside)
+    assert f"<call>look {inside}</call>" in written(tmp_path, CALLING.replace("ARGUMENTS", form), row)
+
+
+SAID = [user("one two"), assistant("three")]
+SYSTEM = {"role": "system", "content": "Be short."}
+SAME: Mapping[str, tuple[object, list[dict[str, Any]]]] = {
+    "parts": (
+        {"messages": [user([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]),
+                      assistant([{"type": "text", "text": "three", "image": None}])]}, SAID,
+    ),
+    "a system prompt beside turns": (
+        {"system": "Be short.", "conversations": [{"from": "human", "value": "one two"},
+                                                  {"from": "gpt", "value": "three"}]}, [SYSTEM, *SAID],
+    ),
+    "the same system prompt twice": ({"system": "Be short.", "messages": [SYSTEM, *SAID]}, [SYSTEM, *SAID]),
+    "a system prompt beside a prompt": (
+        {"system": "Be short.", "prompt": "one two", "completion": SAID[1:]}, [SYSTEM, *SAID],
+    ),
+    "no system prompt": ({"system": "", "messages": SAID}, SAID),
+    "calls by their roles": (
+        {"conversations": [{"from": "human", "value": "one two"},
+                           {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "a"}}'},
+                           {"from": "observation", "value": "42"}, {"from": "gpt", "value": "three"}]},
+        [SAID[0], assistant(tool_calls=calls({"at": "a"})), RESULT, SAID[1]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_columns_and_roles_by_other_names(tmp_path: Path, case: str) -> None:
+    row, messages = SAME[case]
+    tokens = tokens_at(tmp_path, CALLS)
+    assert encoded(tokens, row) == encoded(tokens, {"messages": messages})
+
+
+def test_options_of_a_row_reach_its_template(tmp_path: Path) -> None:
+    row = {"messages": SAID, "chat_template_kwargs": {"quick": True}}
+    assert learnt(tmp_path, CALLS, row) == ["three<|im_end|>\n"]
+
+
+REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "an unknown role": (CALLS, {"messages": [{"role": "developer", "content": "o"}, *SAID]}, 'the role "developer"'),
+    "no calls": (CHATML, {"messages": [SAID[0], assistant(tool_calls=calls({"at": "a"}))]}, 'a call of "look", which'),
+    "an image": (
+        CHATML, {"messages": [user([{"type": "image"}, {"type": "text", "text": "x"}]), SAID[1]]},
+        'a part of the type "image" in a message',
+    ),
+    "two system prompts": (CHATML, {"system": "x", "messages": [SYSTEM, *SAID]}, "leave one of the two out"),
+    "a call of no name": (CHATML, {"messages": [SAID[0], {"role": "function_call", "content": "x"}]}, "no JSON of a"),
+    "an end in thoughts": (CALLS, {"messages": [SAID[0], assistant("x", reasoning_content="<|im_end|>")]}, "holds '<|"),
+    "options that are no JSON": (CALLS, {"messages": SAID, "chat_template_kwargs": "x"}, "that are no JSON"),
+    "a template that rewrites": (COUNTING, {"messages": SAID}, "changes what stands before it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_left_out_without_a_word_is_refused(tmp_path: Path, case: str) -> None:
+    template, row, why = REFUSED[case]
+    with pytest.raises(BadDocument) as refused:
+        encoded(tokens_at(tmp_path, template), row)
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(("template", "thoughts", "tools"), [(CALLS, 1, 0), (CHATML, 2, 1)])
+def test_thoughts_and_tools_that_a_template_does_not_write_are_told(
+    tmp_path: Path, template: str, thoughts: int, tools: int
+) -> None:
+    tally = Counter[str]()
+    turns = [user("q"), assistant("a", reasoning_content="first"), user("q"), assistant("b", thinking="second")]
+    inline = [user("q"), assistant("<think>\nfirst\n</think>\n\na")]
+    rows: list[dict[str, Any]] = [{"messages": turns, "tools": TOOLS}, {"messages": inline}]
+    encoded(tokens_at(tmp_path, template), *rows, tally=tally)
+    found = [tally[f"left out: {what} that the template does not write"] for what in ("thoughts", "tools")]
+    assert found == [thoughts, tools]
