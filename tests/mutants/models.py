@@ -79,7 +79,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "late-gradients-not-added", "training/mesh/gradient_sums.py",
-        "                self._follow(left)\n", "                pass\n",
+        "            self._follow(left)\n", "            pass\n",
         "a parameter that is read outside of its module has a part of its gradient", (_LATE,),
     ),
     Mutant(
@@ -233,12 +233,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "asked-where-thoughts-were", "training/data/answers.py",
-        "asked = _behind(before[:begun], head)", "asked = alike(before[:begun], head)",
+        "first = _behind(before[:begun], head)", "first = alike(before[:begun], head)",
         "what tools and users said behind thoughts that were dropped is learnt", (_SHORTENED,),
     ),
     Mutant(
         "calls-left-in-the-mark", "training/data/answers.py",
-        'said = {"role": messages[turn]["role"], "content": _MARK}', 'said = {**messages[turn], "content": _MARK}',
+        'marked = {"role": messages[turn]["role"], "content": _MARK}', 'marked = {**messages[turn], "content": _MARK}',
         "calls of tools without a word are in no loss", (_SHORTENED,),
     ),
     Mutant(

@@ -14,6 +14,7 @@ _POD = _JOBS + "test_a_pod_that_is_to_end_has_torchrun_stop_the_run"
 _QUEUED = _JOBS + "test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again"
 _NO_MEMORY = "tests/resilience/test_tiers.py::test_a_folder_for_snapshots_that_is_not_there_is_refused"
 _STORE = "tests/training/test_store.py::test_"
+_PATIENCE = "tests/training/test_command.py::test_a_run_stops_early_where_the_held_out_loss_falls_no_further"
 _ENDED = _STORE + "a_run_that_has_ended_still_sends_what_the_store_did_not_take"
 _TORN = "tests/training/test_resume.py::test_a_checkpoint_that_has_lost_a_file_is_told_of"
 
@@ -160,6 +161,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "done-by-another-summary", "training/run/run_folder.py",
         'return summary if Path(summary["checkpoint"]).name == checkpoint.name else None', "return summary",
         "a run that went on with more steps and was killed before its proofs is said to be done", (_ENDED,),
+    ),
+    Mutant(
+        "out-of-patience-for-good", "training/start.py",
+        "if not 0 < plan.run.patience <= patience:", "if not patience:",
+        "a run whose patience is raised is said to be done", (_PATIENCE,),
     ),
     Mutant(
         "done-and-never-sent", "training/start.py",

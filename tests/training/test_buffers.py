@@ -117,6 +117,7 @@ def test_what_is_read_outside_of_its_module_is_summed_as_the_first_forward_says(
     sums.in_backward = True
     sums.begin({"weight": ("tp",), "bias": ("tp",)}, {"weight"}, gradients_seen=True)
     sums.begin({"bias": ("tp",)}, {"weight"}, gradients_seen=True)
+    model.bias.grad = torch.zeros(2)
     with pytest.raises(UserError, match="would sum the gradients of other parameters"):
         sums.begin({"weight": ("tp",)}, {"weight"}, gradients_seen=True)
 

@@ -86,6 +86,10 @@ def test_a_run_stops_early_where_the_held_out_loss_falls_no_further(
     assert (still["stopped_early"], still["steps"]) == ("patience", 3)  # the first is the best, two more are no better
     assert "as the held-out loss fell no further (run.patience), after step 3" in (out / "report.html").read_text()
     assert max((out / "checkpoint").glob("step-*")).name.endswith("3")
+    again, _ = train(capsys, "--resume", "--out", out)  # as a platform does that starts what has ended
+    assert again == still
+    more, _ = train(capsys, "--resume", "--out", out, "--set", "run.patience=3")
+    assert (more["stopped_early"], more["steps"]) == ("patience", 4)
     falls, _ = train(capsys, plan, "--out", shared / "falls", *patient)
     assert (falls["stopped_early"], falls["steps"]) == (None, 6)
     assert (

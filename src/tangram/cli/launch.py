@@ -62,10 +62,10 @@ def launch(
                 if folder is None:
                     raise UserError("give a plan or a job, for instance examples/quickstart/job.toml")
                 plan = folder / PLAN_FILE
-            asked = load(plan, changes_of(change or []))
+            job = load(plan, changes_of(change or []))
 
             if what_if_lost is not None:
-                return _what_if(asked, what_if_lost, copies, json=json)
+                return _what_if(job, what_if_lost, copies, json=json)
 
             from tangram.resilience.policy import Limits  # these load torch: only for a sound plan
             from tangram.resilience.supervise import Settings
@@ -73,7 +73,7 @@ def launch(
 
             settings = Settings(every, Limits(restarts), min_ranks, copies, memory)
             request = TrainRequest(
-                asked, run_name(plan), processes, out, folder, profile=False, from_store=resume and folder is None
+                job, run_name(plan), processes, out, folder, profile=False, from_store=resume and folder is None
             )
             return _launched(request, settings, meeting, json=json)
     except (UserError, ReportedElsewhere) as error:
@@ -116,12 +116,12 @@ def _launched(request: "TrainRequest", settings: "Settings", meeting: "Meeting |
     return 0
 
 
-def _what_if(asked: Job | Plan, what: str, copies: int, *, json: bool) -> int:
-    if not isinstance(asked, Plan):
+def _what_if(job: Job | Plan, what: str, copies: int, *, json: bool) -> int:
+    if not isinstance(job, Plan):
         raise UserError("--what-if-lost asks of a plan, and this is a job: give the plan.toml of a run")
     from tangram.resilience.what_if import lost, ranks_named, survives_on
 
-    found = lost(asked, ranks_named(what, asked), survives=survives_on(what, asked, copies))
+    found = lost(job, ranks_named(what, job), survives=survives_on(what, job, copies))
     if json:
         print_json(vars(found))
     else:

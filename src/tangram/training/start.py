@@ -148,13 +148,16 @@ def ended_before(folder: Path, resume: Path | None, plan: Plan, tell: OnEvent) -
 
     Raises UserError where the plan has a store and the last checkpoint can still not be sent there.
     """
-    if resume is None or (step := read_marker(resume).step) < plan.run.steps:
+    if resume is None or (summary := proved(folder, resume)) is None:
         return None
-    if (summary := proved(folder, resume)) is None:
-        return None
+    step, more = read_marker(resume).step, "nothing is left to do (for more, --set run.steps=N)"
+    if step < plan.run.steps:
+        patience = summary.get("stopped_early") == "patience" and load(folder / PLAN_FILE).run.patience
+        if not 0 < plan.run.patience <= patience:
+            return None
+        more = "the held-out loss had fallen no further (to go on, raise run.patience)"
     with sending(plan, folder / CHECKPOINTS, tell) as send:
         send(CheckpointSaved(step, str(resume), 0.0, 0.0, asynchronous=False))
-    more = "nothing is left to do (for more, --set run.steps=N)"
     tell(Note(f'the run in "{near(folder)}" has ended after step {step} of {plan.run.steps}: {more}'))
     return summary
 

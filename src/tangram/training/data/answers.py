@@ -82,18 +82,18 @@ def _in_the_middle(
     stands behind it is none of the answer. Behind that is the end that a turn has as the last one, or else one of
     `ends`.
     """
-    said = {"role": messages[turn]["role"], "content": _MARK}
+    marked = {"role": messages[turn]["role"], "content": _MARK}
     text, before, prompt = render(messages, False), render(messages[:turn], False), render(messages[:turn], True)
     try:
-        head, mark, tail = render([*messages[:turn], said, *messages[turn + 1 :]], False).partition(_MARK)
-        end = render([*messages[:turn], said], False).partition(_MARK)[2]
+        head, mark, tail = render([*messages[:turn], marked, *messages[turn + 1 :]], False).partition(_MARK)
+        end = render([*messages[:turn], marked], False).partition(_MARK)[2]
     except BadRow:  # as of what a tool says that nobody has called
         return None
     begun = alike(before, prompt)
-    asked = _behind(before[:begun], head)
-    if not mark or asked is None or not text.endswith(tail):
+    first = _behind(before[:begun], head)
+    if not mark or first is None or not text.endswith(tail):
         return None
-    start, stop = asked + alike(text[asked : len(head)], prompt[begun:]), len(text) - len(tail)
+    start, stop = first + alike(text[first : len(head)], prompt[begun:]), len(text) - len(tail)
     if text[:start] != head[:start] or stop < start:
         return None
     found = next((one for one in (end, *ends) if one and text.startswith(one, stop)), None)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from tangram.errors import UserError
 from tangram.sharding.derive.problem.states import SAME, SEVERAL
@@ -48,6 +50,7 @@ class GradientSums:
         self.now: Mapping[str, Axes] = {}
         """Those of the program that runs."""
         self._passing: Collection[str] = ()
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self, now: Mapping[str, Axes], passing: Collection[str], gradients_seen: bool) -> None:
         """A forward with gradients begins, of a program that has `now` sums. `passing`: parameters that go `through`.
@@ -56,14 +59,12 @@ class GradientSums:
         """
         self._passing, self.now = passing, now
         left = self._left(now)
-        if self.over is None:
-            self.over = left
-            if self.in_backward:
-                self._follow(left)
         if left == self.over:
             return
-        if self.in_backward or not gradients_seen or any(p.grad is not None for p in self._model.parameters()):
+        if self.over is not None and (not gradients_seen or any(p.grad is not None for p in self._model.parameters())):
             raise UserError(UNLIKE)
+        if self.in_backward:
+            self._follow(left)
         self.over = left
 
     def again(self, now: Mapping[str, Axes]) -> None:
@@ -86,9 +87,11 @@ class GradientSums:
                 f"{next(iter(late))} is read in the backward outside of its module, and FSDP2 has its gradient before "
                 "ranks of the model have added it up: let the model recompute whole modules"
             )
+        while self._hooks:
+            self._hooks.pop().remove()
         for name, axes in late.items():
             over = partial(_over, groups=[self._groups[axis] for axis in axes])
-            self._model.get_parameter(name).register_hook(over)
+            self._hooks.append(cast(Any, self._model.get_parameter(name)).register_hook(over))
 
     def through(self, name: str, part: Tensor) -> Tensor:
         """A parameter as a forward takes it, of which the gradient is whole when a backward has ended."""
