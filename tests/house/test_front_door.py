@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -432,6 +433,10 @@ def mistakes_on_ranks(rank: int, folder: str) -> None:
     tangram.parallelize(known, "tp=2", inputs={"input_ids": ids})  # by the marks that come for Llama
     assert [*known.model.layers[0].self_attn.q_proj.weight.to_local().shape] == [8, 16]
     assert torch.allclose(known(input_ids=ids).logits, expected, atol=1e-5)
+    full = get_model_state_dict(known, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        known.save_pretrained(f"{folder}/hf", state_dict=full)
+        assert torch.equal(LlamaForCausalLM.from_pretrained(f"{folder}/hf")(input_ids=ids).logits, expected)
     Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 

@@ -24,6 +24,9 @@ _MESSAGES = "tests/training/data/test_messages.py"
 _SHORTENED = f"{_MESSAGES}::test_only_answers_are_learnt_where_a_template_shortens_those_before_them"
 _BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
 
+_CHANGES = "tests/training/test_modes.py::test_a_change_is_another_mode_which_a_copy_follows"
+_HOLDS = "tests/sharding/derive/test_published_marks.py::test_what_holds_a_model_has_the_marks_of_it"
+
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -256,5 +259,53 @@ MUTANTS: tuple[Mutant, ...] = (
         "_without(render, messages, number) == text:", "_without(render, messages, number) == content:",
         "turns that the template does not know are left out, unsaid",
         (f"{_MESSAGES}::test_what_would_be_left_out_without_a_word_is_refused",),
+    ),
+    Mutant(
+        "modes-without-private-attributes", "training/mesh/modes.py",
+        "        if name not in _OF_TORCH and (", "        if name[0] != '_' and name not in _OF_TORCH and (",
+        "a module that goes another way by an attribute of its own runs by the program of the way before",
+        (_CHANGES,),
+    ),
+    Mutant(
+        "modes-without-lists", "training/mesh/modes.py",
+        "    if len(own) > _MOST_LEAVES:", "    if len(own) > 0:",
+        "so does one that has it in a list or a dict, as peft the adapters that are on",
+        (_CHANGES,),
+    ),
+    Mutant(
+        "modes-of-config-alone", "training/mesh/modes.py",
+        "isinstance(x, (SimpleNamespace, Namespace)) or hasattr(x, \"__dataclass_fields__\")", "False",
+        "so does one that has it in a dataclass",
+        (_CHANGES,),
+    ),
+    Mutant(
+        "modes-without-what-is-trained", "training/mesh/modes.py",
+        "p.requires_grad_(trained.get(key, p.requires_grad))", "p.requires_grad_(p.requires_grad)",
+        "parameters that were frozen at first have each rank's part of their gradients once they are trained",
+        (_CHANGES,),
+    ),
+    Mutant(
+        "modes-without-hooks", "training/mesh/modes.py",
+        "    own[kind].update(added)\n", "    own[kind].update({})\n",
+        "a hook that comes later works on parts",
+        (_CHANGES,),
+    ),
+    Mutant(
+        "marks-of-no-adapters", "sharding/derive/marking/published.py",
+        '(".weight", ".base_layer.weight",', '(".weight",',
+        "layers beside which adapters stand are whole on every rank",
+        (_HOLDS,),
+    ),
+    Mutant(
+        "marks-of-no-model-inside", "sharding/derive/marking/published.py",
+        "found = ways[0](model) or ways[1](model)", "found = _known(model)",
+        "a model of one's own around a backbone is refused without marks",
+        (_HOLDS,),
+    ),
+    Mutant(
+        "modes-without-other-modules", "training/mesh/modes.py",
+        "    if (now := modules_of(model)) != known:", "    if (now := modules_of(model)).keys() != known.keys():",
+        "of a norm that another one stands in the place of each rank has its own part of the gradient",
+        ("tests/training/test_modes.py::test_another_module_is_refused",),
     ),
 )

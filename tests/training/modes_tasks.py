@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from tangram.sharding.runtime.operators import Operators
 from tangram.training.mesh.drawing import drawn_apart, seed_for
 from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.run.launch import Rank
+from tests.training import switched_tasks
 from tests.training.test_drawing import KINDS, SOURCES, STEP, WIDTH, X, trained
 
 
@@ -89,6 +90,7 @@ class Ran:
     """The gradient that is furthest off, relative to its norm."""
     losses: Mapping[str, float]
     programs: int
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def inputs_of(kind: str) -> dict[str, Any]:
@@ -182,6 +184,10 @@ def run_kinds() -> Ran:
 def run(work: Work) -> Ran:
     if work.kind == "kinds":
         return run_kinds()
+    if work.kind == "changes":
+        said = switched_tasks.run_other_modules()
+        own = {**switched_tasks.run_changes(), **{f"adapters {k}": x for k, x in switched_tasks.run_adapters().items()}}
+        return Ran(own, 0.0, {}, 0, said)
     torch.manual_seed(0)
     whole = MODELS[work.kind]()
     torch.manual_seed(0)

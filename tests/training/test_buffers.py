@@ -134,7 +134,7 @@ def test_what_is_read_outside_of_its_module_is_summed_as_the_first_forward_says(
             "the model's code reads the values of n, of which it made something else in each of 16 calls",
         ),
         ("called again", "dropout is done otherwise on a part, and torch.utils.checkpoint calls it again"),
-        ("other modules", "drop.0 is a module that the model had not when it was derived"),
+        ("other modules", "drop is not the module that the model had when it was derived"),
         ("renormed", "a forward writes into down.weight, which is trained: write into it after the optimiser's step"),
         ("detached", "a forward writes into down.weight, which is trained: write into it after the optimiser's step"),
         ("cache", "use_cache=True would keep this rank's part"),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any, cast
+
 import pytest
 
+from tangram.errors import UserError
+from tangram.models.building.twin import without_memory
+from tangram.training.mesh.modes import changed, follow, mode_of, modules_of, refuse_others
 from tangram.training.run.launch import run_ranks
 from tests.training.modes_tasks import MISTAKES, Ran, Work, run_all
 from tests.training.oracle.warm import once
+from tests.training.switched_tasks import CHANGES, OTHERS, Net, adapted
 
 BOUND = 1e-5
 SAME, EVALUATED, OWN, PLACES, AGAIN = MISTAKES
@@ -39,7 +46,11 @@ def _run(works: dict[str, Work], world: int) -> dict[str, list[Ran]]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ran]]:
-    return once(tmp_path_factory, "modes", lambda _: _run({**WORKS, **PLANTED, "kinds": Work("kinds")}, 2))
+    return once(
+        tmp_path_factory,
+        "modes",
+        lambda _: _run({**WORKS, **PLANTED, "kinds": Work("kinds"), "changes": Work("changes")}, 2),
+    )
 
 
 def _is_right(found: list[Ran]) -> None:
@@ -65,6 +76,43 @@ def test_what_is_cut_draws_for_a_sample_what_one_process_does_for_the_batch(ran:
     for one in ran["kinds"]:
         assert len(one.off) > 10
         assert {kind: off for kind, off in one.off.items() if off > BOUND} == {}
+
+
+def test_what_a_loop_changes_between_calls_is_seen(ran: dict[str, list[Ran]]) -> None:
+    """Parameters that are frozen or trained, hooks, adapters, and attributes however a module has them."""
+    for one in ran["changes"]:
+        assert len(one.off) == 23
+        assert {change: off for change, off in one.off.items() if off > BOUND} == {}
+        assert {name: text.split(":")[0] for name, text in one.refused.items()} == {
+            name: f"{module} is not the module that the model had when it was derived"
+            for name, module in zip(OTHERS, ("b.norm", "b.norm", "b.more", "b.norm"), strict=True)
+        }
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
+@pytest.mark.parametrize("name", [*CHANGES, "adapters"])
+def test_a_change_is_another_mode_which_a_copy_follows(name: str) -> None:
+    make, changes = CHANGES.get(name, (adapted, (lambda model: model.set_adapter("second"),)))
+    model = cast(Any, make())
+    copy, met = without_memory(model), [mode_of(model)]
+    for change in changes:
+        change(model)
+        met.append(mode_of(model))
+        follow(copy, model)
+        assert mode_of(copy) == met[-1]
+        assert mode_of(model) == met[-1]
+    assert all(one != other for one, other in pairwise(met))
+    assert all(changed(one, other) for one, other in pairwise(met))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_module_is_refused(name: str) -> None:
+    model = Net()
+    known = modules_of(model)
+    refuse_others(model, known)
+    OTHERS[name](model)
+    with pytest.raises(UserError, match=r"b\.(norm|more) is not the module"):
+        refuse_others(model, known)
 
 
 @pytest.mark.slow

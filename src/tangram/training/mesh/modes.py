@@ -1,7 +1,8 @@
 """What a model's code may do otherwise from call to call: a derived program stands for one mode of it.
 
-    each module     whether it trains, and what else it has as a plain number, flag or text (`p`, `layerdrop`)
-    configurations  the same of what modules have as `config`
+    each module     whether it trains, what else it has as a number, flag, text or function (`p`, `layerdrop`), or as
+                    lists and dicts of them, which of its parameters are trained, and what hooks it has
+    configurations  the same of what modules have as `config`, dataclass or namespace
     torch           whether gradients are on, autocast, the default type of numbers
 
 So training and evaluation are captured apart, and a module that is frozen in evaluation stays so. What a mode cannot
@@ -15,9 +16,13 @@ import hashlib
 import inspect
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from enum import Enum
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -32,6 +37,16 @@ from tangram.sharding.ops.rule_table import OwnCollectiveError
 
 Mode = tuple[Any, ...]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_KEPT = (*_PLAIN, Enum, FunctionType, BuiltinFunctionType, partial)
+_SETS = (set, frozenset)
+_CONTAINERS = (list, tuple, dict, *_SETS)
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"} | {"forward"}
+"""What torch keeps in every module; a forward is wrapped."""
+_LIBRARIES = frozenset({"tangram", "torch", "transformers"})
+"""Whose hooks come and go with what they do in a forward, and are no other way of the model's code."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MOST_LEAVES = 1000
+"""Of a list or dict; what is larger is a vocabulary."""
 MOST_MODES = 16
 """Of one size of the inputs."""
 
@@ -46,31 +61,71 @@ def mode_of(model: nn.Module) -> Mode:
             "(model.to(torch.bfloat16)), or set precision.compute in a plan"
         )
     cast_to = torch.get_autocast_dtype(kind) if casts else None
-    attributes = tuple((path, tuple(_plain(one).items())) for path, one in _with_attributes(model))
+    attributes = tuple(
+        [(path, cast("type[object]", type(one)), *_state_of(one)) for path, one in _with_attributes(model)]
+    )
     return torch.is_grad_enabled(), cast_to, torch.get_default_dtype(), attributes
 
 
 def follow(template: nn.Module, model: nn.Module) -> None:
-    """Give a copy of a model the attributes that the model has now. Raises UserError for a module it had not."""
+    """Give a copy of a model the attributes, trained parameters and hooks that the model has now."""
     own = dict(_with_attributes(template))
-    for path, one in _with_attributes(model):
-        if path not in own:
-            raise UserError(
-                f"{path} is a module that the model had not when it was derived: wrap modules before it is, and where "
-                "a forward puts others in the place of its own, call the model once before"
-            )
-        own_of = cast("dict[str, Any]", vars(one))
-        made: dict[str, Any] = {name: x for name, x in own_of.items() if isinstance(x, partial)}
-        vars(own[path]).update({**made, **_plain(one)})  # such as how transformers recomputes blocks
+    for path, one in ((path, one) for path, one in _with_attributes(model) if path in own):
+        its = cast("dict[str, Any]", vars(one))
+        vars(own[path]).update(
+            {name: its[name] if isinstance(its[name], _KEPT) else deepcopy(its[name]) for name, _ in _attributes(one)}
+        )
+        if isinstance(one, nn.Module):
+            trained = {key: p.requires_grad for key, p in one.named_parameters(recurse=False)}
+            for key, p in own[path].named_parameters(recurse=False):
+                p.requires_grad_(trained.get(key, p.requires_grad))
+            for hooks in _HOOKS:
+                _follow_hooks(cast("dict[str, Any]", vars(own[path])), its, hooks)
+
+
+def _follow_hooks(own: Mapping[str, Any], its: Mapping[str, Any], kind: str) -> None:
+    """Give a copy of a module the user's hooks of one kind, with the ways in which each is called. In place: handles
+    know the dict."""
+    added = _of_users(its[kind])
+    for n in _of_users(own[kind]).keys() - added.keys():
+        del own[kind][n]
+    own[kind].update(added)
+    for way in (f"{kind}_with_kwargs", f"{kind}_always_called"):
+        if way in own:
+            own[way].update({n: on for n, on in its[way].items() if n in added})
+
+
+def _of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    return {n: hook for n, hook in hooks.items() if _library(hook) not in _LIBRARIES}
+
+
+def _library(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """All of them, by their names."""
+    return dict(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
+
+
+def refuse_others(model: nn.Module, known: Mapping[str, nn.Module]) -> None:
+    """Raise UserError for a module that is not what a model had when it was made parallel."""
+    if (now := modules_of(model)) != known:
+        other = next((path for path in now if now[path] is not known.get(path)), "") or min(known.keys() - now.keys())
+        raise UserError(
+            f"{other} is not the module that the model had when it was derived: wrap, put in and take out modules "
+            "before it is, and where a forward puts others in the place of its own, call the model once before"
+        )
 
 
 def changed(one: Mode, other: Mode) -> str:
     """The first attribute in which two modes differ; "" where none does."""
-    for (path, own), (other_path, its) in zip(one[-1], other[-1], strict=False):
+    for (path, _, *own), (other_path, _, *its) in zip(one[-1], other[-1], strict=False):
         if path != other_path:
             return path
-        for (name, value), (_, another) in zip(own, its, strict=False):
-            if value != another:
+        before, after = dict(own), dict(its)
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
                 return f"{path}.{name}".lstrip(".")
     return ""
 
@@ -88,15 +143,48 @@ def _with_attributes(model: nn.Module) -> Iterable[tuple[str, Any]]:
     seen: set[int] = set()
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         yield path, module
-        config = vars(module).get("config")
-        if config is not None and hasattr(config, "__dict__") and id(config) not in seen:
-            seen.add(id(config))
-            yield f"{path}.config", config
+        yield from _configured(path, module, seen)
 
 
-def _plain(one: Any) -> dict[str, Any]:
-    own = cast("dict[str, Any]", vars(one))
-    return {name: x for name, x in own.items() if name[0] != "_" and isinstance(x, _PLAIN)}
+def _configured(path: str, one: Any, seen: set[int]) -> Iterable[tuple[str, Any]]:
+    """What something has as a configuration, dataclass or namespace, and what these have, each once."""
+    for name, x in cast("dict[str, Any]", vars(one)).items():
+        if name in _OF_TORCH or id(x) in seen or issubclass(type(x), (*_KEPT, type)) or not hasattr(x, "__dict__"):
+            continue
+        if name == "config" or isinstance(x, (SimpleNamespace, Namespace)) or hasattr(x, "__dataclass_fields__"):
+            seen.add(id(x))
+            yield f"{path}.{name}", x
+            yield from _configured(f"{path}.{name}", x, seen)
+
+
+def _attributes(one: Any) -> Iterable[tuple[str, tuple[Any, ...]]]:
+    """What says by its value how code goes on: its name, and what is compared."""
+    for name, x in cast("dict[str, Any]", vars(one)).items():
+        if name not in _OF_TORCH and (compared := _compared(x)) is not None:
+            yield name, compared
+
+
+def _compared(x: Any) -> tuple[Any, ...] | None:
+    """What can be compared of something that is kept, or a container of such; None of anything else."""
+    kind = cast("type[object]", type(x))  # and not isinstance: a configuration of transformers is slow to say its class
+    if issubclass(kind, _KEPT):
+        return (x,)
+    if not issubclass(kind, _CONTAINERS):
+        return None
+    own: list[Any] = [*(x.items() if isinstance(x, dict) else x)]
+    if len(own) > _MOST_LEAVES:
+        return None
+    parts = [_compared(one) for one in own]
+    return None if None in parts else (kind.__name__, frozenset(parts) if issubclass(kind, _SETS) else tuple(parts))
+
+
+def _state_of(one: Any) -> Iterable[tuple[str, tuple[Any, ...]]]:
+    yield from _attributes(one)
+    if isinstance(one, nn.Module):
+        own = vars(one)
+        if own["_parameters"]:
+            yield "requires_grad", tuple(p is not None and p.requires_grad for p in own["_parameters"].values())
+        yield from ((hooks, tuple(_of_users(own[hooks]))) for hooks in _HOOKS if own[hooks])
 
 
 @contextmanager

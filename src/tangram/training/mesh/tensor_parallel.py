@@ -197,7 +197,7 @@ class DerivedModel:
         replicated = {*as_torch.over_all} - cut
         self._local = LocalParts(model, cut.union(replicated), self._gathered, replicated)
         self._runtime.wrap(model)
-        model.forward = self._begun(model.forward)
+        model.forward, self._modules = self._begun(model.forward), modes.modules_of(model)
 
     @property
     def programs(self) -> Sequence[Program]:
@@ -257,6 +257,7 @@ class DerivedModel:
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The arguments of a forward by their names, and whether queries of attention are cut; its program begins."""
         given = modes.without_cache({**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._model)
+        modes.refuse_others(self._model, self._modules)
         if self.compared is not None and (sizes := self._key(given)[0]) not in self.compared:
             refuse_unlike_inputs(given, next(self._model.parameters()).device, [*self._groups.values()])
             if len(self.compared) >= MOST_COMPARED:  # of code that reads masks, each batch has values of its own
