@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+)
 
 from tangram.errors import UserError
 from tangram.layout import Layout, Mesh
@@ -63,17 +69,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 32,
         "patch_size": 8, "num_labels": 10,
     },
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64},
+    "clip": {
+        "text_config": {**TINY, "eos_token_id": 63, "bos_token_id": 0},
+        "vision_config": {**TINY, "image_size": 32, "patch_size": 8},
+    },
 }  # fmt: skip
 
 IMAGES = ("embeddings", "classifier")
-BY_QUERIES = {"bert": ("self.key", "self.value", "dense", "embeddings"), "gpt_bigcode": ("attn", "c_proj")}
+BY_QUERIES = {
+    "bert": ("self.key", "self.value", "dense", "embeddings"),
+    "gpt_bigcode": ("attn", "c_proj"),
+    "t5": ("EncDec",),
+}
 """What stays whole at this size, where attention goes by queries."""
 
 
 def tiny(kind: str) -> nn.Module:
     """A model of a kind, with weights."""
     torch.manual_seed(0)
-    make: Any = AutoModelForImageClassification if kind == "vit" else AutoModelForCausalLM
+    makes: dict[str, Any] = {"vit": AutoModelForImageClassification, "t5": AutoModelForSeq2SeqLM, "clip": AutoModel}
+    make: Any = makes.get(kind, AutoModelForCausalLM)
     return make.from_config(AutoConfig.for_model(kind, **MODELS[kind]), dtype=torch.float32).eval()
 
 
@@ -88,8 +104,13 @@ def test_every_file_has_four_marks_at_most() -> None:
 def test_what_follows_is_what_the_model_gives(kind: str) -> None:
     model = tiny(kind)
     # A batch that cannot be cut: at this size attention would go by samples. Images' marks cut them.
-    given = {"pixel_values": torch.randn(4, 3, 32, 32)} if kind == "vit" else {"input_ids": torch.randint(64, (3, 16))}
-    more = {} if kind == "vit" else {"use_cache": False}
+    images, ids = {"pixel_values": torch.randn(4, 3, 32, 32)}, {"input_ids": torch.randint(63, (3, 16))}
+    given: dict[str, torch.Tensor] = {
+        "vit": images,
+        "clip": {**images, "input_ids": torch.randint(63, (4, 16))},
+        "t5": {**ids, "decoder_input_ids": torch.randint(63, (3, 16))},
+    }.get(kind, ids)
+    more = {} if kind in ("vit", "clip") else {"use_cache": False}
     graph = folded(capture(model, {**given, **more}), block_names(model))
     found = derive(graph, marks_of(kind) or [], Mesh.parse("tp=2"))
     ran = check(found, {**dict(model.named_parameters()), **dict(model.named_buffers()), **given})

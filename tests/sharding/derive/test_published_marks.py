@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
@@ -94,7 +95,7 @@ def test_a_type_without_marks_has_those_of_one_that_calls_its_modules_the_same(h
 
 
 def test_marks_of_which_a_line_names_nothing_are_no_type_s() -> None:
-    model = AutoModel.from_config(AutoConfig.for_model("t5", d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=1))
+    model = AutoModel.from_config(AutoConfig.for_model("convnext", depths=[1], hidden_sizes=[32], num_stages=1))
     assert marks_known_for(model) == []
     model = AutoModel.from_config(AutoConfig.for_model("roberta", **SIZES))
     assert marks_known_for(nn.Sequential(model.encoder, model.embeddings)) == []
@@ -109,3 +110,41 @@ def test_a_bare_model_has_the_marks_of_its_type() -> None:
     graph = graph_of(model, IDS, torch.float32)
     marks = fitting(graph, marks_known_for(model), Mesh.parse("tp=2"))
     assert {name for mark in marks for name in matched(graph, mark)} >= {"layers.1", "embed_tokens.weight"}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
+@pytest.mark.parametrize("wrapped", ["peft", "own", "own, with its configuration"])
+def test_what_holds_a_model_has_the_marks_of_it(wrapped: str) -> None:
+    """peft's, whose layers with adapters and modules to save have other names, and one's own head on a backbone."""
+    if wrapped == "peft":
+        own = LoraConfig(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        model: Any = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)), own)
+    else:
+        model = Headed(AutoModel.from_config(AutoConfig.for_model("llama", **SIZES)))
+        if wrapped != "own":
+            model.config = model.body.config
+    inputs = {"input_ids": IDS["input_ids"]}
+    graph = graph_of(model, inputs if wrapped != "peft" else IDS, torch.float32)
+    marks = fitting(graph, marks_known_for(model), Mesh.parse("tp=2"))
+    states = parameter_states(derive_model(graph, marks, Mesh.parse("tp=2")))
+    cut = {name for name, own in states.items() if own["tp"].kind == "cut"}
+    if wrapped == "peft":
+        layer = "base_model.model.model.layers.1"
+        expected = {f"{layer}.self_attn.q_proj.base_layer.weight", f"{layer}.self_attn.q_proj.lora_B.default.weight"}
+        expected |= {f"{layer}.mlp.down_proj.weight", "base_model.model.lm_head.modules_to_save.default.weight"}
+    else:
+        expected = {"body.layers.1.self_attn.q_proj.weight", "body.layers.1.mlp.down_proj.weight"}
+    assert expected <= cut
+    stream = {name for mark in marks if str(mark.layout) == "b s/tp h" for name in matched(graph, mark)}
+    assert any(name.endswith("layers.1") for name in stream), "hidden states are cut between layers"
+
+
+class Headed(nn.Module):
+    """A head on what a model gives."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(32, 3)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(input_ids=input_ids, use_cache=False).last_hidden_state)

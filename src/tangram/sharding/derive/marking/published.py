@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -44,15 +44,50 @@ EXPERTS = frozenset({"grouped_gemm"})
 """Its words for weights of all experts, cut by expert: the first dim."""
 
 
+PEFT = (".weight", ".base_layer.weight", ".modules_to_save.default.weight")
+"""What peft calls the weight of a layer: one that it leaves as it is, one that has an adapter, one that is trained."""
+
+
 def marks_known_for(model: nn.Module) -> list[Mark]:
     """The marks over `tp` that come with Tangram for the type in a model's config, else those of transformers' own
-    plan of it, else those of a type that calls its modules the same; none for another module."""
+    plan of it, else those of a type that calls its modules the same. For a module that holds models of transformers,
+    as peft's does or one of one's own around a backbone, those of each of them. None for another module."""
+    ways = (_known, _of_models_in) if hasattr(type(model), "base_model_prefix") else (_of_models_in, _known)
+    found = ways[0](model) or ways[1](model)
+    wrapped = any(".base_layer." in name for name, _ in model.named_parameters())
+    return [_as_peft(mark) for mark in found] if wrapped else found
+
+
+def _as_peft(mark: Mark) -> Mark:
+    names = [one.removesuffix(PEFT[0]) for one in alternatives(mark.pattern) if one.endswith(PEFT[0])]
+    others = [one for one in alternatives(mark.pattern) if not one.endswith(PEFT[0])]
+    return _of_names(mark, [*others, *(name + weight for name in names for weight in PEFT)])
+
+
+def _of_names(mark: Mark, names: Sequence[str]) -> Mark:
+    return replace(mark, pattern="{" + ",".join(dict.fromkeys(names)) + "}")
+
+
+def _of_models_in(model: nn.Module, prefix: str = "") -> list[Mark]:
+    """Those of the outermost models of transformers that a module holds."""
+    found: list[Mark] = []
+    for name, child in model.named_children():
+        if hasattr(type(child), "base_model_prefix"):
+            inner = [(mark, alternatives(mark.pattern)) for mark in _known(child)]
+            found += [_of_names(mark, [f"{prefix}{name}.{own}" for own in names]) for mark, names in inner]
+        else:
+            found += _of_models_in(child, f"{prefix}{name}.")
+    return found
+
+
+def _known(model: nn.Module) -> list[Mark]:
+    """Those of one model, of which some name something of it."""
     config = getattr(model, "config", None)
     if not getattr(config, "model_type", ""):
         return published(model, "tp", "tp")
     prefix = getattr(model, "base_model_prefix", "") if getattr(model, "base_model", None) is model else ""
-    own = marks_for(config)
-    return [_below(mark, prefix) for mark in own or ()] or published(model, "tp", "tp") or _alike(model, prefix)
+    own = [_below(mark, prefix) for mark in marks_for(config) or ()]
+    return own or published(model, "tp", "tp") or _alike(model, prefix)
 
 
 def _below(mark: Mark, prefix: str) -> Mark:
@@ -61,8 +96,7 @@ def _below(mark: Mark, prefix: str) -> Mark:
         return mark
     patterns = [*alternatives(mark.pattern)]
     patterns += [one.removeprefix("*.") for one in patterns if one.startswith("*.")]
-    names = dict.fromkeys(one.removeprefix(f"{prefix}.") for one in patterns)
-    return replace(mark, pattern="{" + ",".join(names) + "}")
+    return _of_names(mark, [one.removeprefix(f"{prefix}.") for one in patterns])
 
 
 def _alike(model: nn.Module, prefix: str) -> list[Mark]:
