@@ -59,7 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ends-not-looked-at", "training/state/teacher.py",
-        "        for begin in {0, len(data) // 2, max(0, len(data) - _LOOKED_AT)}:", "        for begin in (0,):",
+        "        for begin in (0, len(data) // 2, max(0, len(data) - _LOOKED_AT)):", "        for begin in (0,):",
         "a teacher that differs far behind in a tensor is the same", (_OTHER,),
     ),
     Mutant(

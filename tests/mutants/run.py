@@ -3,13 +3,15 @@
     python tests/mutants/run.py [--only NAME ...] [--table layout] [--sample N --seed S | --touched] [--jobs 2]
 
 Each mutant is a copy of src with one text replaced; its tests run there with a time limit. Before that the tests must
-pass on an unchanged copy, and every text must occur exactly once. Exit status 1 when a mutant survives.
+pass on an unchanged copy, and every text must occur exactly once. Exit status 1 when a mutant survives. With --seconds
+none begins after that time: those of changed files come first, and what had no time is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import random
 import re
@@ -21,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,14 +75,14 @@ def misfits(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def touched(mutants: Sequence[Mutant], changed: Set[str], turn: int) -> list[Mutant]:
-    """Those whose file or first tests have changed, and every tenth of all, so that ten turns run each of them."""
-    return [
-        m
-        for place, m in enumerate(mutants)
-        if place % TURNS == turn % TURNS
-        or f"src/tangram/{m.file}" in changed
-        or m.tests[0].partition("::")[0] in changed
-    ]
+    """Those whose file or first tests have changed, and then every tenth of all, so that ten turns run each of them.
+
+    The tenth begins elsewhere in each ten turns: where time is short, other ones have it.
+    """
+    first = [m for m in mutants if f"src/tangram/{m.file}" in changed or m.tests[0].partition("::")[0] in changed]
+    tenth = [m for place, m in enumerate(mutants) if place % TURNS == turn % TURNS]
+    begin = turn // TURNS * 7 % len(tenth) if tenth else 0
+    return list(dict.fromkeys([*first, *tenth[begin:], *tenth[:begin]]))
 
 
 def copy(source: Path, mutant: Mutant | None) -> None:
@@ -141,23 +142,46 @@ def files_of(mutant: Mutant) -> set[str]:
     return {test.split("::")[0] for test in mutant.tests}
 
 
-def check_unchanged(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> dict[str, float]:
-    """The mutants' tests pass on an unchanged copy, else no kill means anything. Seconds that each file takes."""
-    by_file: dict[str, set[str]] = {}
-    for test in (t for m in mutants for t in m.tests):
-        by_file.setdefault(test.split("::")[0], set()).add(test)
+def check_unchanged(file: str, tests: Set[str]) -> float:
+    """The seconds that mutants' tests of a file take on an unchanged copy, where they pass, else no kill means
+    anything."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        source = Path(folder, "src")
+        copy(source, None)
+        code, log = run_tests(source, sorted(tests), UNCHANGED)
+    if code != 0:
+        raise SystemExit(f"{file}: fails without any mutant (status {code})\n{log}")
+    return time.monotonic() - began
 
-    def check(tests: set[str]) -> float:
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            source = Path(folder, "src")
-            copy(source, None)
-            code, log = run_tests(source, sorted(tests), UNCHANGED)
-        if code != 0:
-            raise SystemExit(f"{', '.join(sorted(tests))}: fails without any mutant (status {code})\n{log}")
-        return time.monotonic() - began
 
-    return dict(zip(by_file, pool.map(check, by_file.values()), strict=True))
+def run_all(mutants: Sequence[Mutant], jobs: int, until: float) -> tuple[int, int]:
+    """How many are killed, and how many had no time: none begins after `until`. Mutants of one file's tests go
+    together, in the order of the first of each."""
+    by_files: dict[frozenset[str], list[Mutant]] = {}
+    for mutant in mutants:
+        by_files.setdefault(frozenset(files_of(mutant)), []).append(mutant)
+
+    def run(group: Sequence[Mutant]) -> list[bool]:
+        if time.monotonic() > until:
+            return []
+        tests = {test for mutant in group for test in mutant.tests}
+        seconds = {
+            file: check_unchanged(file, {test for test in tests if test.split("::")[0] == file})
+            for file in files_of(group[0])
+        }
+        dead: list[bool] = []
+        for mutant in group:
+            if time.monotonic() > until:
+                break
+            killed, line = verdict(mutant, seconds)
+            print(line, flush=True)
+            dead.append(killed)
+        return dead
+
+    with ThreadPoolExecutor(jobs) as pool:
+        ran = [killed for group in pool.map(run, by_files.values()) for killed in group]
+    return sum(ran), len(mutants) - len(ran)
 
 
 def arguments() -> argparse.Namespace:
@@ -170,6 +194,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--touched", action="store_true", help="those of changed files, and a tenth of the others in turn"
     )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="none begins after that time")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     return parser.parse_args()
 
@@ -191,14 +216,9 @@ def main() -> int:
     wrong = misfits(mutants)
     if wrong:
         raise SystemExit("\n".join(wrong))
-    killed = 0
-    with ThreadPoolExecutor(args.jobs) as pool:
-        seconds = check_unchanged(mutants, pool)
-        for dead, line in pool.map(partial(verdict, seconds_unchanged=seconds), mutants):
-            killed += dead
-            print(line, flush=True)
-    print(f"{killed} of {len(mutants)} killed")
-    return int(killed < len(mutants))
+    killed, left = run_all(mutants, args.jobs, time.monotonic() + args.seconds)
+    print(f"{killed} of {len(mutants) - left} killed" + (f"; {left} had no time" if left else ""))
+    return int(killed < len(mutants) - left)
 
 
 if __name__ == "__main__":
