@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import (
     BertConfig,
     BertModel,
@@ -293,7 +296,49 @@ class Ran:
 
 def run_all(rank: Rank, _: None) -> dict[str, Ran]:
     """The task of the ranks."""
-    return {name: _run(work) for name, work in WORKS.items()}
+    return {**{name: _run(work) for name, work in WORKS.items()}, "adapted": adapted()}
+
+
+def adapted() -> Ran:
+    """A model of peft's, whose adapters alone are trained: a step, what is saved of it, and one more adapter then.
+
+    `value`: how far the norm of the gradients is off; `stepped`: of what comes back from a directory.
+    """
+    ids = {"input_ids": torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))}
+    whole, model = (_with_adapter() for _ in range(2))
+    frozen = [name for name, p in whole.named_parameters() if not p.requires_grad]
+    tangram.parallelize(model, "tp=2", inputs=ids)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == frozen
+    norms: list[Tensor] = []
+    for one in (whole, model):
+        one(**ids).logits.sin().sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1))
+        torch.optim.SGD([p for p in one.parameters() if p.requires_grad], 1.0).step()
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    expected = whole(**ids).logits
+    off = [0.0]
+    if dist.get_rank() == 0:
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder, state_dict=full)
+            off = [_off(PeftModel.from_pretrained(_bare_decoder(), folder)(**ids).logits, expected)]
+    dist.broadcast_object_list(off)
+    parts = {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
+    model.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
+    try:
+        model(**ids)
+    except UserError as error:
+        return Ran(_off(_full(norms[1]), norms[0]), stepped=off[0], parts=parts, refused=str(error))
+    return Ran()
+
+
+def _bare_decoder() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 32, "num_key_value_heads": 2}))
+
+
+def _with_adapter() -> Any:
+    own = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
+    return get_peft_model(_bare_decoder(), own)
 
 
 def _run(work: Work) -> Ran:

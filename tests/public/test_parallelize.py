@@ -85,6 +85,20 @@ def test_who_sets_no_marks_gets_results_whole(ranks: Ranks, name: str) -> None:
         assert any(part[0] == 12 for part in one.parts.values()), "the words are cut"
 
 
+def test_adapters_are_cut_clipped_stepped_and_saved_as_those_of_one_process(ranks: Ranks) -> None:
+    """huggingface/peft#2394: beside adapters layers had other names than a plan of the model, which failed;
+    pytorch/pytorch#171523: what was frozen was trained once it was cut; NVIDIA-NeMo/RL#3788: norms of gradients counted
+    what each rank has in full once for each; NVIDIA-NeMo/Megatron-Bridge#2240: of adapters one rank's part was saved;
+    huggingface/transformers#48792: adapters that came afterwards went apart from rank to rank, unsaid."""
+    layer = "base_model.model.model.layers.1.self_attn"
+    for one in (own["adapted"] for own in ranks):
+        assert max(one.value, one.stepped) < BOUND
+        assert one.parts is not None
+        assert one.parts[f"{layer}.q_proj.base_layer.weight"] == (8, 16)
+        assert one.parts[f"{layer}.q_proj.lora_B.default.weight"] == (8, 2)
+        assert one.refused.startswith("base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.late is not")
+
+
 def test_an_axis_of_one_rank(ranks: Ranks) -> None:
     """pytorch/pytorch#113761: a mesh whose tensor axis is one rank wide ended in an index out of range."""
     _right(ranks, "one way")

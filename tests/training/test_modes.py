@@ -6,10 +6,11 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
+from torch import nn
 
 from tangram.errors import UserError
 from tangram.models.building.twin import without_memory
-from tangram.training.mesh.modes import changed, follow, mode_of, modules_of, refuse_others
+from tangram.training.mesh.modes import Mode, changed, follow, mode_of, modules_of, refuse_ever_new, refuse_others
 from tangram.training.run.launch import run_ranks
 from tests.training.modes_tasks import MISTAKES, Ran, Work, run_all
 from tests.training.oracle.warm import once
@@ -103,6 +104,18 @@ def test_a_change_is_another_mode_which_a_copy_follows(name: str) -> None:
         assert mode_of(model) == met[-1]
     assert all(one != other for one, other in pairwise(met))
     assert all(changed(one, other) for one, other in pairwise(met))
+
+
+def test_layers_may_be_thawed_one_by_one() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20))).requires_grad_(False)
+    met: list[Mode] = []
+    for layer in model:
+        layer.requires_grad_(True)
+        met.append(mode_of(model))
+        refuse_ever_new(met)
+    model[-1].calls = cast(Any, 1)
+    with pytest.raises(UserError, match=r"19\.calls was another one in each of 21 calls"):
+        refuse_ever_new([*met, mode_of(model)])
 
 
 @pytest.mark.parametrize("name", OTHERS)

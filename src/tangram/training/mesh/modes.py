@@ -47,6 +47,7 @@ _LIBRARIES = frozenset({"tangram", "torch", "transformers"})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MOST_LEAVES = 1000
 """Of a list or dict; what is larger is a vocabulary."""
+_TRAINED = "requires_grad"
 MOST_MODES = 16
 """Of one size of the inputs."""
 
@@ -131,8 +132,9 @@ def changed(one: Mode, other: Mode) -> str:
 
 
 def refuse_ever_new(modes: Sequence[Mode]) -> None:
-    """Raise UserError where so many modes were met that programs would be derived for ever."""
-    if len(modes) >= MOST_MODES and (name := changed(modes[-1], modes[-2])):
+    """Raise UserError where so many modes were met that programs would be derived for ever. Not where other parameters
+    are trained, which a loop may thaw layer by layer."""
+    if len(modes) >= MOST_MODES and (name := changed(modes[-1], modes[-2])) and not name.endswith(_TRAINED):
         raise UserError(
             f"{name} was another one in each of {len(modes)} calls, and a derived model is captured anew for each: "
             "keep it in a buffer, or out of the model"
@@ -183,7 +185,7 @@ def _state_of(one: Any) -> Iterable[tuple[str, tuple[Any, ...]]]:
     if isinstance(one, nn.Module):
         own = vars(one)
         if own["_parameters"]:
-            yield "requires_grad", tuple(p is not None and p.requires_grad for p in own["_parameters"].values())
+            yield _TRAINED, tuple(p is not None and p.requires_grad for p in own["_parameters"].values())
         yield from ((hooks, tuple(_of_users(own[hooks]))) for hooks in _HOOKS if own[hooks])
 
 
