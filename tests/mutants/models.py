@@ -20,6 +20,7 @@ _OWN_DIMS = "tests/sharding/test_own_rules.py::test_calls_that_a_rule_is_not_for
 _DETACHED = "tests/training/test_buffers.py::test_what_no_program_could_stand_for_is_refused"
 _WRITTEN = "tests/training/test_incode.py::test_mistakes_are_said_in_one_sentence"
 _NEITHER = "tests/training/test_export_beside.py::test_where_neither_can_generate_only_settings_are_compared"
+_DATES = "tests/training/data/test_dates.py"
 _MESSAGES = "tests/training/data/test_messages.py"
 _SHORTENED = f"{_MESSAGES}::test_only_answers_are_learnt_where_a_template_shortens_those_before_them"
 _BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
@@ -256,5 +257,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "_without(render, messages, number) == text:", "_without(render, messages, number) == content:",
         "turns that the template does not know are left out, unsaid",
         (f"{_MESSAGES}::test_what_would_be_left_out_without_a_word_is_refused",),
+    ),
+    Mutant(
+        "the-clock-of-the-day", "training/data/chat.py",
+        "template = _stopped_clock(self.day or USUAL_DATE) + template if asks_for_date else template", "pass",
+        "each day has other tokens of the same rows", (f"{_DATES}::test_it_is_the_same_on_any_day",),
+    ),
+    Mutant(
+        "a-date-beside-the-text", "training/data/chat.py",
+        "settings.append(str(data.date or USUAL_DATE))", "pass",
+        "tokens of another date are taken from the cache",
+        (f"{_DATES}::test_it_is_told_and_part_of_what_the_tokens_are",),
     ),
 )

@@ -21,7 +21,7 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan, SourcePlan
-from tangram.training.data.chat import CUT, KINDS, OPEN
+from tangram.training.data.chat import CUT, DATE, KINDS, OPEN
 from tangram.training.data.files import LEFT_OUT, TAKEN, Files, in_words, list_files
 from tangram.training.data.samples import Split
 from tangram.training.data.sources import EMPTY, READING, Document, documents
@@ -267,11 +267,11 @@ def repeats(split: Split) -> int:
 
 def _read(store: TokenStore, data: DataPlan) -> str:
     """What was counted while the tokens of a source were made, as one line."""
-    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN)}
+    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN, DATE)}
     for key, number in store.tally.items():
         what, _, which = key.partition(": ")
         counts[what][which] = number
-    taken, left_out, special, kinds, cut, without_end = counts.values()
+    taken, left_out, special, kinds, cut, without_end, days = counts.values()
     documents = sum(len(split.end_D) for split in store.splits)
     words = [f"{taken.total():,} taken ({in_words(taken)}), {documents:,} documents"]
     words += [f"each of {kind}" for kind in kinds]
@@ -287,6 +287,7 @@ def _read(store: TokenStore, data: DataPlan) -> str:
     if special:
         how = "read as special tokens" if data.special_tokens == "parse" else "read as characters"
         words.append(f"{in_words(special)} in the text {how} (data.special_tokens)")
+    words += [f"the date for the chat template is {day} (data.date)" for day in days]
     return "; ".join(words)
 
 

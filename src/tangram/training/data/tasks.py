@@ -77,7 +77,7 @@ class PairTokens(ChatTokens):
         if isinstance(prompt, str):
             text = prompt + cast(str, answer)
             return Rendered(text, [(len(prompt), len(text))], bare=True)
-        render = self._template(row)
+        render = self._template(row, tally)
         messages = fitted(render, [*prompt, *cast(Messages, answer)])
         prompt, text = messages[: len(prompt)], render(messages, False)
         self._count_unwritten(render, messages, text, row, tally)

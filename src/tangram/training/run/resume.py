@@ -76,6 +76,7 @@ ON_RESUME: Mapping[str, ResumeRule] = MappingProxyType(
         "data.special_tokens": _TEXT,
         "data.held_out": _TEXT,
         "data.too_long": _TEXT,
+        "data.date": _TEXT,
         "data.held_out_samples": _REPORTED,
         "data.sequence": _REFUSED,
         "data.global_batch": _REFUSED,
