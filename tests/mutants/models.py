@@ -21,6 +21,7 @@ _DETACHED = "tests/training/test_buffers.py::test_what_no_program_could_stand_fo
 _WRITTEN = "tests/training/test_incode.py::test_mistakes_are_said_in_one_sentence"
 _NEITHER = "tests/training/test_export_beside.py::test_where_neither_can_generate_only_settings_are_compared"
 _DATES = "tests/training/data/test_dates.py"
+_INSTRUCTIONS = "tests/training/data/test_instructions.py"
 _MESSAGES = "tests/training/data/test_messages.py"
 _SHORTENED = f"{_MESSAGES}::test_only_answers_are_learnt_where_a_template_shortens_those_before_them"
 _BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
@@ -268,5 +269,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "settings.append(str(data.date or USUAL_DATE))", "pass",
         "tokens of another date are taken from the cache",
         (f"{_DATES}::test_it_is_told_and_part_of_what_the_tokens_are",),
+    ),
+    Mutant(
+        "functions-nobody-knows", "training/data/messages.py",
+        'return tools or (functions and [{"type": "function", "function": one} for one in functions])', "return tools",
+        "functions of the older kind are left out, unsaid", (f"{_INSTRUCTIONS}::test_functions_are_tools",),
+    ),
+    Mutant(
+        "an-instruction-nobody-sees", "training/data/tasks.py",
+        "if prompt is None and (question := question_of(row)):", "if prompt is None and (question := None):",
+        "pairs are told apart without what they answer",
+        (f"{_INSTRUCTIONS}::test_pairs_answer_an_instruction",),
+    ),
+    Mutant(
+        "pairs-of-good-answers", "training/data/tasks.py",
+        "shift = 2 * self.vocabulary", "shift = 0",
+        "rejected answers of pairs are good ones to kto",
+        (f"{_INSTRUCTIONS}::test_a_pair_is_a_good_answer_and_a_bad_one",),
     ),
 )

@@ -35,7 +35,7 @@ from tangram.training.data.answers import (
     tools_unwritten,
 )
 from tangram.training.data.files import LEFT_OUT, ROW
-from tangram.training.data.messages import BadRow, Message, sample_of
+from tangram.training.data.messages import INSTRUCTIONS, BadRow, Message, parsed, sample_of, tools_of
 from tangram.training.data.sources import EMPTY
 from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 
@@ -45,7 +45,7 @@ OPEN = "answers"
 DATE = "date"
 USUAL_DATE = date(2024, 7, 26)
 """What templates of Llama 3 write where they are told no other and have no clock."""
-VERSION = 5
+VERSION = 6
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
@@ -99,13 +99,16 @@ class ChatTokens(Tokens):
         return rows
 
     def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> tuple[Rendered, ...]:
-        """The conversations that a row is: one."""
+        """The conversations that a row is: one, or none where it is left out."""
         kind, parts = sample_of(row)
         self._count_kind(kind, parts, tally)
         if kind == "text":
             return (Rendered(parts[0], [(0, len(parts[0]))], bare=True),)
         if kind == "prompt and completion":
             return (Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True),)
+        if kind == INSTRUCTIONS and not parts[-1]["content"].strip():
+            tally[f"{LEFT_OUT}: {INSTRUCTIONS} without an answer"] += 1
+            return ()
         render = self._template(row, tally)
         parts = fitted(render, parts)
         found = answers_of(render, parts, [*_special(self._tokenizer).values()])
@@ -116,7 +119,7 @@ class ChatTokens(Tokens):
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
         """The tokens of all of them, none where they are left out."""
-        return self._row(some[0], tally)
+        return self._row(some[0], tally) if some else np.zeros(0, np.uint32)
 
     def _count_kind(self, kind: str, parts: Sequence[str | Message], tally: Counter[str]) -> None:
         """Count a row. Raises BadRow for one of another kind than those before it, and for special tokens in it."""
@@ -134,7 +137,7 @@ class ChatTokens(Tokens):
         refuse_unwritten(render, messages, text)
         counts = {
             "thoughts": thoughts_unwritten(messages, text),
-            "tools": tools_unwritten(_parsed(row.get("tools")), text),
+            "tools": tools_unwritten(tools_of(row), text),
         }
         for what, count in counts.items():
             if count:
@@ -142,9 +145,9 @@ class ChatTokens(Tokens):
 
     def _template(self, row: dict[str, Any], tally: Counter[str]) -> Render:
         """The tokenizer's own, with what stands beside the messages of a row. Raises BadRow, as does what it gives."""
-        tools = _parsed(row.get("tools"))
+        tools = tools_of(row)
         options: dict[str, Any] = {"date_string": self.day.strftime("%d %b %Y")} if self.day else {}
-        options |= _parsed(row.get("chat_template_kwargs")) or {}
+        options |= parsed(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
         tokenizer = cast(Any, self._tokenizer)
         if not tokenizer.chat_template:
             raise BadRow(
@@ -249,14 +252,6 @@ def _special(tokenizer: Any) -> dict[int, str]:
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     named |= {n: one.content for n, one in tokenizer.added_tokens_decoder.items() if one.special}
     return dict(sorted(named.items(), key=lambda one: -len(one[1])))
-
-
-def _parsed(value: Any) -> Any:
-    """What stands beside messages, which a table may have as JSON; None for nothing. Raises BadRow."""
-    try:
-        return (json.loads(value) if isinstance(value, str) and value.strip() else value) or None
-    except ValueError:
-        raise BadRow("has tools or chat_template_kwargs that are no JSON") from None
 
 
 def chat_tokens(tokens: Tokens, data: DataPlan) -> ChatTokens:
