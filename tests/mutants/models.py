@@ -287,4 +287,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "rejected answers of pairs are good ones to kto",
         (f"{_INSTRUCTIONS}::test_a_pair_is_a_good_answer_and_a_bad_one",),
     ),
+    Mutant(
+        "measured-on-what-is-learnt", "training/data/corpus.py",
+        "both = [one in trained for split", "both = [False for split",
+        "nobody says that what is measured on is trained on",
+        ("tests/training/data/test_evaluation.py::test_what_is_trained_on_too_is_told",),
+    ),
 )
