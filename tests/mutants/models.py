@@ -293,4 +293,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "nobody says that what is measured on is trained on",
         ("tests/training/data/test_evaluation.py::test_what_is_trained_on_too_is_told",),
     ),
+    Mutant(
+        "skipped-one-by-one", "planner/legality/check_plan.py",
+        're.sub(r"\\.\\d+\\.", ".*.", one) for one in codes', "one for one in [*codes][:1]",
+        "of parameters whose moments of 8 bits would be cut apart one is named at a time",
+        ("tests/training/test_eight_bit.py::test_a_layout_that_cuts_blocks_apart_is_refused_once_for_all",),
+    ),
 )
