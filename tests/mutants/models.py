@@ -299,4 +299,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "of parameters whose moments of 8 bits would be cut apart one is named at a time",
         ("tests/training/test_eight_bit.py::test_a_layout_that_cuts_blocks_apart_is_refused_once_for_all",),
     ),
+    Mutant(
+        "whole-tokens-of-answers", "training/data/chat.py",
+        "counted |= (spans[:, 1] > start) & (spans[:, 0] < stop)",
+        "counted |= (spans[:, 0] >= start) & (spans[:, 0] < stop)",
+        "the first token of an answer is in no loss where it is one with what asks",
+        ("tests/public/test_rows.py::test_a_token_of_which_a_part_is_an_answer_is_learnt",),
+    ),
 )
