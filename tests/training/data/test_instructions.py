@@ -126,7 +126,10 @@ def test_a_pair_is_a_good_answer_and_a_bad_one(tmp_path: Path, case: str) -> Non
     tokens = tokens_of(load(file))
     (pair,) = tokens.encode([json.dumps(pairs.ROWS[case]).encode()])
     answers = (pairs.GOOD, pairs.BAD)
-    rows = [{"prompt": [pairs.USER], "completion": [one], "label": one is pairs.GOOD} for one in answers]
+    rows: list[dict[str, Any]] = [
+        {"prompt": [pairs.USER], "completion": [one], "label": one is pairs.GOOD} for one in answers
+    ]
+    rows[0] |= {"chosen": None, "rejected": None}  # as a table has columns of others
     single = [tokens.encode([json.dumps(row).encode()])[0] for row in rows]
     documents = tokens.documents(pair)
     assert len(documents) == 2

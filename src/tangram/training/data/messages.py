@@ -25,7 +25,7 @@ class BadRow(ValueError):
 
 def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
     """What kind of sample a row is, and its messages, or its texts. Raises BadRow."""
-    if "chosen" in row and "rejected" in row:
+    if row.get("chosen") is not None and row.get("rejected") is not None:
         raise BadRow('has chosen and rejected answers, which the task "dpo" takes: give conversations')
     refuse_images(row)
     for key in ("messages", "conversations"):

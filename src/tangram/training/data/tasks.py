@@ -116,8 +116,8 @@ class LabelledTokens(PairTokens):
 
     def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> tuple[Rendered, ...]:
         """A good answer and a bad one, of which one is nothing."""
-        if all(key in row for key in _SIDES):
-            if "label" in row:
+        if all(row.get(key) is not None for key in _SIDES):
+            if row.get("label") is not None:
                 raise BadRow('has a "label" beside "chosen" and "rejected": leave out what is not meant')
             return super()._rendered(row, tally)
         prompt, answer = pair_of(row, ("completion",), "kto")
