@@ -277,7 +277,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an-instruction-nobody-sees", "training/data/tasks.py",
-        "if prompt is None and (question := question_of(row)):", "if prompt is None and (question := None):",
+        "(_question(row) or None) if texts and prompt is None else prompt", "prompt",
         "pairs are told apart without what they answer",
         (f"{_INSTRUCTIONS}::test_pairs_answer_an_instruction",),
     ),

@@ -110,6 +110,13 @@ def test_pairs_answer_an_instruction(tmp_path: Path) -> None:
     assert prompt.endswith(pairs.SAID)
     assert "system\nBe short." in prompt
     assert (good, bad) == ("so 4<|im_end|>\n", "so five<|im_end|>\n")
+    turns = [user("a"), assistant("b"), user("2 + 2?")]  # of which the question is the last, beside them
+    both = {side: [*turns, assistant(text)] for side, text in (("chosen", "so 4"), ("rejected", "so five"))}
+    assert pairs.sides(tokens, {"question": "2 + 2?", **both}) == pairs.sides(tokens, both)
+    apart = {side: turns[-1:] for side, turns in both.items()}
+    assert pairs.sides(tokens, {**asked, **apart})[0][1] == "so 4<|im_end|>\n"
+    longer = {side: both[side][1:] for side in both}
+    assert pairs.sides(tokens, {"question": "a", **longer}) == pairs.sides(tokens, both)
     ((prompt, _), _) = pairs.sides(tokens, {**asked, "history": [["a", "b"]], "chosen": "so 4", "rejected": "so five"})
     assert "user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\n2 + 2?" in prompt
     with pytest.raises(BadDocument, match='has "image", and only text'):

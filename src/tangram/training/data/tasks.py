@@ -161,14 +161,17 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
         raise BadRow(f'has no "{lacks[0]}" (it has {has}): the task "{task}" takes rows of {takes}')
     refuse_images(row)
     prompt, answers = row.get("prompt", row.get("conversations")), [row[key] for key in sides]
-    if prompt is None and (question := question_of(row)):
-        prompt = [*history_of(row), {"role": "user", "content": question[1]}]
-    if all(isinstance(x, str) for x in answers) and (prompt is None or isinstance(prompt, str)):
+    texts = all(isinstance(x, str) for x in answers)
+    prompt = (_question(row) or None) if texts and prompt is None else prompt
+    if texts and (prompt is None or isinstance(prompt, str)):
         return bare(row, _texts(prompt, answers, sides))
     turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
     answers = [messages_of(one, key) for one, key in zip(turns, sides, strict=True)]
     if prompt is None:
         history = answers[0][: alike(answers[0], answers[-1])]
+        if not history or history[0]["role"] == "assistant":
+            question = _question(row)
+            history, answers = [*question, *history], [[*question, *one] for one in answers]
     else:
         history = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, "prompt")
     if all(one[: len(history)] == history for one in answers):
@@ -180,6 +183,12 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')
     return [history, *answers]
+
+
+def _question(row: dict[str, Any]) -> Messages:
+    """What a row asks in a column of its own, behind its history; nothing without one."""
+    found = question_of(row)
+    return [*history_of(row), {"role": "user", "content": found[1]}] if found else []
 
 
 def _texts(prompt: str | None, answers: list[str], sides: Sequence[str]) -> list[str]:
