@@ -20,7 +20,7 @@ ALPACA = "### Instruction:\none\n\n### Input:\ntwo\n\n### Response:\nthree"
 BEFORE = [user("a"), assistant("b")]
 SAME: Mapping[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "instruction": ({"instruction": "one two", "output": "three"}, SAID),
-    "no input": ({"instruction": "one two", "input": "", "output": "three", "id": 4}, SAID),
+    "no input": ({"instruction": "one two", "input": "", "output": "three", "text": "", "prompt": ""}, SAID),
     "null as input": ({"instruction": "one two", "input": None, "output": "three"}, SAID),
     "input": ({"instruction": "one", "input": "two", "output": "three"}, [user("one\n\ntwo"), SAID[1]]),
     "input alone": ({"instruction": "", "input": "one two", "output": "three"}, SAID),
@@ -85,8 +85,9 @@ def test_nothing_else_beside_rows_changes_them(tmp_path: Path) -> None:
     tokens = tokens_at(tmp_path)
     more: dict[str, Any] = {"images": [], "image": None, "functions": [], "question": "x"}
     assert encoded(tokens, {"messages": SAID, **more}) == encoded(tokens, {"messages": SAID})
-    texts = [encoded(tokens_at(tmp_path), {"text": "one", **more}) for more in ({}, {"question": "x"})]
-    assert texts[0] == texts[1]
+    beside: list[dict[str, Any]] = [{}, {"question": "x"}, {"instruction": ""}, {"question": 3}, {"answer": 3}]
+    texts = [encoded(tokens_at(tmp_path), {"text": "one", **more}) for more in beside]
+    assert all(one == texts[0] for one in texts)
 
 
 def test_functions_are_tools(tmp_path: Path) -> None:

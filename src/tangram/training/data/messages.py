@@ -42,9 +42,10 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
         return "messages", behind_system(
             row, [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)]
         )
-    if (question := question_of(row)) and (answer := _only(row, _ANSWERS)):
-        text = row.get("text")
-        if isinstance(text, str) and not all(row[key].strip() in text for key in (*question[0], answer)):
+    if _has(row, _ASKS) and _has(row, _ANSWERS) and (question := question_of(row)):
+        text, answer = row.get("text"), _only(row, _ANSWERS)
+        both = (*question[0], answer)
+        if isinstance(text, str) and text.strip() and not all(row[key].strip() in text for key in both):
             raise BadRow(
                 f'has "{question[0][0]}" and "{answer}", and a "text" that does not hold both: leave out the '
                 "columns that are not meant"
@@ -69,24 +70,28 @@ def refuse_images(row: Mapping[str, Any]) -> None:
 
 def question_of(row: Mapping[str, Any]) -> tuple[list[str], str] | None:
     """What a row asks in a column of its own, with what that is about, and the columns it stands in. Raises BadRow."""
-    asks = _only(row, _ASKS)
-    if asks is None:
+    if not _has(row, _ASKS):
         return None
-    columns = [asks, *([beside] if (beside := _only({k: row[k] for k in _BESIDE if row.get(k)}, _BESIDE)) else [])]
+    asks = _only(row, _ASKS)
+    columns = [asks, *([_only(row, _BESIDE)] if _has(row, _BESIDE) else [])]
     text = "\n\n".join(row[key] for key in columns if row[key].strip())
     if not text:
         raise BadRow(f'has nothing as its "{asks}"')
     return columns, text
 
 
-def _only(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
+def _has(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
+    return any(row.get(key) is not None for key in columns)
+
+
+def _only(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     """Which one of some columns a row has, with text. Raises BadRow for several, and for something else in it."""
-    there = [key for key in columns if row.get(key) is not None]
+    there = [key for key in columns if row.get(key)] or [key for key in columns if row.get(key) is not None][:1]
     if len(there) > 1:
         raise BadRow(f'has "{there[0]}" and "{there[1]}", of which either may be meant: leave one of the two out')
-    if there and not isinstance(row[there[0]], str):
+    if not isinstance(row[there[0]], str):
         raise BadRow(f'has {"an" if there[0][0] in "aio" else "a"} "{there[0]}" that is no text')
-    return there[0] if there else None
+    return there[0]
 
 
 def history_of(row: Mapping[str, Any]) -> list[Message]:
@@ -132,8 +137,8 @@ def behind_system(row: Mapping[str, Any], messages: list[Message]) -> list[Messa
 
 def _system_of(row: Mapping[str, Any]) -> str | None:
     """What a system prompt beside a row says."""
-    key = _only({key: row[key] for key in ("system", "system_prompt") if row.get(key)}, ("system", "system_prompt"))
-    return key and row[key]
+    columns = ("system", "system_prompt")
+    return row[_only(row, columns)] if _has(row, columns) else None
 
 
 def bare(row: Mapping[str, Any], texts: list[str]) -> list[str]:
