@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tangram"
 PAGE = ROOT / "docs" / "limits.md"
+_ENDS = "BadRow"
+"""An error whose text is the end of a sentence about a row."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ _CANNOT = (
     r"does not (?:run|take|support|tie|cut|know)|(?:is|are) not (?:read|merged|priced|run|written)\b|"
     r"only .* (?:is|are|was) (?:merged|read|replaced)"
 )
+_ROW = "a row that "
+_OF_ROWS = f"^{_ROW}.*(?:template|trained? on|takes rows|special token|cannot be told)"
 KINDS: tuple[Kind, ...] = (
     Kind(
         "Models: building, capturing, counting",
@@ -55,7 +59,7 @@ KINDS: tuple[Kind, ...] = (
         _CANNOT + r"|mark it|too many|draws",
     ),
     Kind("Operators, their rules and other libraries", r"sharding/.*", _CANNOT),
-    Kind("Training", r"training.*", _CANNOT + r"|is of routers|one module hands|converted before"),
+    Kind("Training", r"training.*", _CANNOT + r"|is of routers|one module hands|converted before|" + _OF_ROWS),
     Kind("Planning", r"schema|planner(?!/(?:exports|platforms)).*", _CANNOT + r"|is not priced|searches|has not$"),
     Kind("Exports of plans to other projects", r"planner/(?:exports|platforms)", r"^(?!--)"),
     Kind(
@@ -96,7 +100,7 @@ def refusals() -> tuple[Refusal, ...]:
 
 def _subclasses(trees: Mapping[Path, ast.Module]) -> set[str]:
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    found = {"UserError"}
+    found = {"UserError", _ENDS}
     while more := {c.name for c in classes if c.name not in found and any(_name(base) in found for base in c.bases)}:
         found |= more
     return found
@@ -112,7 +116,7 @@ def _sentences(tree: ast.Module, errors: set[str]) -> Iterator[str]:
         if isinstance(call, ast.Call) and _name(call.func) in errors and call.args:
             sentence = _text(call.args[0])
             if re.search(r"[a-z]{3}", sentence):
-                yield sentence
+                yield _ROW * (_name(call.func) == _ENDS) + sentence
 
 
 def _text(node: ast.expr) -> str:

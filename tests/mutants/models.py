@@ -20,6 +20,8 @@ _OWN_DIMS = "tests/sharding/test_own_rules.py::test_calls_that_a_rule_is_not_for
 _DETACHED = "tests/training/test_buffers.py::test_what_no_program_could_stand_for_is_refused"
 _WRITTEN = "tests/training/test_incode.py::test_mistakes_are_said_in_one_sentence"
 _NEITHER = "tests/training/test_export_beside.py::test_where_neither_can_generate_only_settings_are_compared"
+_DATES = "tests/training/data/test_dates.py"
+_INSTRUCTIONS = "tests/training/data/test_instructions.py"
 _MESSAGES = "tests/training/data/test_messages.py"
 _SHORTENED = f"{_MESSAGES}::test_only_answers_are_learnt_where_a_template_shortens_those_before_them"
 _BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
@@ -307,5 +309,52 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if (now := modules_of(model)) != known:", "    if (now := modules_of(model)).keys() != known.keys():",
         "of a norm that another one stands in the place of each rank has its own part of the gradient",
         ("tests/training/test_modes.py::test_another_module_is_refused",),
+    ),
+    Mutant(
+        "the-clock-of-the-day", "training/data/chat.py",
+        "template = _stopped_clock(self.day or USUAL_DATE) + template if asks_for_date else template", "pass",
+        "each day has other tokens of the same rows", (f"{_DATES}::test_it_is_the_same_on_any_day",),
+    ),
+    Mutant(
+        "a-date-beside-the-text", "training/data/chat.py",
+        "settings.append(str(data.date or USUAL_DATE))", "pass",
+        "tokens of another date are taken from the cache",
+        (f"{_DATES}::test_it_is_told_and_part_of_what_the_tokens_are",),
+    ),
+    Mutant(
+        "functions-nobody-knows", "training/data/messages.py",
+        'return tools or (functions and [{"type": "function", "function": one} for one in functions])', "return tools",
+        "functions of the older kind are left out, unsaid", (f"{_INSTRUCTIONS}::test_functions_are_tools",),
+    ),
+    Mutant(
+        "an-instruction-nobody-sees", "training/data/tasks.py",
+        "(_question(row) or None) if texts and prompt is None else prompt", "prompt",
+        "pairs are told apart without what they answer",
+        (f"{_INSTRUCTIONS}::test_pairs_answer_an_instruction",),
+    ),
+    Mutant(
+        "pairs-of-good-answers", "training/data/tasks.py",
+        "shift = 2 * self.vocabulary", "shift = 0",
+        "rejected answers of pairs are good ones to kto",
+        (f"{_INSTRUCTIONS}::test_a_pair_is_a_good_answer_and_a_bad_one",),
+    ),
+    Mutant(
+        "measured-on-what-is-learnt", "training/data/corpus.py",
+        "both = [one in trained for split", "both = [False for split",
+        "nobody says that what is measured on is trained on",
+        ("tests/training/data/test_evaluation.py::test_what_is_trained_on_too_is_told",),
+    ),
+    Mutant(
+        "skipped-one-by-one", "planner/legality/check_plan.py",
+        're.sub(r"\\.\\d+\\.", ".*.", one) for one in codes', "one for one in [*codes][:1]",
+        "of parameters whose moments of 8 bits would be cut apart one is named at a time",
+        ("tests/training/test_eight_bit.py::test_a_layout_that_cuts_blocks_apart_is_refused_once_for_all",),
+    ),
+    Mutant(
+        "whole-tokens-of-answers", "training/data/chat.py",
+        "counted |= (spans[:, 1] > start) & (spans[:, 0] < stop)",
+        "counted |= (spans[:, 0] >= start) & (spans[:, 0] < stop)",
+        "the first token of an answer is in no loss where it is one with what asks",
+        ("tests/public/test_rows.py::test_a_token_of_which_a_part_is_an_answer_is_learnt",),
     ),
 )

@@ -261,10 +261,14 @@ def test_more_meshes_have_the_losses_of_one_process(folder: Path, ran: dict[tupl
         assert rank.losses == pytest.approx(found["one"][0].losses, rel=3e-5)
 
 
-def test_a_layout_that_cuts_blocks_apart_is_refused(folder: Path) -> None:
+def test_a_layout_that_cuts_blocks_apart_is_refused_once_for_all(folder: Path) -> None:
     narrow = {"model.change.intermediate_size": "384"}  # two ranks would have a block and a half of each row
-    with pytest.raises(UserError, match=r"does not fit its moments of 8 bits: .*; name it in optimiser.moments_skip"):
+    with pytest.raises(UserError, match=r"does not fit its moments of 8 bits: .*; set optimiser.moments_skip =") as why:
         planned(folder, "tp", **narrow)
+    assert "(so it is of 1 more)" in str(why.value)
+    skip = str(why.value).partition("moments_skip = ")[2]
+    assert "layers.*.mlp" in skip
+    assert planned(folder, "tp", **narrow, **{"optimiser.moments_skip": skip})
     assert planned(folder, "tp", **narrow, **{"optimiser.moments_skip": '["*.down_proj.weight"]'})
     assert planned(folder, "tp", **narrow, **{"optimiser.moments": '"as masters"'})
 

@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         Plan.model_validate({**plan.model_dump(), "data": {**plan.data.model_dump(), "micro_batch": 1}})
     for case, way, why in (
         ("rates", "ddp", "DDP adds up .*: use FSDP"),
-        ("rates", "pp", "micro-batches"),
+        ("rates", "pp", "stages of a pipeline add up the gradients of micro-batches: leave out optimiser.in_backward"),
         ("muon", "tp", "TP and EP ranks update .*muon"),
     ):
         with pytest.raises(UserError, match=why):

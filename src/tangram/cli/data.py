@@ -33,7 +33,7 @@ def show(
 ) -> int:
     """Print decoded samples; what is in the loss is green, and without colours stands in [[ ]]."""
     plan = load(job, changes_of(change or []))
-    from tangram.training.data import open_corpus, prepare, shown_samples, tokens_of
+    from tangram.training.data import measured_and_trained, open_corpus, prepare, shown_samples, tokens_of
 
     if plan.data.packing == "auto":
         raise UserError('which documents share a sample is asked of the model: add --set data.packing="single"')
@@ -45,7 +45,7 @@ def show(
         print_json({"read": corpus.read, "samples": [one._asdict() for one in samples]})
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    for line in corpus.read:
+    for line in filter(None, (*corpus.read, measured_and_trained(plan.data, corpus))):
         console.print(Text(line))
     for one in samples:
         what = f"sample {one.number} of {one.source}{one.side and ', '}{one.side}"

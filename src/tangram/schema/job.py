@@ -11,7 +11,7 @@ from tangram.checkpoint.store.retention_rules import parse as parse_retention
 from tangram.errors import UserError
 from tangram.schema.optimiser import OptimiserPlan
 from tangram.schema.precision import PrecisionPlan
-from tangram.schema.tables import Count, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
+from tangram.schema.tables import Count, Day, Kind, Mistake, PathText, Positive, Recomputed, Share, TomlTable
 from tangram.schema.tuning import (
     ALONE,
     ROWS,
@@ -98,6 +98,8 @@ class DataPlan(TomlTable):
     before training and takes "packed" where it can."""
     too_long: Literal["cut", "drop", "refuse"] = "cut"
     """Of conversations of more than `sequence` tokens: what is over is left out, or all of it; or it is refused."""
+    date: Day | None = None
+    """What a chat template that asks for the date writes; never the clock's, by which each day had other tokens."""
     cache: PathText | None = None
     """Where tokens are kept between runs; the default is the user's cache folder."""
 
@@ -303,6 +305,8 @@ class Job(TomlTable):
         mistake = mistake_of_preferences(self.task, self.preference, data.packing, data.global_batch)
         if mistake := mistake or mistake_of_distillation(self.task, self.distill, data.packing):
             raise mistake
+        if data.date is not None and self.task == "pretrain":
+            raise Mistake("data.date", "no chat template writes what this task trains on: leave it out")
         return self
 
     @model_validator(mode="after")

@@ -1,5 +1,6 @@
 """What all tables of jobs and plans share: exact types, mistakes that name a key, common kinds of numbers."""
 
+from datetime import date
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -17,6 +18,7 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Day = Annotated[date, BeforeValidator(lambda text: date.fromisoformat(text) if isinstance(text, str) else text)]
 PathText = Annotated[str, Field(min_length=1)]
 
 

@@ -120,7 +120,7 @@ class Shifted(ChatTokens):
 class Twice(ChatTokens):
     def _row(self, one: Rendered, tally: Counter[str]) -> Any:
         said = [{"role": "user", "content": one.text}, {"role": "assistant", "content": one.text}]
-        return super()._row(answers_of(self._template({}), said), tally)
+        return super()._row(answers_of(self._template({}, tally), said), tally)
 
 
 class Begun(ChatTokens):

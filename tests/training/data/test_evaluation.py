@@ -10,7 +10,15 @@ import torch
 from tangram.errors import UserError
 from tangram.schema.files import load
 from tangram.schema.job import Job
-from tangram.training.data import IGNORE, held_out_batches, held_out_samples, open_corpus, prepare, tokens_of
+from tangram.training.data import (
+    IGNORE,
+    held_out_batches,
+    held_out_samples,
+    measured_and_trained,
+    open_corpus,
+    prepare,
+    tokens_of,
+)
 from tangram.training.run.resume import compared
 from tests.training.data.test_chat import tokenizer_of
 from tests.training.small import small_plan
@@ -83,3 +91,24 @@ def test_nothing_apart_is_refused(tmp_path: Path) -> None:
     (tmp_path / "apart" / "a.jsonl").write_text("")
     with pytest.raises(UserError, match=r"data\.evaluation has no text to measure the loss on"):
         answers(plan)
+
+
+def test_what_is_trained_on_too_is_told(tmp_path: Path) -> None:
+    def words(plan: Job) -> str:
+        tokens = tokens_of(plan)
+        prepare(plan.data, tokens, lambda event: None)
+        return measured_and_trained(plan.data, open_corpus(plan.data, tokens))
+
+    assert words(job(tmp_path, evaluation='[{ path = "apart" }]')) == ""
+    same = '[{ path = "apart" }, { path = "rows" }]'
+    assert words(job(tmp_path, evaluation=same)) == "12 of 19 conversations of data.evaluation are trained on, too"
+    (tmp_path / "apart" / "a.jsonl").write_text(json.dumps({"completion": "rows", "prompt": "rows 3?", "id": 1}))
+    plan = load(tmp_path / "sft.toml", {"data.evaluation": '[{ path = "apart" }]'})
+    assert words(plan) == "1 of 1 conversations of data.evaluation are trained on, too"
+    for name, text in (("all", "abc"), ("all/eval", "xyz"), ("copy", "abc"), ("other", "pqr")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "a.txt").write_text(text * 30)
+    for name, both in (("all/eval", True), ("copy", True), ("other", False)):
+        sources = {"sources": [{"path": str(tmp_path / "all")}], "evaluation": [{"path": str(tmp_path / name)}]}
+        found = words(small_plan(tmp_path, data=sources))
+        assert found == ("1 of 1 files of data.evaluation are trained on, too" if both else "")

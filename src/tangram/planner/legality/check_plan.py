@@ -12,7 +12,9 @@ that do, EP ranks those that cut the experts. A pipeline whose schedule the sear
 is left out: `schema.plan` has checked its stages and micro-batches already.
 """
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -70,7 +72,7 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
     if mesh.size > MOST_RANKS:
         raise UserError(f"the mesh {plan.mesh} has {mesh.size:,} ranks; plans of up to {MOST_RANKS:,} are checked")
     data = set(plan.axes.data)
-    cutting: set[str] = set()
+    cutting, codes = set[str](), dict[str, LayoutError]()
     for name, parameter in model.named_parameters():
         layout = bound_layout(plan, name, tuple(parameter.shape))
         if layout.pending or layout.flat:
@@ -78,7 +80,8 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
         cutting |= layout.axes & data
         _covers(layout, name, mesh)
         if parameter.requires_grad and plan.optimiser.has_codes(name, parameter.shape):
-            _refuse_cut_codes(plan, layout, name, tuple(parameter.shape))
+            codes |= _cut_codes(layout, name, tuple(parameter.shape), mesh)
+    _refuse_cut_codes(plan, model, codes)
     if plan.lora is not None and plan.lora.base != "parameters":
         base = BASES[plan.lora.base]
         for name, layer in base_layers(model, plan.lora.base_skip, base.block).items():
@@ -171,14 +174,27 @@ def bound_layout(plan: Plan, name: str, shape: tuple[int, ...]) -> Layout:
         raise UserError(f'the layout "{text}" does not fit {name} of shape {shape}: {error}') from None
 
 
-def _refuse_cut_codes(plan: Plan, layout: Layout, name: str, shape: tuple[int, ...]) -> None:
+def _cut_codes(layout: Layout, name: str, shape: tuple[int, ...], mesh: Mesh) -> dict[str, LayoutError]:
+    """Why moments in 8 bits do not lie as the parameter, by its name; empty where they do."""
     try:
-        refuse_cut_blocks(layout, shape, ADAM_8BIT["absmax1"].block, Mesh.parse(plan.mesh))
+        refuse_cut_blocks(layout, shape, ADAM_8BIT["absmax1"].block, mesh)
     except LayoutError as error:
-        raise UserError(
-            f'the layout "{plan.layout_of(name)}" of {name} {list(shape)} does not fit its moments of 8 bits: {error}; '
-            "name it in optimiser.moments_skip"
-        ) from None
+        return {name: error}
+    return {}
+
+
+def _refuse_cut_codes(plan: Plan, model: nn.Module, codes: Mapping[str, LayoutError]) -> None:
+    """One sentence about the first of some parameters, with what keeps all of them as they are."""
+    if not codes:
+        return
+    name, error = next(iter(codes.items()))
+    names = dict.fromkeys((*plan.optimiser.moments_skip, *(re.sub(r"\.\d+\.", ".*.", one) for one in codes)))
+    more = f" (so it is of {len(codes) - 1} more)" if len(codes) > 1 else ""
+    shape = list(model.get_parameter(name).shape)
+    raise UserError(
+        f'the layout "{plan.layout_of(name)}" of {name} {shape} does not fit its moments of 8 bits: {error}{more}; '
+        f"set optimiser.moments_skip = {json.dumps([*names])}"
+    )
 
 
 @lru_cache(maxsize=4096)

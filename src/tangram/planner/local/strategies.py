@@ -132,6 +132,6 @@ def fitting_micro_batch(one: Strategy, job: Job, about: int) -> int:
     backward take one micro-batch."""
     sizes = Mesh.parse(one.mesh).axes
     share = -(-job.data.global_batch // prod(sizes[axis][0] for axis in one.data))
-    if job.optimiser.in_backward:
+    if job.optimiser.in_backward and one.stages == 1:  # with stages it is refused
         return share
     return nearest_micro_batch(one.schedule, sizes["pp"][0], about, share) or about if one.stages > 1 else about

@@ -8,7 +8,7 @@ messages what rows say             answers  where a template writes the answers 
 chat     conversations -> numbers  tasks    what a job's task takes of these; preferences -> numbers
 """
 
-from tangram.training.data.corpus import Corpus, open_corpus, prepare, repeats, times_seen
+from tangram.training.data.corpus import Corpus, measured_and_trained, open_corpus, prepare, repeats, times_seen
 from tangram.training.data.files import list_files
 from tangram.training.data.samples import IGNORE, Batch, Split
 from tangram.training.data.stream import (
@@ -44,6 +44,7 @@ __all__ = [
     "held_out_samples",
     "list_files",
     "load_tokens",
+    "measured_and_trained",
     "open_corpus",
     "padding",
     "prepare",

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -34,18 +35,22 @@ from tangram.training.data.answers import (
     tools_unwritten,
 )
 from tangram.training.data.files import LEFT_OUT, ROW
-from tangram.training.data.messages import BadRow, Message, sample_of
+from tangram.training.data.messages import INSTRUCTIONS, BadRow, Message, parsed, sample_of, tools_of
 from tangram.training.data.sources import EMPTY
 from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 
 KINDS = "conversations"
 CUT = "cut"
 OPEN = "answers"
-VERSION = 5
+DATE = "date"
+USUAL_DATE = date(2024, 7, 26)
+"""What templates of Llama 3 write where they are told no other and have no clock."""
+VERSION = 6
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
 C = TypeVar("C", bound="ChatTokens")
+_CLOCK = "strftime_now"
 _NEAR_END = 3
 """Tokens; behind a special one there may be white space."""
 
@@ -59,6 +64,8 @@ class ChatTokens(Tokens):
     too_long: Literal["cut", "drop", "refuse"] = "cut"
     stops: tuple[int, ...] = ()
     """Tokens at which the model beside the tokenizer ends what it writes."""
+    day: date | None = None
+    """What a template that asks for the date writes; None: `USUAL_DATE`."""
 
     @property
     def context(self) -> int | None:
@@ -92,14 +99,17 @@ class ChatTokens(Tokens):
         return rows
 
     def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> tuple[Rendered, ...]:
-        """The conversations that a row is: one."""
+        """The conversations that a row is: one, or none where it is left out."""
         kind, parts = sample_of(row)
         self._count_kind(kind, parts, tally)
         if kind == "text":
             return (Rendered(parts[0], [(0, len(parts[0]))], bare=True),)
         if kind == "prompt and completion":
             return (Rendered(parts[0] + parts[1], [(len(parts[0]), len(parts[0]) + len(parts[1]))], bare=True),)
-        render = self._template(row)
+        if kind == INSTRUCTIONS and not parts[-1]["content"].strip():
+            tally[f"{LEFT_OUT}: {INSTRUCTIONS} without an answer"] += 1
+            return ()
+        render = self._template(row, tally)
         parts = fitted(render, parts)
         found = answers_of(render, parts, [*_special(self._tokenizer).values()])
         self._count_unwritten(render, parts, found.text, row, tally)
@@ -109,7 +119,7 @@ class ChatTokens(Tokens):
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
         """The tokens of all of them, none where they are left out."""
-        return self._row(some[0], tally)
+        return self._row(some[0], tally) if some else np.zeros(0, np.uint32)
 
     def _count_kind(self, kind: str, parts: Sequence[str | Message], tally: Counter[str]) -> None:
         """Count a row. Raises BadRow for one of another kind than those before it, and for special tokens in it."""
@@ -127,16 +137,17 @@ class ChatTokens(Tokens):
         refuse_unwritten(render, messages, text)
         counts = {
             "thoughts": thoughts_unwritten(messages, text),
-            "tools": tools_unwritten(_parsed(row.get("tools")), text),
+            "tools": tools_unwritten(tools_of(row), text),
         }
         for what, count in counts.items():
             if count:
                 tally[f"{LEFT_OUT}: {what} that the template does not write"] += count
 
-    def _template(self, row: dict[str, Any]) -> Render:
+    def _template(self, row: dict[str, Any], tally: Counter[str]) -> Render:
         """The tokenizer's own, with what stands beside the messages of a row. Raises BadRow, as does what it gives."""
-        tools = _parsed(row.get("tools"))
-        options: dict[str, Any] = _parsed(row.get("chat_template_kwargs")) or {}
+        tools = tools_of(row)
+        options: dict[str, Any] = {"date_string": self.day.strftime("%d %b %Y")} if self.day else {}
+        options |= parsed(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
         tokenizer = cast(Any, self._tokenizer)
         if not tokenizer.chat_template:
             raise BadRow(
@@ -144,10 +155,20 @@ class ChatTokens(Tokens):
                 "made for chat (data.tokenizer), or give rows of prompt and completion"
             )
 
+        if asks_for_date := _CLOCK in str(tokenizer.chat_template):
+            tally[f"{DATE}: {self.day or USUAL_DATE}"] = 1
+
         def render(messages: Sequence[Message], asks: bool) -> str:
             try:
+                template = tokenizer.get_chat_template(tools=tools)
+                template = _stopped_clock(self.day or USUAL_DATE) + template if asks_for_date else template
                 return tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=asks, **options
+                    list(messages),
+                    tools=tools,
+                    chat_template=template,
+                    tokenize=False,
+                    add_generation_prompt=asks,
+                    **options,
                 )
             except Exception as error:  # a template is a program of somebody's
                 why = " ".join(str(error).split()) or type(error).__name__
@@ -218,19 +239,19 @@ class ChatTokens(Tokens):
 
 
 @lru_cache(2)
+def _stopped_clock(day: date) -> str:
+    """A macro in front of a template, in the place of the function by which it asks for today's date."""
+    codes = [f"%{fill}{letter}" for fill in ("", "-") for letter in "aAbBcdDeFGgHIjklmMnpPrRsSTuUVwWxXyYzZ"]
+    values = "".join(f" | replace({code!r}, {day.strftime(code)!r})" for code in [*codes, "%%"])
+    return "{% macro " + _CLOCK + "(format) %}{{ format" + values + " }}{% endmacro %}\n"
+
+
+@lru_cache(2)
 def _special(tokenizer: Any) -> dict[int, str]:
     """The special tokens of a tokenizer, by number; the longest first, which begin others."""
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     named |= {n: one.content for n, one in tokenizer.added_tokens_decoder.items() if one.special}
     return dict(sorted(named.items(), key=lambda one: -len(one[1])))
-
-
-def _parsed(value: Any) -> Any:
-    """What stands beside messages, which a table may have as JSON; None for nothing. Raises BadRow."""
-    try:
-        return (json.loads(value) if isinstance(value, str) and value.strip() else value) or None
-    except ValueError:
-        raise BadRow("has tools or chat_template_kwargs that are no JSON") from None
 
 
 def chat_tokens(tokens: Tokens, data: DataPlan) -> ChatTokens:
@@ -246,11 +267,16 @@ def with_template(kind: type[C], tokens: Tokens, data: DataPlan, version: object
             "answers are trained on by a tokenizer that says which characters a token stands for (tokenizer.json), and "
             f"{tokens.name} is none: set data.tokenizer to a directory of one"
         )
-    stops = _stops_of(tokens.folder)
-    settings = [tokens.digest, str(tokenizer.chat_template), data.sequence, data.too_long, version, stops]
+    stops, template = _stops_of(tokens.folder), str(tokenizer.chat_template)
+    settings = [tokens.digest, template, data.sequence, data.too_long, version, stops]
+    if any(name in template for name in (_CLOCK, "date_string")):
+        settings.append(str(data.date or USUAL_DATE))
+    elif data.date is not None:
+        raise UserError(f"the chat template of the tokenizer {tokens.name} writes no date: leave data.date out")
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
     own = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return replace(kind(**own), digest=digest, sequence=data.sequence, too_long=data.too_long, stops=stops)
+    limits = {"sequence": data.sequence, "too_long": data.too_long}
+    return replace(kind(**own), digest=digest, stops=stops, day=data.date, **limits)
 
 
 def _stops_of(folder: Path | None) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from filecmp import cmp
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan, SourcePlan
-from tangram.training.data.chat import CUT, KINDS, OPEN
+from tangram.training.data.chat import CUT, DATE, KINDS, OPEN
 from tangram.training.data.files import LEFT_OUT, TAKEN, Files, in_words, list_files
 from tangram.training.data.samples import Split
 from tangram.training.data.sources import EMPTY, READING, Document, documents
@@ -258,20 +259,47 @@ def times_seen(corpus: Corpus, data: DataPlan, steps: int) -> tuple[float, ...]:
 
 def repeats(split: Split) -> int:
     """How many documents of conversations are there before, word for word; 0 of text, which is not read for that."""
-    if split.context is None:
-        return 0
+    return 0 if split.context is None else len(split.end_D) - len({*_contents(split)})
+
+
+def measured_and_trained(data: DataPlan, corpus: Corpus) -> str:
+    """What of `data.evaluation` is trained on, too, in words; of text, which is not read for that, by its files."""
+    if data.evaluation is None:
+        return ""
+    if corpus.training[0].context is not None:
+        trained = {one for split in corpus.training for one in _contents(split)}
+        both = [one in trained for split in corpus.held_out for one in _contents(split)]
+        what = "conversations"
+    else:
+        sizes: dict[int, list[Path]] = {}
+        for path in _paths(data.sources):
+            sizes.setdefault(path.stat().st_size, []).append(path)
+        both = [
+            any(path.samefile(other) or cmp(path, other, shallow=False) for other in sizes.get(path.stat().st_size, ()))
+            for path in _paths(data.evaluation)
+        ]
+        what = "files"
+    return f"{sum(both):,} of {len(both):,} {what} of data.evaluation are trained on, too" if any(both) else ""
+
+
+def _paths(sources: Iterable[SourcePlan]) -> list[Path]:
+    return [files.path(n) for files in map(list_files, sources) for n in range(len(files.files))]
+
+
+def _contents(split: Split) -> list[bytes]:
+    """The documents of a split, each by the hash of its tokens."""
     begins = [0, *split.end_D[:-1].astype(np.int64).tolist()]
     spans = zip(begins, split.end_D.astype(np.int64).tolist(), strict=False)
-    return len(split.end_D) - len({hashlib.blake2b(split.read(*span).tobytes()).digest() for span in spans})
+    return [hashlib.blake2b(split.read(*span).tobytes(), digest_size=16).digest() for span in spans]
 
 
 def _read(store: TokenStore, data: DataPlan) -> str:
     """What was counted while the tokens of a source were made, as one line."""
-    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN)}
+    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN, DATE)}
     for key, number in store.tally.items():
         what, _, which = key.partition(": ")
         counts[what][which] = number
-    taken, left_out, special, kinds, cut, without_end = counts.values()
+    taken, left_out, special, kinds, cut, without_end, days = counts.values()
     documents = sum(len(split.end_D) for split in store.splits)
     words = [f"{taken.total():,} taken ({in_words(taken)}), {documents:,} documents"]
     words += [f"each of {kind}" for kind in kinds]
@@ -287,6 +315,7 @@ def _read(store: TokenStore, data: DataPlan) -> str:
     if special:
         how = "read as special tokens" if data.special_tokens == "parse" else "read as characters"
         words.append(f"{in_words(special)} in the text {how} (data.special_tokens)")
+    words += [f"the date for the chat template is {day} (data.date)" for day in days]
     return "; ".join(words)
 
 

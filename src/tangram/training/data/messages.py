@@ -8,10 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 Message = dict[str, Any]
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
 _CALL = "function_call"
 """The role of a turn that is a call of a tool, as JSON (ShareGPT)."""
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "text")
+_ASKS = ("instruction", "query", "question", "prompt")
+_BESIDE = ("input", "context")
+_ANSWERS = ("output", "response", "answer", "completion")
+_NO_TEXT = ("images", "image", "videos", "video", "audios", "audio")
+INSTRUCTIONS = "instructions"
 
 
 class BadRow(ValueError):
@@ -20,8 +25,9 @@ class BadRow(ValueError):
 
 def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
     """What kind of sample a row is, and its messages, or its texts. Raises BadRow."""
-    if "chosen" in row and "rejected" in row:
+    if row.get("chosen") is not None and row.get("rejected") is not None:
         raise BadRow('has chosen and rejected answers, which the task "dpo" takes: give conversations')
+    refuse_images(row)
     for key in ("messages", "conversations"):
         if key in row:
             return "messages", behind_system(row, messages_of(row[key], key))
@@ -36,17 +42,90 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
         return "messages", behind_system(
             row, [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)]
         )
+    if _has(row, _ASKS) and _has(row, _ANSWERS) and (question := question_of(row)):
+        text, answer = row.get("text"), _only(row, _ANSWERS)
+        both = (*question[0], answer)
+        if isinstance(text, str) and text.strip() and not all(row[key].strip() in text for key in both):
+            raise BadRow(
+                f'has "{question[0][0]}" and "{answer}", and a "text" that does not hold both: leave out the '
+                "columns that are not meant"
+            )
+        turns = [*history_of(row), {"role": "user", "content": question[1]}]
+        return INSTRUCTIONS, behind_system(row, [*turns, {"role": "assistant", "content": row[answer]}])
     if isinstance(row.get("text"), str):
         return "text", bare(row, [row["text"]])
-    near = [name for key in row for name in difflib.get_close_matches(key, _COLUMNS, n=1)]
+    known = (*_COLUMNS, *_ASKS, *_ANSWERS)
+    near = [name for key in row if key not in known for name in difflib.get_close_matches(key, known, n=1)]
     hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(row) or 'nothing'}"
-    raise BadRow(f'has no "messages", no "prompt" with "completion" and no "text": {hint}')
+    raise BadRow(
+        f'has no "messages", no "prompt" with "completion", no "instruction" with "output" and no "text": {hint}'
+    )
+
+
+def refuse_images(row: Mapping[str, Any]) -> None:
+    """Raise BadRow for what stands beside text, is none, and would not be trained on."""
+    if other := next((key for key in _NO_TEXT if row.get(key)), None):
+        raise BadRow(f'has "{other}", and only text is trained on: leave the row out, or that column')
+
+
+def question_of(row: Mapping[str, Any]) -> tuple[list[str], str] | None:
+    """What a row asks in a column of its own, with what that is about, and the columns it stands in. Raises BadRow."""
+    if not _has(row, _ASKS):
+        return None
+    asks = _only(row, _ASKS)
+    columns = [asks, *([_only(row, _BESIDE)] if _has(row, _BESIDE) else [])]
+    text = "\n\n".join(row[key] for key in columns if row[key].strip())
+    if not text:
+        raise BadRow(f'has nothing as its "{asks}"')
+    return columns, text
+
+
+def _has(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
+    return any(row.get(key) is not None for key in columns)
+
+
+def _only(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Which one of some columns a row has, with text. Raises BadRow for several, and for something else in it."""
+    there = [key for key in columns if row.get(key)] or [key for key in columns if row.get(key) is not None][:1]
+    if len(there) > 1:
+        raise BadRow(f'has "{there[0]}" and "{there[1]}", of which either may be meant: leave one of the two out')
+    if not isinstance(row[there[0]], str):
+        raise BadRow(f'has {"an" if there[0][0] in "aio" else "a"} "{there[0]}" that is no text')
+    return there[0]
+
+
+def history_of(row: Mapping[str, Any]) -> list[Message]:
+    """The turns before an instruction, as pairs of what was asked and answered. Raises BadRow."""
+    pairs: Any = parsed(row.get("history"), "history") or []
+    turns: list[Message] = []
+    for pair in cast("list[Any]", pairs) if isinstance(pairs, list) else [pairs]:
+        texts = cast("list[Any]", pair) if isinstance(pair, list) else []
+        if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+            raise BadRow('has a "history" that is no list of pairs of an instruction and its answer')
+        turns += [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}]
+    return turns
+
+
+def tools_of(row: Mapping[str, Any]) -> Any:
+    """The tools beside messages, also as the functions that OpenAI had before them; None for none. Raises BadRow."""
+    tools, functions = (parsed(row.get(key), key) for key in ("tools", "functions"))
+    if tools and functions:
+        raise BadRow('has "tools" and "functions": leave one of the two out')
+    return tools or (functions and [{"type": "function", "function": one} for one in functions])
+
+
+def parsed(value: Any, what: str) -> Any:
+    """What stands beside messages, which a table may have as JSON; None for nothing. Raises BadRow."""
+    try:
+        return (json.loads(value) if isinstance(value, str) and value.strip() else value) or None
+    except ValueError:
+        raise BadRow(f"has {what} that are no JSON") from None
 
 
 def behind_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """Messages behind what the column `system` of a row says. Raises BadRow where both have such a turn."""
-    system = row.get("system")
-    if not isinstance(system, str) or not system:
+    system = _system_of(row)
+    if not system:
         return messages
     turn = {"role": "system", "content": system}
     if messages[0] == turn:
@@ -56,9 +135,15 @@ def behind_system(row: Mapping[str, Any], messages: list[Message]) -> list[Messa
     return [turn, *messages]
 
 
+def _system_of(row: Mapping[str, Any]) -> str | None:
+    """What a system prompt beside a row says."""
+    columns = ("system", "system_prompt")
+    return row[_only(row, columns)] if _has(row, columns) else None
+
+
 def bare(row: Mapping[str, Any], texts: list[str]) -> list[str]:
     """Texts that no template writes. Raises BadRow for a row with a system prompt."""
-    if row.get("system"):
+    if _system_of(row):
         raise BadRow('has a "system" beside text, which no template writes: put it into the text, or give messages')
     return texts
 
@@ -82,6 +167,8 @@ def messages_of(value: Any, key: str) -> list[Message]:
             message = {"role": message.pop("from"), "content": message.pop("value"), **message}
         if message.get("role") == _CALL:
             message = Message(role="assistant", content="", tool_calls=_calls_in(message.get("content")))
+        if "function_call" in message:  # as OpenAI had it before there were tools
+            message["tool_calls"] = _calls_in(message.pop("function_call"))
         role = message.get("role")
         message["role"] = _ROLES.get(str(role), role)
         message["content"] = _text_of(message.get("content", "" if "tool_calls" in message else None))

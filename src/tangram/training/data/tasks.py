@@ -22,10 +22,19 @@ from tangram.schema.tuning import TaskName
 from tangram.training.data.answers import Rendered, alike, fitted
 from tangram.training.data.chat import ChatTokens, chat_tokens, with_template
 from tangram.training.data.files import LEFT_OUT
-from tangram.training.data.messages import BadRow, Message, bare, behind_system, messages_of
+from tangram.training.data.messages import (
+    BadRow,
+    Message,
+    bare,
+    behind_system,
+    history_of,
+    messages_of,
+    question_of,
+    refuse_images,
+)
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
-VERSION = ["pairs", 3]
+VERSION = ["pairs", 4]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
 _COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
@@ -77,7 +86,7 @@ class PairTokens(ChatTokens):
         if isinstance(prompt, str):
             text = prompt + cast(str, answer)
             return Rendered(text, [(len(prompt), len(text))], bare=True)
-        render = self._template(row)
+        render = self._template(row, tally)
         messages = fitted(render, [*prompt, *cast(Messages, answer)])
         prompt, text = messages[: len(prompt)], render(messages, False)
         self._count_unwritten(render, messages, text, row, tally)
@@ -103,17 +112,24 @@ class LabelledTokens(PairTokens):
         return 1
 
     def documents(self, row: TokenArray) -> list[TokenArray]:
-        return [row] if len(row) else []
+        return [one for one in super().documents(row) if len(one)]
 
     def _rendered(self, row: dict[str, Any], tally: Counter[str]) -> tuple[Rendered, ...]:
+        """A good answer and a bad one, of which one is nothing."""
+        if all(row.get(key) is not None for key in _SIDES):
+            if row.get("label") is not None:
+                raise BadRow('has a "label" beside "chosen" and "rejected": leave out what is not meant')
+            return super()._rendered(row, tally)
         prompt, answer = pair_of(row, ("completion",), "kto")
         parts = [part for some in (prompt, answer) for part in ([some] if isinstance(some, str) else some)]
         self._count_kind(f"labelled {'text' if isinstance(prompt, str) else 'messages'}", parts, tally)
-        one = self._side(prompt, answer, row, tally)
-        return (one,) if _is_good(row) else (one, one)
+        one, none = self._side(prompt, answer, row, tally), Rendered("", [])
+        return (one, none) if _is_good(row) else (none, one)
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
-        return self._row(some[0], tally) + np.uint32(2 * self.vocabulary * (len(some) - 1))
+        shift = 2 * self.vocabulary
+        rows = [self._row(one, tally) + np.uint32(shift * bad) for bad, one in enumerate(some) if one.text]
+        return np.concatenate(rows)
 
 
 def _is_good(row: dict[str, Any]) -> bool:
@@ -129,7 +145,7 @@ def _is_good(row: dict[str, Any]) -> bool:
 
 def labelled_tokens(tokens: Tokens, data: DataPlan) -> LabelledTokens:
     """The tokens of answers with labels. Raises UserError as `pair_tokens`."""
-    return with_template(LabelledTokens, tokens, data, ["labelled", 2])
+    return with_template(LabelledTokens, tokens, data, ["labelled", 3])
 
 
 def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
@@ -141,14 +157,21 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
     """What is answered, and the answers, one for each side: all texts, or all messages. Raises BadRow."""
     if lacks := [key for key in _COLUMNS[task] if key not in row]:
         has, takes = ", ".join(row) or "nothing", " and ".join(_COLUMNS[task])
+        takes += ", or of chosen and rejected" if task == "kto" else ""
         raise BadRow(f'has no "{lacks[0]}" (it has {has}): the task "{task}" takes rows of {takes}')
+    refuse_images(row)
     prompt, answers = row.get("prompt", row.get("conversations")), [row[key] for key in sides]
-    if all(isinstance(x, str) for x in answers) and (prompt is None or isinstance(prompt, str)):
+    texts = all(isinstance(x, str) for x in answers)
+    prompt = (_question(row) or None) if texts and prompt is None else prompt
+    if texts and (prompt is None or isinstance(prompt, str)):
         return bare(row, _texts(prompt, answers, sides))
     turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
     answers = [messages_of(one, key) for one, key in zip(turns, sides, strict=True)]
     if prompt is None:
         history = answers[0][: alike(answers[0], answers[-1])]
+        if not history or history[0]["role"] == "assistant":
+            question = _question(row)
+            history, answers = [*question, *history], [[*question, *one] for one in answers]
     else:
         history = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, "prompt")
     if all(one[: len(history)] == history for one in answers):
@@ -160,6 +183,12 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')
     return [history, *answers]
+
+
+def _question(row: dict[str, Any]) -> Messages:
+    """What a row asks in a column of its own, behind its history; nothing without one."""
+    found = question_of(row)
+    return [*history_of(row), {"role": "user", "content": found[1]}] if found else []
 
 
 def _texts(prompt: str | None, answers: list[str], sides: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ from tangram.tracing.show.report import report as trace_report
 from tangram.training.data import (
     Corpus,
     Tokens,
+    measured_and_trained,
     open_corpus,
     prepare,
     repeats,
@@ -213,6 +214,8 @@ def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
     seen = times_seen(corpus, plan.data, plan.run.steps)
     for source, line in zip((*plan.data.sources, *(plan.data.evaluation or ())), corpus.read, strict=True):
         words[f"files of {source.path}" if len(corpus.read) > 1 else "files"] = line
+    if both := measured_and_trained(plan.data, corpus):
+        words["held-out loss"] = both
     for source, split, times in zip(plan.data.sources, corpus.training, seen, strict=True):
         of = f" of {source.path}" if len(plan.data.sources) > 1 else ""
         if again := repeats(split):
