@@ -14,6 +14,7 @@ _POD = _JOBS + "test_a_pod_that_is_to_end_has_torchrun_stop_the_run"
 _QUEUED = _JOBS + "test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again"
 _NO_MEMORY = "tests/resilience/test_tiers.py::test_a_folder_for_snapshots_that_is_not_there_is_refused"
 _STORE = "tests/training/test_store.py::test_"
+_MENDED = _STORE + "what_is_damaged_here_is_fetched_and_no_more"
 _PATIENCE = "tests/training/test_command.py::test_a_run_stops_early_where_the_held_out_loss_falls_no_further"
 _ENDED = _STORE + "a_run_that_has_ended_still_sends_what_the_store_did_not_take"
 _TORN = "tests/training/test_resume.py::test_a_checkpoint_that_has_lost_a_file_is_told_of"
@@ -174,7 +175,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an-older-one-for-a-busy-store", "training/run/uploads.py",
-        "        except StoreError:", "        except ZeroDivisionError:",
+        "    except StoreError:", "    except ZeroDivisionError:",
         "a store that fails for a moment costs the steps since the checkpoint before",
         (_STORE + "a_store_that_fails_for_a_while_costs_no_steps",),
     ),
@@ -183,6 +184,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "if marker.serial > last and (lacking", "if marker.serial < last and (lacking",
         "a run goes on from an older checkpoint of its store, and nobody is told",
         (_STORE + "what_the_newest_has_lost_is_told",),
+    ),
+    Mutant(
+        "an-older-one-for-a-damaged-block", "training/run/resume.py",
+        "if not findings or mended(store, path, tell):", "if not findings:",
+        "a block that has rotted on the disk costs the steps since the checkpoint before, though the store has it",
+        (_MENDED,),
+    ),
+    Mutant(
+        "all-of-it-for-a-damaged-block", "checkpoint/tiers/remote.py",
+        "if checksum(data[block]) != stored.sums[block]]", "if block >= 0]",
+        "a checkpoint of terabytes is fetched for one block; and one that store and disk have together is lost",
+        (_MENDED,),
+    ),
+    Mutant(
+        "rotten-here-and-in-memory", "resilience/supervise.py",
+        "self.bad.add(str(resume) if self.nodes is None else _id(resume))",
+        "self.bad.update(str(one) for one in self.tiers.newest_first() if _id(one) == _id(resume))",
+        "where a snapshot has rotted in memory its sound copy on the disk is passed over, too",
+        ("tests/resilience/test_supervise.py::test_a_rotten_snapshot_is_left_for_its_copy_or_an_older_one",),
     ),
     Mutant(
         "begun-anew-over-what-is-torn", "training/run/resume.py",

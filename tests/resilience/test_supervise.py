@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tangram.checkpoint.store.commits import committed
+from tangram.checkpoint.store.commits import committed, read_marker
+from tangram.checkpoint.tiers.promote import promote
 from tangram.errors import UserError
 from tangram.planner.cost.goodput import seen_failures
 from tangram.resilience import carrier, fewer, supervise, tiers
@@ -70,19 +71,24 @@ def test_killed_twice_it_comes_out_the_same(text: Path, undisturbed: Run) -> Non
     assert 0 < sum(found.restarts) < found.device_hours * 3600 / job.plan.ranks + 0.1
 
 
-def test_a_rotten_snapshot_is_left_for_an_older_one(text: Path, undisturbed: Run) -> None:
-    folder = text.parent / "rotten"
-    memory = memory_of(folder)
-    assert memory is not None
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_rotten_snapshot_is_left_for_its_copy_or_an_older_one(text: Path, undisturbed: Run, *, copied: bool) -> None:
+    folder, behind = text.parent / f"rotten-{copied}", list[int]()
 
     def rot(note: str) -> None:
         if note.startswith("after step"):
-            flip(Path(note.rpartition("going on from ")[2]))
+            snapshot = Path(note.rpartition("going on from ")[2])
+            behind.append(int(note.split()[2].strip(":")) - read_marker(snapshot).step)
+            if copied:
+                promote(snapshot, folder / "checkpoint")
+            flip(snapshot)
 
     seen = Run(at={6: 1}, on_note=rot)
     run(job_of(folder, text, **TABLES), seen)
     assert seen.losses == undisturbed.losses
     assert any("cannot go on from" in note and "damaged" in note for note in seen.notes), seen.notes
+    (lost,) = (one.lost_steps for one in seen.recovered)
+    assert (lost == behind[0]) is copied, "no more is done again than with the snapshot"
 
 
 def test_without_snapshots_it_goes_on_from_the_disk(text: Path, undisturbed: Run) -> None:
