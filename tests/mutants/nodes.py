@@ -14,6 +14,7 @@ _POD = _JOBS + "test_a_pod_that_is_to_end_has_torchrun_stop_the_run"
 _QUEUED = _JOBS + "test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again"
 _NO_MEMORY = "tests/resilience/test_tiers.py::test_a_folder_for_snapshots_that_is_not_there_is_refused"
 _STORE = "tests/training/test_store.py::test_"
+_DIES = "tests/training/test_launch.py::test_a_rank_that_dies_ends_the_job"
 _MENDED = _STORE + "what_is_damaged_here_is_fetched_and_no_more"
 _PATIENCE = "tests/training/test_command.py::test_a_run_stops_early_where_the_held_out_loss_falls_no_further"
 _ENDED = _STORE + "a_run_that_has_ended_still_sends_what_the_store_did_not_take"
@@ -202,7 +203,23 @@ MUTANTS: tuple[Mutant, ...] = (
         "self.bad.add(str(resume) if self.nodes is None else _id(resume))",
         "self.bad.update(str(one) for one in self.tiers.newest_first() if _id(one) == _id(resume))",
         "where a snapshot has rotted in memory its sound copy on the disk is passed over, too",
-        ("tests/resilience/test_supervise.py::test_a_rotten_snapshot_is_left_for_its_copy_or_an_older_one",),
+        (_RUN + "a_rotten_snapshot_is_left_for_its_copy_or_an_older_one",),
+    ),
+    Mutant(
+        "an-error-without-its-stack", "resilience/seen.py",
+        '"details": details}', '"details": ""}',
+        "of an error that does not come again nobody learns where it came from",
+        (_RUN + "the_stack_of_an_error_that_did_not_come_again_is_kept",),
+    ),
+    Mutant(
+        "an-error-that-no-terminal-takes", "training/run/signals.py",
+        "    words = printable(", "    words = str(",
+        "a file whose name is no text ends the launcher with a traceback of its own", (_DIES,),
+    ),
+    Mutant(
+        "a-stack-that-no-file-takes", "training/run/launch.py",
+        'details.encode(errors="backslashreplace").decode()', "details",
+        "a file whose name is no text ends the run with a traceback of its own", (_DIES,),
     ),
     Mutant(
         "begun-anew-over-what-is-torn", "training/run/resume.py",

@@ -65,4 +65,10 @@ MUTANTS: tuple[Mutant, ...] = (
         'if one.kind == "slow" and one.step_ms', "if one.step_ms",
         "the planner's history is corrected by a step in which a rank was stopped", (_STOOD,),
     ),
+    Mutant(
+        "stuck-for-stopped", "tracing/blame.py",
+        'if stopped or stack is None else', 'if stopped or True else',
+        "an endless call of C code is told as a process that somebody has stopped",
+        (_FAULTS + "test_a_rank_whose_interpreter_is_stuck_is_not_said_to_be_stopped",),
+    ),
 )

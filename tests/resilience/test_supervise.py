@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -89,6 +90,33 @@ def test_a_rotten_snapshot_is_left_for_its_copy_or_an_older_one(text: Path, undi
     assert any("cannot go on from" in note and "damaged" in note for note in seen.notes), seen.notes
     (lost,) = (one.lost_steps for one in seen.recovered)
     assert (lost == behind[0]) is copied, "no more is done again than with the snapshot"
+
+
+FAILS_ONCE = """
+import pathlib, torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+def batch_of(module, args):
+    flag = pathlib.Path(__file__).with_suffix(".flag")
+    ranks = torch.distributed.is_initialized() and torch.distributed.get_rank()
+    if ranks and module.training and type(module).__name__.endswith("ForCausalLM") and not flag.exists():
+        flag.touch()
+        raise KeyError("shard 17")
+
+register_module_forward_pre_hook(batch_of)
+"""
+
+
+def test_the_stack_of_an_error_that_did_not_come_again_is_kept(text: Path) -> None:
+    folder, seen = text.parent / "once", Run()
+    (text.parent / "code.py").write_text(FAILS_ONCE)
+    run(job_of(folder, text, model={"code": str(text.parent / "code.py")}, run={"steps": 3}), seen)
+    assert [step.step for step in seen.steps] == [1, 2, 3]
+    rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
+    (failure,) = (row for row in rows if row["what"] == "failure")
+    assert failure["words"] == "rank 1 of 2 ended the job: KeyError: 'shard 17'"
+    assert "code.py" in failure["details"]
+    assert "in batch_of" in failure["details"]
 
 
 def test_without_snapshots_it_goes_on_from_the_disk(text: Path, undisturbed: Run) -> None:

@@ -43,11 +43,22 @@ def keep_a_lock(rank: Rank, payload: None) -> None:
     globals()["kept"] = multiprocessing.get_context("spawn").Lock()
 
 
+class MuteError(Exception):
+    """Which cannot be told."""
+
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+
 def fail(rank: Rank, how: str) -> None:
     """Rank 1 fails; the others wait for it in a collective."""
     if rank.index == 1:
         if how == "raise":
             raise ValueError("the disk is on fire\nand more lines")
+        if how == "bytes":  # of a name that is no text, and too many
+            raise ValueError("\x1b[31mno text in caf\udce9.txt: " + 10_000 * "x")
+        if how == "mute":
+            raise MuteError
         if how == "user":
             raise UserError("mend your plan")
         if how == "exit":

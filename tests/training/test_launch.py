@@ -59,17 +59,21 @@ def test_tensors_of_ranks_that_have_ended_meanwhile_are_there() -> None:
     ("how", "message"),
     [
         ("raise", "rank 1 of 2 ended the job: ValueError: the disk is on fire"),
+        ("bytes", f"rank 1 of 2 ended the job: ValueError: �[31mno text in caf�.txt: {1962 * 'x'}..."),
+        ("mute", "rank 1 of 2 ended the job: MuteError"),
         ("exit", "rank 1 of 2 ended the job: exited with code 7 without an error message"),
         ("kill", "rank 1 of 2 ended the job: killed by signal 9, as the kernel does when memory runs out"),
         ("abort", "rank 1 of 2 ended the job: killed by signal 6"),
     ],
 )
-def test_a_rank_that_dies_ends_the_job(how: str, message: str) -> None:
+def test_a_rank_that_dies_ends_the_job(how: str, message: str, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail, how, world=2, on_event=print, device="cpu")
     assert str(caught.value) == message
     assert ("and more lines" in caught.value.details) == (how == "raise")
+    assert ("Error" in caught.value.details) == (how in ("raise", "bytes", "mute"))
+    (tmp_path / "failure.txt").write_text(f"{caught.value}{caught.value.details}", encoding="utf-8")
     assert time.monotonic() - started < SOON
     assert not multiprocessing.active_children()
 

@@ -276,7 +276,7 @@ class _Run:
                 self.on_event(Note(why))
             self.tiers = replace(self.tiers, memory=None)
         self.failures.append(failure)
-        self.log.failed(failure)
+        self.log.failed(failure, error.details if isinstance(error, RankError) else "")
         of_size, limits, least = self.failures[self.begun :], self.settings.limits, self.settings.min_ranks
         why = verdict(self.failures, replace(limits, in_a_row=len(self.failures)))
         # Several nodes go on with fewer ranks where fewer of them meet: all ranks are worth that.

@@ -63,7 +63,8 @@ class RankError(Exception):
 
     def __init__(self, rank: int, world: int, error: str, details: str) -> None:
         super().__init__(f"rank {rank} of {world} ended the job: {error}")
-        self.rank, self.world, self.error, self.details = rank, world, error, details
+        self.rank, self.world, self.error = rank, world, error
+        self.details = details.encode(errors="backslashreplace").decode()  # names of files may be no text
 
     def __reduce__(self) -> Any:
         return type(self), (self.rank, self.world, self.error, self.details)
