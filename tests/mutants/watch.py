@@ -71,4 +71,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "an endless call of C code is told as a process that somebody has stopped",
         (_FAULTS + "test_a_rank_whose_interpreter_is_stuck_is_not_said_to_be_stopped",),
     ),
+    Mutant(
+        "another-ranks-loss", "training/run/launch.py",
+        '"; ".join((failure.error, *why))', "failure.error",
+        "of a loss that is not finite on one rank another is named, the first that has heard of it",
+        ("tests/training/test_launch.py::"
+         "test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named",),
+    ),
 )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.errors import UserError
+from tangram.tracing.files.format import LOSS_NOT_FINITE
 from tangram.training.run.launch import Rank
 
 
@@ -67,6 +68,15 @@ def fail(rank: Rank, how: str) -> None:
             os.abort()
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def diverge(rank: Rank, payload: None) -> None:
+    """The loss of rank 1 is not finite, and so is that of all: rank 0 is the first to say so."""
+    rank.trace.step(3)
+    if rank.index == 1:
+        rank.trace.not_finite(LOSS_NOT_FINITE)
+        time.sleep(0.1)
+    raise FloatingPointError("step 3: the loss is nan")
 
 
 def hang(rank: Rank, payload: Path) -> None:

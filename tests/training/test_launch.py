@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
+from tangram.tracing.settings import TraceSettings
 from tangram.training.run import launch
 from tangram.training.run.environment import refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
@@ -19,6 +20,7 @@ from tests.training.launch_tasks import (
     abort_at_exit,
     add_up,
     be_slow,
+    diverge,
     fail,
     hang,
     lose_fork_server,
@@ -76,6 +78,13 @@ def test_a_rank_that_dies_ends_the_job(how: str, message: str, tmp_path: Path) -
     (tmp_path / "failure.txt").write_text(f"{caught.value}{caught.value.details}", encoding="utf-8")
     assert time.monotonic() - started < SOON
     assert not multiprocessing.active_children()
+
+
+def test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r": step 3: the loss is nan; rank 1: the own part of the loss of step 3 is not"
+    ):
+        run_ranks(diverge, None, world=3, on_event=print, device="cpu", trace=TraceSettings(tmp_path))
 
 
 def test_a_rank_that_is_done_leaves_without_the_interpreters_own_end(

@@ -138,8 +138,8 @@ class Watch:
             return True
         return (trace.live.cpu - cpu) / 1e9 > BUSY * still
 
-    def end(self, sentence: str, dead: int | None = None) -> None:
-        """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended.
+    def end(self, sentence: str, dead: int | None = None) -> Sequence[Finding]:
+        """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended. What is wrong.
 
         `dead`: the rank whose process ended without a word. Of a run that has not come to its first step nothing is
         left.
@@ -147,7 +147,7 @@ class Watch:
         traces = self._read()
         if not any(trace.live.step for trace in traces) and self._hangs is None:
             shutil.rmtree(self._settings.folder, ignore_errors=True)
-            return
+            return ()
         gone = frozenset[int]() if dead is None else frozenset({dead})
         found = self._hangs.findings if self._hangs else findings(traces, Outside(gone=gone))
         words = {"sentence": sentence, "findings": [one.as_json() for one in found]}
@@ -155,6 +155,7 @@ class Watch:
         with suppress(OSError):
             path.with_suffix(".part").write_text(json.dumps(words, indent=1), encoding="utf-8")
             path.with_suffix(".part").replace(path)
+        return found
 
 
 WATCHERS = 2
