@@ -139,7 +139,7 @@ class Watch:
         return (trace.live.cpu - cpu) / 1e9 > BUSY * still
 
     def end(self, sentence: str, dead: int | None = None) -> Sequence[Finding]:
-        """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended. What is wrong.
+        """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended. All findings.
 
         `dead`: the rank whose process ended without a word. Of a run that has not come to its first step nothing is
         left.
