@@ -78,4 +78,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/training/test_launch.py::"
          "test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named",),
     ),
+    Mutant(
+        "a-hang-by-a-stop-of-all", "tracing/watch.py",
+        "or not state or stood:", "or not state:",
+        "a run that somebody has stopped by Ctrl-Z for a minute is ended as it goes on",
+        ("tests/tracing/test_files.py::test_a_jump_of_long_ago_is_not_why_a_run_hangs",),
+    ),
+    Mutant(
+        "no-hang-for-who-looks-seldom", "tracing/watch.py",
+        "/ 1e9 and not self._stood", "/ 1e9",
+        "a hang of many ranks, who are looked at seldom, never ends",
+        ("tests/tracing/test_files.py::test_a_jump_of_long_ago_is_not_why_a_run_hangs",),
+    ),
 )

@@ -432,13 +432,15 @@ def hang_of(folder: Path) -> Hang:
     watch = Watch(TraceSettings(folder, RUN, hang_seconds=0.1))
     assert watch.look()[1] is None
     time.sleep(0.15)
+    assert watch.look()[1] is None, "they, and who looks, may have been stopped as of Ctrl-Z, and have just gone on"
     with (folder / file_of(0, "stacks")).open("wb") as stacks:
         faulthandler.register(SIGNAL, file=stacks)
         try:
+            time.sleep(0.15)
             hang = watch.look()[1]
         finally:
             faulthandler.unregister(SIGNAL)
-    assert hang is not None
+    assert hang is not None, "also for who looks that seldom"
     return hang
 
 

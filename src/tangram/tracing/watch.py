@@ -57,7 +57,9 @@ class Watch:
         self._reported: set[tuple[int, int]] = set()
         """Rank and step of those that were told of."""
         self._state: list[tuple[int, ...]] = []
-        self._moved = time.monotonic_ns()
+        self._moved = self._looked = time.monotonic_ns()
+        self._stood = False
+        """Whether since they moved nobody has looked for so long that it is no hang."""
         self._cpu: list[int] = []
         self._hangs: Hang | None = None
 
@@ -68,9 +70,12 @@ class Watch:
             self._news() if any(live.deviations > self._noted.get(i, 0) for i, (_, live) in enumerate(ranks)) else []
         )
         state = [(last, live.step, live.phase, live.waiting) for last, live in ranks]
-        if state != self._state or not state:
+        # Who has not looked for so long has stood still itself, and so may all have, as of Ctrl-Z: once they may move.
+        stood = 0 < self._settings.hang_seconds < (now - self._looked) / 1e9 and not self._stood
+        if state != self._state or not state or stood:
             self._state, self._moved, self._cpu = state, now, [live.cpu for _, live in ranks]
-        still = (now - self._moved) / 1e9
+            self._stood = stood
+        self._looked, still = now, (now - self._moved) / 1e9
         if not 0 < self._settings.hang_seconds <= still:
             return fresh, None
         return fresh, self._hang(self._read(), now, still)
