@@ -237,4 +237,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a run that begins anew at a path goes on from what a killed launcher of another has left in memory",
         ("tests/resilience/test_tiers.py::test_a_run_that_begins_takes_nothing_over_from_one_at_the_same_path",),
     ),
+    Mutant(
+        "another-runs-memory-under-torchrun", "training/start.py",
+        '        on_one(meeting, partial(before, job), per="node")\n', "",
+        "the same of ranks that torchrun has started",
+        ("tests/training/test_command.py::test_ranks_that_torchrun_starts",),
+    ),
 )
