@@ -90,4 +90,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a hang of many ranks, who are looked at seldom, never ends",
         ("tests/tracing/test_files.py::test_a_jump_of_long_ago_is_not_why_a_run_hangs",),
     ),
+    Mutant(
+        "nothing-wrong-in-nothing", "tracing/show/report.py",
+        "and not trace.groups for trace", "and trace.groups for trace",
+        "a program whose groups were made before the recording is said to have nothing wrong",
+        ("tests/tracing/test_files.py::test_a_recording_without_a_collective_says_why",),
+    ),
 )

@@ -414,6 +414,18 @@ def test_a_few_ranks_of_two_machines_watch(place: tuple[int, int], watches: bool
         assert any(one.name == "tangram-watch" for one in {*threading.enumerate()} - before) is watches
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_recording_without_a_collective_says_why(grouped: bool, tmp_path: Path) -> None:
+    """Its groups were made before it began: "nothing wrong was found", of nothing."""
+    for rank in range(2):
+        recorder = Recorder(TraceFiles(tmp_path, RUN, rank, 2), {"mesh": "dp=2", "stages": []})
+        if grouped:
+            recorder.group("0", "dp", [0, 1])
+        recorder.step(1)
+        recorder.close(End.FINISHED)
+    assert [note[:27] for note in report(tmp_path).notes] == ([] if grouped else ["no collective was recorded:"])
+
+
 def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
     write(tmp_path / "alive", 0, 4)
     write(tmp_path / "alive", 1, 4)
