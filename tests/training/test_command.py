@@ -291,7 +291,8 @@ def test_a_mistake_is_told_once_by_ranks_that_torchrun_starts(tmp_path: Path) ->
 def test_a_run_that_diverges_ends_with_one_sentence(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shared / "diverges"
     assert main(["train", str(shared / "plan.toml"), "--out", str(out), "--set", "optimiser.lr=1e30"]) == 1
-    _, err = capsys.readouterr()
+    printed, err = capsys.readouterr()
+    assert re.search(r"where rank \d was, line by line: .*failure.txt", printed)
     assert err.count("\n") == 1
     assert "of 2 ended the job: AstrayError: step 2: the gradient norm is nan" in err
     assert "its samples are listed in" in err
