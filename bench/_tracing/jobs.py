@@ -4,6 +4,7 @@ Its step is that of a trainer: a layer's partial sums over tp in the forward, gr
 number over all ranks at the end. `FAULTS` are what can go wrong, by name; each does its harm in one place.
 """
 
+import itertools
 import math
 import os
 import signal
@@ -86,6 +87,8 @@ class Block(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "sleep":
             time.sleep(600)
+        elif fault == "stuck":  # within one call of C code
+            sum(itertools.repeat(0))
         if fault != "skip":
             dist.all_reduce(x, group=self.group)
         if fault == "extra":

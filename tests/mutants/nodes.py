@@ -14,6 +14,8 @@ _POD = _JOBS + "test_a_pod_that_is_to_end_has_torchrun_stop_the_run"
 _QUEUED = _JOBS + "test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again"
 _NO_MEMORY = "tests/resilience/test_tiers.py::test_a_folder_for_snapshots_that_is_not_there_is_refused"
 _STORE = "tests/training/test_store.py::test_"
+_DIES = "tests/training/test_launch.py::test_a_rank_that_dies_ends_the_job"
+_MENDED = _STORE + "what_is_damaged_here_is_fetched_and_no_more"
 _PATIENCE = "tests/training/test_command.py::test_a_run_stops_early_where_the_held_out_loss_falls_no_further"
 _ENDED = _STORE + "a_run_that_has_ended_still_sends_what_the_store_did_not_take"
 _TORN = "tests/training/test_resume.py::test_a_checkpoint_that_has_lost_a_file_is_told_of"
@@ -174,7 +176,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an-older-one-for-a-busy-store", "training/run/uploads.py",
-        "        except StoreError:", "        except ZeroDivisionError:",
+        "    except StoreError:", "    except ZeroDivisionError:",
         "a store that fails for a moment costs the steps since the checkpoint before",
         (_STORE + "a_store_that_fails_for_a_while_costs_no_steps",),
     ),
@@ -183,6 +185,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "if marker.serial > last and (lacking", "if marker.serial < last and (lacking",
         "a run goes on from an older checkpoint of its store, and nobody is told",
         (_STORE + "what_the_newest_has_lost_is_told",),
+    ),
+    Mutant(
+        "an-older-one-for-a-damaged-block", "training/run/resume.py",
+        "if not findings or mended(store, path, tell):", "if not findings:",
+        "a block that has rotted on the disk costs the steps since the checkpoint before, though the store has it",
+        (_MENDED,),
+    ),
+    Mutant(
+        "all-of-it-for-a-damaged-block", "checkpoint/tiers/remote.py",
+        "if checksum(data[block]) != stored.sums[block]]", "if block >= 0]",
+        "a checkpoint of terabytes is fetched for one block; and one that store and disk have together is lost",
+        (_MENDED,),
+    ),
+    Mutant(
+        "rotten-here-and-in-memory", "resilience/supervise.py",
+        "self.bad.add(str(resume) if self.nodes is None else _id(resume))",
+        "self.bad.update(str(one) for one in self.tiers.newest_first() if _id(one) == _id(resume))",
+        "where a snapshot has rotted in memory its sound copy on the disk is passed over, too",
+        (_RUN + "a_rotten_snapshot_is_left_for_its_copy_or_an_older_one",),
+    ),
+    Mutant(
+        "an-error-without-its-stack", "resilience/seen.py",
+        '"details": details}', '"details": ""}',
+        "of an error that does not come again nobody learns where it came from",
+        (_RUN + "the_stack_of_an_error_that_did_not_come_again_is_kept",),
+    ),
+    Mutant(
+        "an-error-that-no-terminal-takes", "training/run/signals.py",
+        "    words = printable(", "    words = str(",
+        "a file whose name is no text ends the launcher with a traceback of its own", (_DIES,),
+    ),
+    Mutant(
+        "a-stack-that-no-file-takes", "training/run/launch.py",
+        'details.encode(errors="backslashreplace").decode()', "details",
+        "a file whose name is no text ends the run with a traceback of its own", (_DIES,),
     ),
     Mutant(
         "begun-anew-over-what-is-torn", "training/run/resume.py",
@@ -199,5 +236,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if job.resume is None:", "    if job.resume is not None:",
         "a run that begins anew at a path goes on from what a killed launcher of another has left in memory",
         ("tests/resilience/test_tiers.py::test_a_run_that_begins_takes_nothing_over_from_one_at_the_same_path",),
+    ),
+    Mutant(
+        "another-runs-memory-under-torchrun", "training/start.py",
+        '        on_one(meeting, partial(before, job), per="node")\n', "",
+        "the same of ranks that torchrun has started",
+        ("tests/training/test_command.py::test_ranks_that_torchrun_starts",),
     ),
 )

@@ -65,4 +65,35 @@ MUTANTS: tuple[Mutant, ...] = (
         'if one.kind == "slow" and one.step_ms', "if one.step_ms",
         "the planner's history is corrected by a step in which a rank was stopped", (_STOOD,),
     ),
+    Mutant(
+        "stuck-for-stopped", "tracing/blame.py",
+        'if stopped or stack is None else', 'if stopped or True else',
+        "an endless call of C code is told as a process that somebody has stopped",
+        (_FAULTS + "test_a_rank_whose_interpreter_is_stuck_is_not_said_to_be_stopped",),
+    ),
+    Mutant(
+        "another-ranks-loss", "training/run/launch.py",
+        '"; ".join((failure.error, *why))', "failure.error",
+        "of a loss that is not finite on one rank another is named, the first that has heard of it",
+        ("tests/training/test_launch.py::"
+         "test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named",),
+    ),
+    Mutant(
+        "a-hang-by-a-stop-of-all", "tracing/watch.py",
+        "or not state or stood:", "or not state:",
+        "a run that somebody has stopped by Ctrl-Z for a minute is ended as it goes on",
+        ("tests/tracing/test_files.py::test_a_jump_of_long_ago_is_not_why_a_run_hangs",),
+    ),
+    Mutant(
+        "no-hang-for-who-looks-seldom", "tracing/watch.py",
+        "/ 1e9 and not self._stood", "/ 1e9",
+        "a hang of many ranks, who are looked at seldom, never ends",
+        ("tests/tracing/test_files.py::test_a_jump_of_long_ago_is_not_why_a_run_hangs",),
+    ),
+    Mutant(
+        "nothing-wrong-in-nothing", "tracing/show/report.py",
+        "and not trace.groups for trace", "and trace.groups for trace",
+        "a program whose groups were made before the recording is said to have nothing wrong",
+        ("tests/tracing/test_files.py::test_a_recording_without_a_collective_says_why",),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tangram.checkpoint.store.commits import committed
+from tangram.checkpoint.store.commits import committed, read_marker
+from tangram.checkpoint.tiers.promote import promote
 from tangram.errors import UserError
 from tangram.planner.cost.goodput import seen_failures
 from tangram.resilience import carrier, fewer, supervise, tiers
@@ -70,19 +72,51 @@ def test_killed_twice_it_comes_out_the_same(text: Path, undisturbed: Run) -> Non
     assert 0 < sum(found.restarts) < found.device_hours * 3600 / job.plan.ranks + 0.1
 
 
-def test_a_rotten_snapshot_is_left_for_an_older_one(text: Path, undisturbed: Run) -> None:
-    folder = text.parent / "rotten"
-    memory = memory_of(folder)
-    assert memory is not None
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_rotten_snapshot_is_left_for_its_copy_or_an_older_one(text: Path, undisturbed: Run, *, copied: bool) -> None:
+    folder, behind = text.parent / f"rotten-{copied}", list[int]()
 
     def rot(note: str) -> None:
         if note.startswith("after step"):
-            flip(Path(note.rpartition("going on from ")[2]))
+            snapshot = Path(note.rpartition("going on from ")[2])
+            behind.append(int(note.split()[2].strip(":")) - read_marker(snapshot).step)
+            if copied:
+                promote(snapshot, folder / "checkpoint")
+            flip(snapshot)
 
     seen = Run(at={6: 1}, on_note=rot)
     run(job_of(folder, text, **TABLES), seen)
     assert seen.losses == undisturbed.losses
     assert any("cannot go on from" in note and "damaged" in note for note in seen.notes), seen.notes
+    (lost,) = (one.lost_steps for one in seen.recovered)
+    assert (lost == behind[0]) is copied, "no more is done again than with the snapshot"
+
+
+FAILS_ONCE = """
+import pathlib, torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+def batch_of(module, args):
+    flag = pathlib.Path(__file__).with_suffix(".flag")
+    ranks = torch.distributed.is_initialized() and torch.distributed.get_rank()
+    if ranks and module.training and type(module).__name__.endswith("ForCausalLM") and not flag.exists():
+        flag.touch()
+        raise KeyError("shard 17")
+
+register_module_forward_pre_hook(batch_of)
+"""
+
+
+def test_the_stack_of_an_error_that_did_not_come_again_is_kept(text: Path) -> None:
+    folder, seen = text.parent / "once", Run()
+    (text.parent / "code.py").write_text(FAILS_ONCE)
+    run(job_of(folder, text, model={"code": str(text.parent / "code.py")}, run={"steps": 3}), seen)
+    assert [step.step for step in seen.steps] == [1, 2, 3]
+    rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
+    (failure,) = (row for row in rows if row["what"] == "failure")
+    assert failure["words"] == "rank 1 of 2 ended the job: KeyError: 'shard 17'"
+    assert "code.py" in failure["details"]
+    assert "in batch_of" in failure["details"]
 
 
 def test_without_snapshots_it_goes_on_from_the_disk(text: Path, undisturbed: Run) -> None:

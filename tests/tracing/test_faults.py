@@ -10,6 +10,7 @@ import pytest
 from bench._tracing import jobs
 from bench._tracing.jobs import BUSY, EVALUATES, LAYERS, PAUSE, SAVES, SLOW, Case, train
 from tangram.errors import UserError
+from tangram.tracing.blame import STILL_SECONDS
 from tangram.tracing.files.format import CHECKED, End, Kind
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import read
@@ -21,10 +22,10 @@ from tangram.training.run.launch import RankError, run_ranks
 HANG = 2.0  # seconds
 
 
-def job(folder: Path, case: Case) -> tuple[TraceReport, str, list[str], float]:
+def job(folder: Path, case: Case, hang: float = HANG) -> tuple[TraceReport, str, list[str], float]:
     """The report on a job with a fault, the error that it ended with, the notes while it ran, and how long it took."""
     notes: list[str] = []
-    settings = TraceSettings(folder, mesh=Case().mesh, hang_seconds=HANG)
+    settings = TraceSettings(folder, mesh=Case().mesh, hang_seconds=hang)
     error, begun = "", time.monotonic()
     try:
         run_ranks(
@@ -71,9 +72,17 @@ def _line(text: str) -> int:
     return next(i for i, line in enumerate(lines, 1) if text in line)
 
 
+def test_a_rank_whose_interpreter_is_stuck_is_not_said_to_be_stopped(tmp_path: Path) -> None:
+    found, error, _, _ = job(tmp_path, Case("stuck", rank=2, step=9, layer=1), STILL_SECONDS + 1)
+    why = f"its interpreter is stuck at _tracing/jobs.py:{_line('sum(itertools')} in forward; it was in forward of step"
+    assert f" s: rank 2 stands still: {why}" in error, error
+    assert (first(found).kind, first(found).ranks) == ("stopped", (2,))
+
+
 def test_a_stopped_rank_is_named_by_report_while_it_hangs_and_after(tmp_path: Path) -> None:
     found, error, _, seconds = job(tmp_path, Case("stop", rank=2, step=9, layer=1))
-    assert error.startswith("rank 2 of 4 ended the job: no rank has moved for 2 s: rank 2 stands still"), error
+    why = "rank 2 stands still: its process is stopped;"
+    assert error.startswith(f"rank 2 of 4 ended the job: no rank has moved for 2 s: {why}"), error
     assert "forward of step 9" in error
     one = first(found)
     assert (one.kind, one.ranks, one.step) == ("stopped", (2,), 9)

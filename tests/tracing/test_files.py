@@ -414,6 +414,18 @@ def test_a_few_ranks_of_two_machines_watch(place: tuple[int, int], watches: bool
         assert any(one.name == "tangram-watch" for one in {*threading.enumerate()} - before) is watches
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_recording_without_a_collective_says_why(grouped: bool, tmp_path: Path) -> None:
+    """Its groups were made before it began: "nothing wrong was found", of nothing."""
+    for rank in range(2):
+        recorder = Recorder(TraceFiles(tmp_path, RUN, rank, 2), {"mesh": "dp=2", "stages": []})
+        if grouped:
+            recorder.group("0", "dp", [0, 1])
+        recorder.step(1)
+        recorder.close(End.FINISHED)
+    assert [note[:27] for note in report(tmp_path).notes] == ([] if grouped else ["no collective was recorded:"])
+
+
 def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
     write(tmp_path / "alive", 0, 4)
     write(tmp_path / "alive", 1, 4)
@@ -432,13 +444,15 @@ def hang_of(folder: Path) -> Hang:
     watch = Watch(TraceSettings(folder, RUN, hang_seconds=0.1))
     assert watch.look()[1] is None
     time.sleep(0.15)
+    assert watch.look()[1] is None, "they, and who looks, may have been stopped as of Ctrl-Z, and have just gone on"
     with (folder / file_of(0, "stacks")).open("wb") as stacks:
         faulthandler.register(SIGNAL, file=stacks)
         try:
+            time.sleep(0.15)
             hang = watch.look()[1]
         finally:
             faulthandler.unregister(SIGNAL)
-    assert hang is not None
+    assert hang is not None, "also for who looks that seldom"
     return hang
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.errors import UserError
+from tangram.tracing.files.format import LOSS_NOT_FINITE
 from tangram.training.run.launch import Rank
 
 
@@ -43,11 +44,22 @@ def keep_a_lock(rank: Rank, payload: None) -> None:
     globals()["kept"] = multiprocessing.get_context("spawn").Lock()
 
 
+class MuteError(Exception):
+    """Which cannot be told."""
+
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+
 def fail(rank: Rank, how: str) -> None:
     """Rank 1 fails; the others wait for it in a collective."""
     if rank.index == 1:
         if how == "raise":
             raise ValueError("the disk is on fire\nand more lines")
+        if how == "bytes":  # of a name that is no text, and too many
+            raise ValueError("\x1b[31mno text in caf\udce9.txt: " + 10_000 * "x")
+        if how == "mute":
+            raise MuteError
         if how == "user":
             raise UserError("mend your plan")
         if how == "exit":
@@ -56,6 +68,15 @@ def fail(rank: Rank, how: str) -> None:
             os.abort()
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def diverge(rank: Rank, payload: None) -> None:
+    """The loss of rank 1 is not finite, and so is that of all: rank 0 is the first to say so."""
+    rank.trace.step(3)
+    if rank.index == 1:
+        rank.trace.not_finite(LOSS_NOT_FINITE)
+        time.sleep(0.1)
+    raise FloatingPointError("step 3: the loss is nan")
 
 
 def hang(rank: Rank, payload: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tangram.cli import main
+from tangram.resilience.tiers import memory_of
 from tangram.schema.files import load
 from tangram.training.observe.events import read_steps
 from tangram.training.state.export_hf import byte_tokenizer
@@ -269,10 +270,13 @@ def test_ranks_that_torchrun_starts(shared: Path) -> None:
     out = shared / "torchrun"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tangram", "train", shared / "job.toml", "--out", out, "--json"]
+    left = memory_of(out) or out  # by the launcher of another run at this path, who was killed
+    (left / "attempt-1").mkdir(parents=True)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads((out / "summary.json").read_text())
     assert done.stderr.count("This run") == 1  # rank 0 speaks, and no other
+    assert not left.exists(), "nobody takes it for later steps of this run"
 
 
 def test_a_mistake_is_told_once_by_ranks_that_torchrun_starts(tmp_path: Path) -> None:
@@ -287,7 +291,8 @@ def test_a_mistake_is_told_once_by_ranks_that_torchrun_starts(tmp_path: Path) ->
 def test_a_run_that_diverges_ends_with_one_sentence(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shared / "diverges"
     assert main(["train", str(shared / "plan.toml"), "--out", str(out), "--set", "optimiser.lr=1e30"]) == 1
-    _, err = capsys.readouterr()
+    printed, err = capsys.readouterr()
+    assert re.search(r"where rank \d was, line by line: .*failure.txt", printed)
     assert err.count("\n") == 1
     assert "of 2 ended the job: AstrayError: step 2: the gradient norm is nan" in err
     assert "its samples are listed in" in err

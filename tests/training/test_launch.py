@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import UserError
+from tangram.tracing.settings import TraceSettings
 from tangram.training.run import launch
 from tangram.training.run.environment import refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
@@ -19,6 +20,7 @@ from tests.training.launch_tasks import (
     abort_at_exit,
     add_up,
     be_slow,
+    diverge,
     fail,
     hang,
     lose_fork_server,
@@ -59,19 +61,30 @@ def test_tensors_of_ranks_that_have_ended_meanwhile_are_there() -> None:
     ("how", "message"),
     [
         ("raise", "rank 1 of 2 ended the job: ValueError: the disk is on fire"),
+        ("bytes", f"rank 1 of 2 ended the job: ValueError: �[31mno text in caf�.txt: {1962 * 'x'}..."),
+        ("mute", "rank 1 of 2 ended the job: MuteError"),
         ("exit", "rank 1 of 2 ended the job: exited with code 7 without an error message"),
         ("kill", "rank 1 of 2 ended the job: killed by signal 9, as the kernel does when memory runs out"),
         ("abort", "rank 1 of 2 ended the job: killed by signal 6"),
     ],
 )
-def test_a_rank_that_dies_ends_the_job(how: str, message: str) -> None:
+def test_a_rank_that_dies_ends_the_job(how: str, message: str, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail, how, world=2, on_event=print, device="cpu")
     assert str(caught.value) == message
     assert ("and more lines" in caught.value.details) == (how == "raise")
+    assert ("Error" in caught.value.details) == (how in ("raise", "bytes", "mute"))
+    (tmp_path / "failure.txt").write_text(f"{caught.value}{caught.value.details}", encoding="utf-8")
     assert time.monotonic() - started < SOON
     assert not multiprocessing.active_children()
+
+
+def test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"step 3: the loss is nan; rank 1: the own part of the loss of step 3"
+    ):
+        run_ranks(diverge, None, world=3, on_event=print, device="cpu", trace=TraceSettings(tmp_path))
 
 
 def test_a_rank_that_is_done_leaves_without_the_interpreters_own_end(

@@ -16,12 +16,14 @@ from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.saving.save import About, save
 from tangram.checkpoint.store.commits import committed, read_marker
+from tangram.checkpoint.store.manifest import BLOCK
 from tangram.checkpoint.store.objects import ObjectStore, store_of
 from tangram.checkpoint.tiers import remote
 from tangram.cli import main
 from tangram.errors import UserError
 from tangram.training.observe.events import CheckpointSaved, Note
 from tangram.training.run import uploads
+from tangram.training.run.resume import newest_good
 from tangram.training.run.uploads import bring_here, sending
 from tangram.training.start import ended_before
 from tests.s3 import point_to, serve
@@ -58,7 +60,7 @@ def test_what_is_sent_comes_back_as_it_was(address: str, tmp_path: Path) -> None
     assert name == "step-00000002"
     assert remote.upload(path, store) == name, "it is there already"
     ((_, marker),) = remote.committed_in(store)
-    back = remote.download(store, name, marker, tmp_path / "other")
+    back, _ = remote.download(store, name, marker, tmp_path / "other")
     assert verify(back).sound
     assert read_marker(back).id == read_marker(path).id
     assert read_marker(back).serial == 2, "what follows there comes after it here, too"
@@ -131,6 +133,62 @@ def test_what_the_newest_has_lost_is_told(address: str, tmp_path: Path) -> None:
     store.send(lost.replace("2/", "1/"), [b"cut off"])
     with pytest.raises(UserError, match="none of the checkpoints in"):
         bring_here(plan, tmp_path / "c", resume=True, tell=lambda e: None)
+
+
+def flip(file: Path, *places: int) -> bytes:
+    """Change a byte in each of these blocks; what is in the file then."""
+    data = bytearray(file.read_bytes())
+    for block in places:
+        data[block * BLOCK + 5000] ^= 1
+    file.unlink()  # and not of the checkpoints that share it
+    file.write_bytes(data)
+    return bytes(data)
+
+
+def test_what_is_damaged_here_is_fetched_and_no_more(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the disk nor the store has a sound checkpoint of step 2; together they have everything."""
+    store, notes, disk = store_of(address), list[str](), tmp_path / "checkpoint"
+    for step in (1, 2):
+        remote.upload(Path(write(disk, step, size=5_000_000).path), store)  # of five blocks
+
+    def tell(event: object) -> None:
+        notes.append(str(event))
+
+    newest = disk / "step-00000002"
+    (newest / "notes.txt").write_text("of somebody: nothing is wrong with that")
+    assert newest_good(tmp_path, tell, address) == newest
+    assert notes == []
+    (file,) = newest.glob("*.safetensors")
+    sound = file.read_bytes()
+    asked = list[int]()
+    ranges = ObjectStore.ranges
+
+    def counted(self: ObjectStore, name: str, starts: list[int], stops: list[int]) -> list[Any]:
+        asked.extend(starts)
+        return ranges(self, name, starts, stops)
+
+    monkeypatch.setattr(ObjectStore, "ranges", counted)
+    store.send(f"step-00000002/{file.name}", [flip(file, 3)])
+    file.write_bytes(sound)
+    flip(file, 1, 4)
+    assert newest_good(tmp_path, tell, address) == newest
+    assert verify(newest).sound
+    assert [path.name for path, _ in committed(disk)] == ["step-00000001", "step-00000002"]
+    assert asked == [BLOCK, 4 * BLOCK]
+    assert any("fetched    step-00000002" in note and "2 of 6 blocks" in note for note in notes), notes
+    file.write_bytes(sound[: 4 * BLOCK + 7])  # cut off: it is no checkpoint any more
+    assert bring_here(small_plan(tmp_path, checkpoint={"store": address}), disk, resume=True, tell=tell)
+    assert [path.name for path, _ in committed(disk)] == ["step-00000001", "step-00000002"]
+    assert asked[2:] == [4 * BLOCK]
+    assert verify(newest).sound
+    flip(file, 3)
+    notes.clear()
+    assert newest_good(tmp_path, tell, address) == disk / "step-00000001"
+    assert any(f"step-00000002 of {address} is passed over" in note and "12582912" in note for note in notes), notes
+    assert any("is damaged and passed over" in note for note in notes), notes
+    assert not list(disk.glob(".*.partial"))
 
 
 def test_a_store_that_fails_for_a_while_costs_no_steps(

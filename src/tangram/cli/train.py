@@ -94,15 +94,15 @@ def _of_model(path: Path) -> dict[str, str]:
 
 
 def _trained(told: TrainRequest, meeting: Meeting | None, *, profile_startup: bool, json: bool) -> int:
-    from tangram.resilience.rescue import begun_here, rescue
+    from tangram.resilience.rescue import forget_others, rescue
     from tangram.training.start import FAILURES, train_request
 
     try:
         with ProgressLine(Console(stderr=json, quiet=not speaks())) as line:
             if told.resume is not None and (meeting is None or meeting.place.index == 0):
                 rescue(told.resume, line)  # what the launcher of a run, who was killed, has left in memory
-            run = begun_here if meeting is None else None
-            summary = train_request(told, Startup(line) if profile_startup else line, meeting, run)
+            tell = Startup(line) if profile_startup else line
+            summary = train_request(told, tell, meeting, before=forget_others)
     except FAILURES as failure:
         say(str(failure))
         return 1

@@ -12,8 +12,7 @@ from tangram.resilience import shares
 from tangram.resilience.nodes import Nodes
 from tangram.resilience.tiers import Tiers, memory_of
 from tangram.training.observe.events import CheckpointSaved, Note
-from tangram.training.run.job import run_here
-from tangram.training.run.rank import RankJob, RankReport
+from tangram.training.run.rank import RankJob
 from tangram.training.run.run_folder import CHECKPOINTS, alone
 from tangram.training.run.torchrun import Meeting
 
@@ -36,12 +35,11 @@ def rescue(folder: Path, on_event: OnEvent, memory: Path | None = None, meeting:
             raise UserError(why)
 
 
-def begun_here(job: RankJob, on_event: OnEvent) -> RankReport:
-    """Train here, alone in the folder. A run that begins there is not the one whose launcher was killed at the same
-    path: what that has left in memory goes, or it would be taken for later steps of this one."""
+def forget_others(job: RankJob) -> None:
+    """A run that begins is not the one whose launcher was killed at the same path: what that has left in this machine's
+    memory goes, or it would be taken for later steps of this one."""
     if job.resume is None:
         Tiers(memory_of(job.folder), job.folder / CHECKPOINTS).forget()
-    return run_here(job, on_event)
 
 
 def rescue_alone(tiers: Tiers, on_event: OnEvent) -> str:

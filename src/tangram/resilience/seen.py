@@ -115,8 +115,9 @@ class FailureLog:
         self._devices, self._begun = devices, time.monotonic()
         self._add({"what": "start", "devices": devices})
 
-    def failed(self, failure: Failure) -> None:
-        self._add({"what": "failure", "cause": _CAUSES[failure.cause], "step": failure.step})
+    def failed(self, failure: Failure, details: str = "") -> None:
+        words = {"words": failure.words, "details": details}
+        self._add({"what": "failure", "cause": _CAUSES[failure.cause], "step": failure.step} | words)
 
     def recovered(self, event: Recovered) -> None:
         where = "memory" if event.memory else "disk"

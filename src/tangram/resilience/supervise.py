@@ -108,7 +108,7 @@ class _Run:
     begun: int = 0
     """The failures before there were as many ranks as now."""
     bad: set[str] = field(default_factory=set[str])
-    """Checkpoints that no attempt came to a step from, by their ids."""
+    """Checkpoints that no attempt came to a step from: their paths, or on several nodes their ids."""
     apart: bool = False
     """Whether something happened here of which other nodes do not know yet."""
     newest: CheckpointSaved | None = None
@@ -146,7 +146,8 @@ class _Run:
                     if resume in (None, self.job.resume) or self.seen.reached > began:
                         raise
                     assert resume is not None
-                    self.bad.add(_id(resume))  # as a damaged one: an older one may do
+                    # As a damaged one: its copy on the disk may do, or an older one.
+                    self.bad.add(str(resume) if self.nodes is None else _id(resume))
                     self.on_event(Note(f"cannot go on from {resume}: {error}"))
                     resume = self._newest()
                     if resume is None:
@@ -275,7 +276,7 @@ class _Run:
                 self.on_event(Note(why))
             self.tiers = replace(self.tiers, memory=None)
         self.failures.append(failure)
-        self.log.failed(failure)
+        self.log.failed(failure, error.details if isinstance(error, RankError) else "")
         of_size, limits, least = self.failures[self.begun :], self.settings.limits, self.settings.min_ranks
         why = verdict(self.failures, replace(limits, in_a_row=len(self.failures)))
         # Several nodes go on with fewer ranks where fewer of them meet: all ranks are worth that.
@@ -299,7 +300,7 @@ class _Run:
     def _newest(self) -> Path | None:
         if self.nodes is not None:
             return shares.newest(self.nodes, self.tiers, self.bad, self.attempts) or self.job.resume
-        return next((path for path in self.tiers.newest_first() if _id(path) not in self.bad), self.job.resume)
+        return next((path for path in self.tiers.newest_first() if str(path) not in self.bad), self.job.resume)
 
     # ------------------------------------------------------------ what is heard
 

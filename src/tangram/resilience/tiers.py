@@ -99,12 +99,11 @@ class Tiers:
     def newest_first(self) -> list[Path]:
         """What a run may go on from: whole checkpoints, the one that was written last first.
 
-        Of two copies of one save the one in memory, which is nearer.
+        Of two copies of one save first the one in memory, which is nearer.
         """
         attempts = sorted(self.attempts(), key=lambda path: int(path.name.partition("-")[2]))
         memory = [(marker, path) for folder in attempts for path, marker in committed(folder)]
-        near = {marker.id for marker, _ in memory}
-        disk = [(marker, path) for path, marker in committed(self.disk) if marker.id not in near]
+        disk = [(marker, path) for path, marker in committed(self.disk)]
         return [path for _, path in newest_first(memory, disk, lambda one: one[0])]
 
     def on_disk(self, path: Path) -> bool:

@@ -118,8 +118,8 @@ def _lifeless(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
     for trace in traces:
         if trace.rank in found:
             what = found[trace.rank]
-            said = "has died without a word" if what == "died" else "stands still: its process is stopped"
             call = _awaited(traces, {*found})
+            said = "has died without a word" if what == "died" else _stands_still(trace.rank, outside)
             text = f"rank {trace.rank} {said}; it {_was(trace)}"
             text += f", and others wait for it in {call}" if call else ""
             axes, layer, line = (call.axes, call.site.layer, call.site.line) if call else ("", "", "")
@@ -127,6 +127,13 @@ def _lifeless(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
             finding = Finding(what, (trace.rank,), text, trace.live.step, axes, layer, line, others)
             result.append(so_far(finding, traces, outside.now) if what == "stopped" else finding)
     return result
+
+
+def _stands_still(rank: int, outside: Outside) -> str:
+    """Who has written its stack runs, but no Python, or its heart would beat."""
+    stack, stopped = outside.stacks.get(rank), rank in outside.stopped
+    at = f" at {stack.lines[0]}" if stack and stack.lines else ""
+    return "stands still: its " + ("process is stopped" if stopped or stack is None else f"interpreter is stuck{at}")
 
 
 def _was(trace: RankTrace) -> str:

@@ -57,7 +57,9 @@ class Watch:
         self._reported: set[tuple[int, int]] = set()
         """Rank and step of those that were told of."""
         self._state: list[tuple[int, ...]] = []
-        self._moved = time.monotonic_ns()
+        self._moved = self._looked = time.monotonic_ns()
+        self._stood = False
+        """Whether since they moved nobody has looked for so long that it is no hang."""
         self._cpu: list[int] = []
         self._hangs: Hang | None = None
 
@@ -68,9 +70,12 @@ class Watch:
             self._news() if any(live.deviations > self._noted.get(i, 0) for i, (_, live) in enumerate(ranks)) else []
         )
         state = [(last, live.step, live.phase, live.waiting) for last, live in ranks]
-        if state != self._state or not state:
+        # Who has not looked for so long has stood still itself, and so may all have, as of Ctrl-Z: once they may move.
+        stood = 0 < self._settings.hang_seconds < (now - self._looked) / 1e9 and not self._stood
+        if state != self._state or not state or stood:
             self._state, self._moved, self._cpu = state, now, [live.cpu for _, live in ranks]
-        still = (now - self._moved) / 1e9
+            self._stood = stood
+        self._looked, still = now, (now - self._moved) / 1e9
         if not 0 < self._settings.hang_seconds <= still:
             return fresh, None
         return fresh, self._hang(self._read(), now, still)
@@ -138,8 +143,8 @@ class Watch:
             return True
         return (trace.live.cpu - cpu) / 1e9 > BUSY * still
 
-    def end(self, sentence: str, dead: int | None = None) -> None:
-        """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended.
+    def end(self, sentence: str, dead: int | None = None) -> Sequence[Finding]:
+        """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended. All findings.
 
         `dead`: the rank whose process ended without a word. Of a run that has not come to its first step nothing is
         left.
@@ -147,7 +152,7 @@ class Watch:
         traces = self._read()
         if not any(trace.live.step for trace in traces) and self._hangs is None:
             shutil.rmtree(self._settings.folder, ignore_errors=True)
-            return
+            return ()
         gone = frozenset[int]() if dead is None else frozenset({dead})
         found = self._hangs.findings if self._hangs else findings(traces, Outside(gone=gone))
         words = {"sentence": sentence, "findings": [one.as_json() for one in found]}
@@ -155,6 +160,7 @@ class Watch:
         with suppress(OSError):
             path.with_suffix(".part").write_text(json.dumps(words, indent=1), encoding="utf-8")
             path.with_suffix(".part").replace(path)
+        return found
 
 
 WATCHERS = 2

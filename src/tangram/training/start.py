@@ -90,10 +90,14 @@ class TrainRequest:
 
 
 def train_request(
-    request: TrainRequest, on_event: OnEvent, meeting: Meeting | None, run_ranks: Run | None = None
+    request: TrainRequest,
+    on_event: OnEvent,
+    meeting: Meeting | None,
+    run_ranks: Run | None = None,
+    before: Callable[[RankJob], None] = lambda job: None,
 ) -> Mapping[str, Any] | None:
     """Run it; the summary, where rank 0 is and if it came to one. `meeting`: of the ranks that torchrun started, or,
-    with `run_ranks`, of processes that run a node's ranks by it."""
+    with `run_ranks`, of processes that run a node's ranks by it. `before`: what each machine does before them."""
     with contextlib.ExitStack() as opened:
         if meeting is None:
             make_ready()  # while this process reads and plans
@@ -128,6 +132,7 @@ def train_request(
         job = on_one(meeting, begin)
         if not isinstance(job, RankJob):
             return job if leads else None
+        on_one(meeting, partial(before, job), per="node")
         run = run_ranks or (run_here if meeting is None else partial(_as_rank, meeting))
         if not leads:
             run(job, tell)

@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.store import commits, retention
@@ -198,41 +199,71 @@ def _refuse_other(data: bytes | memoryview, expected: int, file: str, block: int
 # ---------------------------------------------------------------- fetching
 
 
-def download(store: ObjectStore, name: str, marker: Marker, folder: Path) -> Path:
-    """Fetch a checkpoint into a folder of checkpoints and commit it there; its path.
+def download(store: ObjectStore, name: str, marker: Marker, folder: Path) -> tuple[Path, str]:
+    """Fetch a checkpoint into a folder of checkpoints and commit it there; its path, and how much of it was fetched.
 
-    Raises DamagedError where its bytes are not those that were written, UserError where some are gone, StoreError as
-    the store refuses, OSError as the disk does. Nothing is left of what fails.
+    Where the folder has the same checkpoint, which is damaged or torn, the blocks of it that are sound are taken, and
+    what is fetched takes its place. Raises DamagedError where the store's bytes are not those that were written,
+    UserError where some are gone, StoreError as the store refuses, OSError as the disk does. Nothing is left of what
+    fails.
     """
     place = f"{store.address.rstrip('/')}/{name}"
     text = store.get(f"{name}/{MANIFEST}")
     if hashlib.sha256(text).hexdigest() != marker.manifest:
         raise DamagedError(f'"{place}/{MANIFEST}" is damaged: its bytes are not those written')
     manifest = manifests.parse(text)
-    target = commits.free_path(folder, marker.step)
-    partial = commits.begin(target, marker.id, anew=True)
+    near = _same(folder, marker)
+    target = near or commits.free_path(folder, marker.step)
+    partial, fetched = commits.begin(target, marker.id, anew=True), 0
     try:
         for file, stored in manifest.files.items():
-            _fetch(store, f"{name}/{file}", stored, partial / file, place)
+            fetched += _fetch(store, f"{name}/{file}", stored, partial / file, target / file)
+        if near is not None:
+            commits.remove(near)
         commits.commit(partial, target, manifest, marker.serial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return target
+    return target, f"{fetched} of {sum(len(stored.sums) for stored in manifest.files.values())} blocks"
 
 
-def _fetch(store: ObjectStore, name: str, stored: StoredFile, target: Path, place: str) -> None:
+def _same(folder: Path, marker: Marker) -> Path | None:
+    """What a folder has of a checkpoint."""
+    for path in folder.glob("step-*"):
+        with contextlib.suppress(UserError, OSError):
+            if commits.parse_marker(commits.read_bounded(path / MARKER, commits.LARGEST_MARKER), path).id == marker.id:
+                return path
+    return None
+
+
+def _fetch(store: ObjectStore, name: str, stored: StoredFile, target: Path, near: Path) -> int:
+    """Write a file of the blocks that are sound in `near`, which may not be there, and of the store's; how many those
+    are."""
+    fetched = 0
     with target.open("xb") as writing:
         for first in range(0, len(stored.sums), AT_ONCE):
             blocks = range(first, min(first + AT_ONCE, len(stored.sums)))
-            starts = [block * BLOCK for block in blocks]
+            data: dict[int, Any] = {block: _read(near, block * BLOCK, stored.size) for block in blocks}
+            wanted = [block for block in blocks if checksum(data[block]) != stored.sums[block]]
+            starts = [block * BLOCK for block in wanted]
             stops = [min(start + BLOCK, stored.size) for start in starts]
-            for block, data in zip(blocks, store.ranges(name, starts, stops), strict=True):
-                view = memoryview(data)
-                _refuse_other(view, stored.sums[block], f"{place}/{target.name}", block)
-                writing.write(view)
+            for block, found in zip(wanted, store.ranges(name, starts, stops), strict=True):
+                data[block] = memoryview(found)
+                _refuse_other(data[block], stored.sums[block], f"{store.address.rstrip('/')}/{name}", block)
+            for block in blocks:
+                writing.write(data[block])
+            fetched += len(wanted)
         writing.flush()
         os.fsync(writing.fileno())
+    return fetched
+
+
+def _read(file: Path, start: int, size: int) -> bytes:
+    """A block of a file; nothing where it cannot be read."""
+    with contextlib.suppress(OSError), file.open("rb") as reading:
+        reading.seek(start)
+        return reading.read(min(BLOCK, size - start))
+    return b""
 
 
 # ---------------------------------------------------------------- removing

@@ -141,6 +141,11 @@ def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, 
     torn = [trace.rank for trace in traces if _lacks_names(trace)]
     if torn:
         notes.append(f"the names file of {rank_words(torn)} is cut off or gone: what it noted is not among these")
+    elif len(traces) > 1 and all(len(trace.rows) and not trace.groups for trace in traces):
+        notes.append(
+            "no collective was recorded: on the CPU groups are made within the recording and with its back end; on "
+            "accelerators none is"
+        )
     if shown < len(traces):
         notes.append(f"{shown} of {len(traces)} ranks are shown, those with findings first")
     clocks = {trace.host: trace.begun_wall - trace.begun for trace in traces}

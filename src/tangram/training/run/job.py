@@ -136,6 +136,8 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
         except RankError as failure:  # its stack trace goes to a file
             with contextlib.suppress(OSError):  # of a disk that is full, say
                 (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")
+                if failure.details:
+                    on_event(Note(f"where rank {failure.rank} was, line by line: {near(job.folder / FAILURE_FILE)}"))
             raise
         finally:
             boards.close()

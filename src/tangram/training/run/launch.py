@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -63,7 +63,8 @@ class RankError(Exception):
 
     def __init__(self, rank: int, world: int, error: str, details: str) -> None:
         super().__init__(f"rank {rank} of {world} ended the job: {error}")
-        self.rank, self.world, self.error, self.details = rank, world, error, details
+        self.rank, self.world, self.error = rank, world, error
+        self.details = details.encode(errors="backslashreplace").decode()  # names of files may be no text
 
     def __reduce__(self) -> Any:
         return type(self), (self.rank, self.world, self.error, self.details)
@@ -184,8 +185,7 @@ class _Job(Generic[Result]):
     def _hang_up(self, line: Connection, rank: int) -> None:
         """The rank's process has ended; without a result or an error of its own it was killed."""
         del self.lines[line]
-        process = self.processes[rank]
-        process.join()
+        (process := self.processes[rank]).join()
         if rank not in self.results and rank not in self.failures:
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
             self.failures[rank] = _Failure(_KILLED, death(process.exitcode), "", by_user=False)
@@ -211,10 +211,15 @@ class _Job(Generic[Result]):
                 if isinstance(message, _Event):
                     on_event(message.value)
 
-    def say_in_trace(self, rank: int, failure: _Failure) -> None:
-        if self.watch is not None:
-            dead = rank if failure.at == _KILLED else None
-            self.watch.end(f"rank {rank} of {self.world} ended the job: {failure.error}", dead)
+    def say_in_trace(self, rank: int, failure: _Failure) -> _Failure:
+        """The failure with what the trace knows of it: all ranks stop at a loss that is not finite on one of them."""
+        if self.watch is None:
+            return failure
+        dead = rank if failure.at == _KILLED else None
+        found = self.watch.end(f"rank {rank} of {self.world} ended the job: {failure.error}", dead)
+        odd = (one for one in found if one.kind == "not finite" and len(one.ranks) < self.world)
+        why = [one.text for one in odd if f" step {one.step}: " in failure.error]
+        return replace(failure, error="; ".join((failure.error, *why)))
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
@@ -296,7 +301,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
         job.listen(on_event, timeout=left)
     job.drain(on_event)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
-    job.say_in_trace(rank, first)
+    first = job.say_in_trace(rank, first)
     if first.by_user:
         raise UserError(first.error)
     raise RankError(rank, world, first.error, first.details)

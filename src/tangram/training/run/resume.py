@@ -31,6 +31,7 @@ from tangram.schema.tuning import DistillPlan, LoraPlan, PreferencePlan
 from tangram.training.data import Corpus
 from tangram.training.observe.events import Note, TableEvent
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE
+from tangram.training.run.uploads import mended
 from tangram.training.state.restore import Description, describe
 from tangram.training.step.optimiser_step import lr_at
 
@@ -189,15 +190,14 @@ def checkpoint_to_resume(
 ) -> Path | None:
     """The newest good checkpoint of a run, if this plan can go on from it; None where the run has written none yet.
 
-    Every byte of it is checked; one that is torn or damaged is told of, and the one before it taken. What the plan
-    changes is told. Raises UserError for a change that is refused and not in `allow`, and where the run went further
-    than the plan does.
+    Every byte of it is checked (`newest_good`). What the plan changes is told. Raises UserError for a change that is
+    refused and not in `allow`, and where the run went further than the plan does.
     """
     folder = out / CHECKPOINTS
     if not committed(folder) and not torn(folder) and not (out / SUMMARY_FILE).exists():
         tell(Note(f'"{out}" has no checkpoint yet: training starts with step 1'))
         return None
-    found = newest_good(out, tell)
+    found = newest_good(out, tell, plan.checkpoint.store)
     if found is None:
         raise UserError(f'there is no good checkpoint in "{folder}" to resume from')
     about = describe(found)
@@ -215,13 +215,13 @@ def checkpoint_to_resume(
     return found
 
 
-def newest_good(out: Path, tell: Callable[[object], None]) -> Path | None:
-    """The checkpoint that was committed last, of those whose every byte is as it was written."""
+def newest_good(out: Path, tell: Callable[[object], None], store: str = "") -> Path | None:
+    """The checkpoint that was committed last, of those whose every byte is as it was written, or is so in a store."""
     for why in torn(out / CHECKPOINTS):
         tell(Note(f"{why}; it is passed over"))
     for path, _ in reversed(committed(out / CHECKPOINTS)):
-        findings = verify(path).findings
-        if not findings:
+        findings = [one for one in verify(path).findings if one.kind != "extra"]
+        if not findings or mended(store, path, tell):
             return path
         tell(Note(f'the checkpoint "{path}" is damaged and passed over: {findings[0].text}'))
     return None

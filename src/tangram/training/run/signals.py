@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from tangram.relayout.exchange.peers import lost_peer
+from tangram.training.observe.text_tables import printable
 
 SAME_SECONDS = 0.5
 POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -118,9 +119,17 @@ def death(exitcode: int | None) -> str:
     return f"exited with code {exitcode} without an error message"
 
 
+LONGEST = 2000  # letters of an error's sentence
+
+
 def first_line(error: BaseException) -> str:
-    """An error as one sentence: its kind and the first line of what it says; of a rank that is gone what that means."""
-    if said := lost_peer(error):
-        return said
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An error as one sentence that can be printed: its kind and the first line of what it says; of a rank that is gone
+    what that means."""
+    try:
+        if said := lost_peer(error):
+            return said
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001  its own code says what it says
+        lines = []
+    words = printable(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+    return words if len(words) <= LONGEST else f"{words[:LONGEST]}..."

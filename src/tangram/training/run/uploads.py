@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from tangram.checkpoint.store import commits
-from tangram.checkpoint.store.objects import StoreError, store_of
+from tangram.checkpoint.store.commits import Marker
+from tangram.checkpoint.store.objects import ObjectStore, StoreError, store_of
 from tangram.checkpoint.tiers import remote
 from tangram.checkpoint.tiers.promote import PINNED, pin
 from tangram.errors import UserError, sentence
@@ -190,18 +191,36 @@ def bring_here(plan: Plan, folder: Path, *, resume: bool, tell: Callable[[object
     for name, marker in reversed(found):
         if marker.serial <= newest:
             break
-        tell(Doing(f"fetching {name} from {store.address}"))
-        try:
-            path = remote.download(store, name, marker, folder)
-        except OSError as error:
-            raise UserError(f"{name} of {store.address} cannot be fetched: {sentence(error)}") from None
-        except StoreError:  # it may answer again, and steps of days are not done again for that
-            raise
-        except UserError as error:  # damaged, or deleted under way: an older one may do
-            tell(Note(f"{name} of {store.address} is passed over: {error}"))
-            continue
-        tell(Note(f"fetched    {name} from {store.address} into {path.parent}"))
-        return True
+        if _fetched(store, name, marker, folder, tell):
+            return True
     if (found or torn) and not here:
         raise UserError(f'none of the checkpoints in "{store.address}" is sound: begin anew with another address')
     return bool(here)
+
+
+def mended(address: str, path: Path, tell: Callable[[object], None]) -> bool:
+    """Whether a store has the checkpoint `path`, which is damaged, too: what is damaged of it was then fetched.
+
+    `address`: of the store, nothing without one. Raises UserError where that cannot be reached.
+    """
+    if not address:
+        return False
+    store, own = store_of(address, quick=True), commits.read_marker(path).id
+    same = [(name, marker) for name, marker in remote.committed_in(store) if marker.id == own]
+    return any(_fetched(store, name, marker, path.parent, tell) for name, marker in same)
+
+
+def _fetched(store: ObjectStore, name: str, marker: Marker, folder: Path, tell: Callable[[object], None]) -> bool:
+    """Fetch a checkpoint into a folder. What is wrong with it in the store is told; raises UserError for all else."""
+    tell(Doing(f"fetching {name} from {store.address}"))
+    try:
+        path, blocks = remote.download(store, name, marker, folder)
+    except OSError as error:
+        raise UserError(f"{name} of {store.address} cannot be fetched: {sentence(error)}") from None
+    except StoreError:  # it may answer again, and steps of days are not done again for that
+        raise
+    except UserError as error:  # damaged, or deleted under way: an older one may do
+        tell(Note(f"{name} of {store.address} is passed over: {error}"))
+        return False
+    tell(Note(f"fetched    {name} from {store.address} into {path.parent}: {blocks}"))
+    return True
