@@ -115,7 +115,7 @@ def run_tests(source: Path, tests: Sequence[str], limit: float) -> tuple[int | N
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # the tests' own processes, too
                 process.wait()
-    return code, log.read_text()
+    return code, log.read_text(errors="replace")  # what a mistake prints may be no text
 
 
 def verdict(mutant: Mutant, seconds_unchanged: Mapping[str, float]) -> tuple[bool, str]:
@@ -131,6 +131,8 @@ def verdict(mutant: Mutant, seconds_unchanged: Mapping[str, float]) -> tuple[boo
         return False, f"SURVIVED  {mutant.name} ({seconds}): {mutant.why}"
     if code is None:
         return True, f"killed    {mutant.name} ({seconds}) by the time limit"
+    if code < 0:
+        return True, f"killed    {mutant.name} ({seconds}) by {signal.Signals(-code).name}, which ended its tests"
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
     if code not in (1, 2) or not found:
         raise SystemExit(f"{mutant.name}: pytest ended with status {code}\n{log}")
