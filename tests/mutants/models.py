@@ -288,7 +288,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "modes-without-hooks", "training/mesh/modes.py",
-        "    own[kind].update(added)\n", "    own[kind].update({})\n",
+        "    own[kind].update({n: _Shared", "    own[kind].update({} and {n: _Shared",
         "a hook that comes later works on parts",
         (_CHANGES,),
     ),

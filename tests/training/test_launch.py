@@ -81,9 +81,7 @@ def test_a_rank_that_dies_ends_the_job(how: str, message: str, tmp_path: Path) -
 
 
 def test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        RankError, match=r"step 3: the loss is nan; rank 1: the own part of the loss of step 3"
-    ):
+    with pytest.raises(RankError, match=r"step 3: the loss is nan; rank 1: the own part of the loss of step 3"):
         run_ranks(diverge, None, world=3, on_event=print, device="cpu", trace=TraceSettings(tmp_path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any, cast
 
@@ -95,15 +96,22 @@ def test_what_a_loop_changes_between_calls_is_seen(ran: dict[str, list[Ran]]) ->
 def test_a_change_is_another_mode_which_a_copy_follows(name: str) -> None:
     make, changes = CHANGES.get(name, (adapted, (lambda model: model.set_adapter("second"),)))
     model = cast(Any, make())
-    copy, met = without_memory(model), [mode_of(model)]
+    copy, met = without_memory(model), [mode_of(model, True)]
     for change in changes:
         change(model)
-        met.append(mode_of(model))
-        follow(copy, model)
-        assert mode_of(copy) == met[-1]
-        assert mode_of(model) == met[-1]
+        met.append(mode_of(model, True))
+        follow(copy, model, True)
+        assert mode_of(deepcopy(copy), True) == met[-1]
+        assert mode_of(model, True) == met[-1]
     assert all(one != other for one, other in pairwise(met))
     assert all(changed(one, other) for one, other in pairwise(met))
+
+
+def test_hooks_of_libraries_are_no_mode() -> None:
+    """They count, as the tokens of experts, and come and go with a run."""
+    model, before = Net(), mode_of(Net(), True)
+    model.a.register_forward_pre_hook(refuse_others)
+    assert mode_of(model, True)[-1] == before[-1]
 
 
 def test_layers_may_be_thawed_one_by_one() -> None:

@@ -20,6 +20,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
@@ -52,8 +53,8 @@ MOST_MODES = 16
 """Of one size of the inputs."""
 
 
-def mode_of(model: nn.Module) -> Mode:
-    """All of it, to compare. Raises UserError for autocast on an accelerator."""
+def mode_of(model: nn.Module, hooks: bool = False) -> Mode:
+    """All of it, to compare; with `hooks`, those of users, too. Raises UserError for autocast on an accelerator."""
     kind = next((p.device.type for p in model.parameters()), "cpu")
     casts = torch.is_autocast_enabled(kind) if kind != "meta" else False
     if casts and kind != "cpu":
@@ -63,13 +64,13 @@ def mode_of(model: nn.Module) -> Mode:
         )
     cast_to = torch.get_autocast_dtype(kind) if casts else None
     attributes = tuple(
-        [(path, cast("type[object]", type(one)), *_state_of(one)) for path, one in _with_attributes(model)]
+        [(path, cast("type[object]", type(one)), *_state_of(one, hooks)) for path, one in _with_attributes(model)]
     )
     return torch.is_grad_enabled(), cast_to, torch.get_default_dtype(), attributes
 
 
-def follow(template: nn.Module, model: nn.Module) -> None:
-    """Give a copy of a model the attributes, trained parameters and hooks that the model has now."""
+def follow(template: nn.Module, model: nn.Module, hooks: bool = False) -> None:
+    """Give a copy of a model the attributes and trained parameters that the model has now; with `hooks`, those, too."""
     own = dict(_with_attributes(template))
     for path, one in ((path, one) for path, one in _with_attributes(model) if path in own):
         its = cast("dict[str, Any]", vars(one))
@@ -80,8 +81,8 @@ def follow(template: nn.Module, model: nn.Module) -> None:
             trained = {key: p.requires_grad for key, p in one.named_parameters(recurse=False)}
             for key, p in own[path].named_parameters(recurse=False):
                 p.requires_grad_(trained.get(key, p.requires_grad))
-            for hooks in _HOOKS:
-                _follow_hooks(cast("dict[str, Any]", vars(own[path])), its, hooks)
+            for kind in _HOOKS if hooks else ():
+                _follow_hooks(cast("dict[str, Any]", vars(own[path])), its, kind)
 
 
 def _follow_hooks(own: Mapping[str, Any], its: Mapping[str, Any], kind: str) -> None:
@@ -90,10 +91,23 @@ def _follow_hooks(own: Mapping[str, Any], its: Mapping[str, Any], kind: str) -> 
     added = _of_users(its[kind])
     for n in _of_users(own[kind]).keys() - added.keys():
         del own[kind][n]
-    own[kind].update(added)
+    own[kind].update({n: _Shared(hook) for n, hook in added.items()})
     for way in (f"{kind}_with_kwargs", f"{kind}_always_called"):
         if way in own:
             own[way].update({n: on for n, on in its[way].items() if n in added})
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A hook in a copy of a model, which is not copied with that: it may hold whatever a user has, and the model."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(*args, **kwargs)
+
+    def __deepcopy__(self, memo: object) -> _Shared:
+        return self
 
 
 def _of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
@@ -101,6 +115,7 @@ def _of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def _library(hook: Any) -> str:
+    hook = hook.hook if isinstance(hook, _Shared) else hook
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
 
 
@@ -180,13 +195,14 @@ def _compared(x: Any) -> tuple[Any, ...] | None:
     return None if None in parts else (kind.__name__, frozenset(parts) if issubclass(kind, _SETS) else tuple(parts))
 
 
-def _state_of(one: Any) -> Iterable[tuple[str, tuple[Any, ...]]]:
+def _state_of(one: Any, hooks: bool) -> Iterable[tuple[str, tuple[Any, ...]]]:
     yield from _attributes(one)
     if isinstance(one, nn.Module):
         own = vars(one)
         if own["_parameters"]:
             yield _TRAINED, tuple(p is not None and p.requires_grad for p in own["_parameters"].values())
-        yield from ((hooks, tuple(_of_users(own[hooks]))) for hooks in _HOOKS if own[hooks])
+        if hooks:
+            yield from ((kind, added) for kind in _HOOKS if own[kind] and (added := tuple(_of_users(own[kind]))))
 
 
 @contextmanager

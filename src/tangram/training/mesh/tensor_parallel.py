@@ -182,7 +182,7 @@ class DerivedModel:
         self.compared: set[Sizes] | None = None
         """The sizes of which inputs were compared between ranks, at the first call of each; None: of none they are."""
         self.reads_values = False
-        """Whether code may read the values of inputs, as the sizes of images. In training they are new at each step."""
+        """Whether code may read the values of inputs, as sizes of images (new at each step in training), and hooks."""
         self.whole_results = False
         """Whether no result is left in parts by a mark, as where the marks are those of the model's type."""
         self.begins: Callable[[Program], None] = lambda program: None
@@ -293,7 +293,8 @@ class DerivedModel:
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Sizes, modes.Mode]:
         sizes = ("", self._leaves), *((name, modes.size_of(x)) for name, x in inputs.items())
-        return (*sizes, *modes.values_of(inputs, self._read.get(sizes, ()))), modes.mode_of(self._model)
+        sizes = (*sizes, *modes.values_of(inputs, self._read.get(sizes, ())))
+        return sizes, modes.mode_of(self._model, self.reads_values)
 
     def _now(self, inputs: Mapping[str, Any]) -> Now:
         sizes, mode = self._key(inputs)
@@ -332,13 +333,13 @@ class DerivedModel:
         unknown = f"{program.uncounted} draws no number for each element"
         after: Mapping[tuple[int, ...], int] = {}
         if not program.uncounted:
-            modes.follow(self._template, self._model)
+            modes.follow(self._template, self._model, self.reads_values)
             _, after, unknown = places_of(self._template, (), inputs, samples.rows, set())
         self.numbers.apart = unknown if samples.rows < samples.total else ""
         return after
 
     def _planned(self, inputs: Mapping[str, Any]) -> Now:
-        modes.follow(self._template, self._model)
+        modes.follow(self._template, self._model, self.reads_values)
         # Of a run without memory the template has its own; and in inference mode operators come undecomposed.
         with _disable_current_modes(), modes.without_inference(), modes.steady(self._model):
             read = self.reads_values
