@@ -270,7 +270,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "modes-without-lists", "training/mesh/modes.py",
-        "    if len(own) > _MOST_LEAVES:", "    if len(own) > 0:",
+        "len(x) > _MOST_LEAVES:", "len(x) > 0:",
         "so does one that has it in a list or a dict, as peft the adapters that are on",
         (_CHANGES,),
     ),

@@ -131,7 +131,7 @@ def verdict(mutant: Mutant, seconds_unchanged: Mapping[str, float]) -> tuple[boo
         return False, f"SURVIVED  {mutant.name} ({seconds}): {mutant.why}"
     if code is None:
         return True, f"killed    {mutant.name} ({seconds}) by the time limit"
-    if code < 0:
+    if code < 0 and -code != signal.SIGKILL:  # which the kernel sends where memory runs out
         return True, f"killed    {mutant.name} ({seconds}) by {signal.Signals(-code).name}, which ended its tests"
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
     if code not in (1, 2) or not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tangram
@@ -41,7 +43,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
         self.gate, self.scale, self.bias = (nn.Parameter(torch.randn(8)) for _ in range(3))
         self.reads, self.act, self.options = reads, torch.tanh, Options()
-        self._way, self.ways, self.of_layer = "gated", ["gated"], {"first": ("gated", {"gated"})}
+        self._way, self.ways = "gated", ["gated"]
+        self.of_layer: dict[str, Any] = defaultdict(list, first=("gated", {"gated"}), mask=torch.ones(2))
 
     def way(self) -> str:
         """One of them."""
@@ -187,7 +190,13 @@ def run_adapters() -> dict[str, float]:
 
 def run_other_modules() -> dict[str, str]:
     """What is said of modules that are other ones, more or fewer than before."""
-    return {name: _said(change) for name, change in OTHERS.items()}
+    return {name: _said(change) for name, change in {**OTHERS, **PRUNED}.items()}
+
+
+PRUNED: Mapping[str, Change] = {
+    "pruned": lambda net: prune.random_unstructured(net.b.norm, "weight", 0.5),
+    "normed": lambda net: nn.utils.weight_norm(net.b.up),
+}
 
 
 OTHERS: Mapping[str, Change] = {

@@ -244,15 +244,15 @@ def _fetch(store: ObjectStore, name: str, stored: StoredFile, target: Path, near
         for first in range(0, len(stored.sums), AT_ONCE):
             blocks = range(first, min(first + AT_ONCE, len(stored.sums)))
             data: dict[int, Any] = {block: _read(near, block * BLOCK, stored.size) for block in blocks}
-            wanted = [block for block in blocks if checksum(data[block]) != stored.sums[block]]
-            starts = [block * BLOCK for block in wanted]
+            damaged = [block for block in blocks if checksum(data[block]) != stored.sums[block]]
+            starts = [block * BLOCK for block in damaged]
             stops = [min(start + BLOCK, stored.size) for start in starts]
-            for block, found in zip(wanted, store.ranges(name, starts, stops), strict=True):
+            for block, found in zip(damaged, store.ranges(name, starts, stops), strict=True):
                 data[block] = memoryview(found)
                 _refuse_other(data[block], stored.sums[block], f"{store.address.rstrip('/')}/{name}", block)
             for block in blocks:
                 writing.write(data[block])
-            fetched += len(wanted)
+            fetched += len(damaged)
         writing.flush()
         os.fsync(writing.fileno())
     return fetched

@@ -145,7 +145,7 @@ class LocalParts:
     def enter(self) -> None:
         """The whole model's forward begins. What somebody else has put in the place of a parameter, as FSDP2, stays."""
         for there, key, name, p in self._at_once:
-            if there[key] is p:
+            if _standing(there, key, name) is p:
                 self._before.append((there, key, p))
                 there[key] = self._brought(name, local(p))
 
@@ -169,6 +169,16 @@ def _cut_ones(module: nn.Module, names: Mapping[nn.Parameter, str], cut: Set[str
     return {key: names[p] for key, p in own.items() if p is not None and names[p] in cut}
 
 
+def _standing(own: Mapping[str, Any], key: str, name: str) -> Any:
+    """What stands in a parameter's place. Raises UserError for nothing."""
+    if key not in own:
+        raise UserError(
+            f"{name} is no parameter any more, as torch.nn.utils.prune and weight_norm have it: do so before the model "
+            "is derived"
+        )
+    return own[key]
+
+
 def _with_parts(
     module: nn.Module,
     keys: Mapping[str, str],
@@ -179,7 +189,7 @@ def _with_parts(
     def run(_: object, *args: Any, **kwargs: Any) -> Any:
         own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
         places = [*((own, key, name) for key, name in keys.items()), *others]
-        before = [(there, key, there[key]) for there, key, _ in places]
+        before = [(there, key, _standing(there, key, name)) for there, key, name in places]
         for there, key, name in places:
             if isinstance(there[key], nn.Parameter):  # else a module around has done it
                 there[key] = brought(name, local(there[key]))

@@ -19,7 +19,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -74,9 +74,7 @@ def follow(template: nn.Module, model: nn.Module, hooks: bool = False) -> None:
     own = dict(_with_attributes(template))
     for path, one in ((path, one) for path, one in _with_attributes(model) if path in own):
         its = cast("dict[str, Any]", vars(one))
-        vars(own[path]).update(
-            {name: its[name] if isinstance(its[name], _KEPT) else deepcopy(its[name]) for name, _ in _attributes(one)}
-        )
+        vars(own[path]).update({name: _renewed(vars(own[path]).get(name), its[name]) for name, _ in _attributes(one)})
         if isinstance(one, nn.Module):
             trained = {key: p.requires_grad for key, p in one.named_parameters(recurse=False)}
             for key, p in own[path].named_parameters(recurse=False):
@@ -182,17 +180,31 @@ def _attributes(one: Any) -> Iterable[tuple[str, tuple[Any, ...]]]:
 
 
 def _compared(x: Any) -> tuple[Any, ...] | None:
-    """What can be compared of something that is kept, or a container of such; None of anything else."""
+    """What can be compared of something that is kept, or a container of such; None of anything else. Of a dict what it
+    has beside those is left out."""
     kind = cast("type[object]", type(x))  # and not isinstance: a configuration of transformers is slow to say its class
     if issubclass(kind, _KEPT):
         return (x,)
-    if not issubclass(kind, _CONTAINERS):
+    if not issubclass(kind, _CONTAINERS) or len(x) > _MOST_LEAVES:
         return None
-    own: list[Any] = [*(x.items() if isinstance(x, dict) else x)]
-    if len(own) > _MOST_LEAVES:
-        return None
-    parts = [_compared(one) for one in own]
+    if isinstance(x, dict):
+        items = cast("dict[Any, Any]", x).items()
+        return kind.__name__, tuple((key, own) for key, y in items if (own := _compared(y)) is not None)
+    parts = [_compared(one) for one in cast("Iterable[Any]", x)]
     return None if None in parts else (kind.__name__, frozenset(parts) if issubclass(kind, _SETS) else tuple(parts))
+
+
+def _renewed(own: Any, its: Any) -> Any:
+    """What a copy has in the place of something that can be compared: of a dict, what cannot stays."""
+    if not isinstance(its, dict):
+        return its if issubclass(type(its), _KEPT) else deepcopy(its)
+    before = cast("dict[Any, Any]", own) if isinstance(own, dict) else {}
+    now: dict[Any, Any] = copy(cast("dict[Any, Any]", its))  # of its kind, as one that has a default
+    items = [(key, y) for key, y in now.items() if _compared(y) is not None]
+    now.clear()
+    now.update((key, y) for key, y in before.items() if _compared(y) is None)
+    now.update((key, _renewed(before.get(key), y)) for key, y in items)
+    return now
 
 
 def _state_of(one: Any, hooks: bool) -> Iterable[tuple[str, tuple[Any, ...]]]:
