@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn.functional import leaky_relu
 from torch.nn.utils import prune
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -97,6 +99,14 @@ def _both(change: Change) -> Change:
     return lambda net: [change(block) for block in (net.a, net.b)]
 
 
+def _acts(act: Callable[[Tensor], Tensor]) -> Change:
+    return _both(lambda block: setattr(block, "act", act))
+
+
+def _leaking(slope: float) -> Callable[[Tensor], Tensor]:
+    return partial(leaky_relu, negative_slope=slope)
+
+
 def frozen_first() -> nn.Module:
     """A head that is trained before what it stands on."""
     net = Net()
@@ -111,7 +121,7 @@ CHANGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[Change, ...]]] = {
     "dict": (lambda: Net("dict"), (_both(lambda block: block.of_layer.update(first=("centred", {"centred"}))),)),
     "options": (lambda: Net("options"), (_both(lambda block: setattr(block.options, "way", "centred")),)),
     "nested": (lambda: Net("nested"), (_both(lambda block: setattr(block.options.more, "way", "centred")),)),
-    "function": (lambda: Net("function"), (_both(lambda block: setattr(block, "act", centred)),)),
+    "function": (lambda: Net("function"), (_acts(centred), _acts(_leaking(0.3)), _acts(_leaking(0.6)))),
     "frozen": (frozen_first, (_thaws, _freezes_others, _thaws)),
     "hook": (Net, (_hooks,)),
 }

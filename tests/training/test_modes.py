@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 from torch import nn
+from torch.nn.functional import leaky_relu, linear
 
 from tangram.errors import UserError
 from tangram.models.building.twin import without_memory
@@ -85,10 +87,24 @@ def test_what_is_cut_draws_for_a_sample_what_one_process_does_for_the_batch(ran:
 def test_what_a_loop_changes_between_calls_is_seen(ran: dict[str, list[Ran]]) -> None:
     """Parameters that are frozen or trained, hooks, adapters, and attributes however a module has them."""
     for one in ran["changes"]:
-        assert len(one.off) == 23
+        assert len(one.off) == 25
         assert {change: off for change, off in one.off.items() if off > BOUND} == {}
         assert all(re.match(REFUSED, one.refused[name]) for name in OTHERS), one.refused
         assert all(" is no parameter any more, as " in one.refused[name] for name in PRUNED), one.refused
+
+
+def test_a_function_with_arguments_is_compared_by_them() -> None:
+    """One that holds a tensor says nothing: a copy keeps its own."""
+    net: Any = Net("function")
+    net.a.act, net.holds = partial(leaky_relu, negative_slope=0.3), partial(linear, weight=net.a.up.weight)
+    copy, before = without_memory(net), mode_of(net)
+    its = cast(Any, copy).holds
+    net.a.act = partial(leaky_relu, negative_slope=0.3)
+    assert mode_of(net) == before
+    net.a.act = partial(leaky_relu, negative_slope=0.6)
+    assert mode_of(net) != before
+    follow(copy, net)
+    assert cast(Any, copy).holds is its
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for

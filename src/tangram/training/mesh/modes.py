@@ -38,7 +38,7 @@ from tangram.sharding.ops.rule_table import OwnCollectiveError
 
 Mode = tuple[Any, ...]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_KEPT = (*_PLAIN, Enum, FunctionType, BuiltinFunctionType, partial)
+_KEPT = (*_PLAIN, Enum, FunctionType, BuiltinFunctionType)
 _SETS = (set, frozenset)
 _CONTAINERS = (list, tuple, dict, *_SETS)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"} | {"forward"}
@@ -164,7 +164,12 @@ def _with_attributes(model: nn.Module) -> Iterable[tuple[str, Any]]:
 def _configured(path: str, one: Any, seen: set[int]) -> Iterable[tuple[str, Any]]:
     """What something has as a configuration, dataclass or namespace, and what these have, each once."""
     for name, x in cast("dict[str, Any]", vars(one)).items():
-        if name in _OF_TORCH or id(x) in seen or issubclass(type(x), (*_KEPT, type)) or not hasattr(x, "__dict__"):
+        if (
+            name in _OF_TORCH
+            or id(x) in seen
+            or issubclass(type(x), (*_KEPT, partial, type))
+            or not hasattr(x, "__dict__")
+        ):
             continue
         if name == "config" or isinstance(x, (SimpleNamespace, Namespace)) or hasattr(x, "__dataclass_fields__"):
             seen.add(id(x))
@@ -185,6 +190,8 @@ def _compared(x: Any) -> tuple[Any, ...] | None:
     kind = cast("type[object]", type(x))  # and not isinstance: a configuration of transformers is slow to say its class
     if issubclass(kind, _KEPT):
         return (x,)
+    if issubclass(kind, partial):  # of which no two are equal; one that holds a module or tensor says nothing
+        return _compared((x.func, x.args, *x.keywords.items()))
     if not issubclass(kind, _CONTAINERS) or len(x) > _MOST_LEAVES:
         return None
     if isinstance(x, dict):
@@ -197,7 +204,7 @@ def _compared(x: Any) -> tuple[Any, ...] | None:
 def _renewed(own: Any, its: Any) -> Any:
     """What a copy has in the place of something that can be compared: of a dict, what cannot stays."""
     if not isinstance(its, dict):
-        return its if issubclass(type(its), _KEPT) else deepcopy(its)
+        return its if issubclass(type(its), (*_KEPT, partial)) else deepcopy(its)
     before = cast("dict[Any, Any]", own) if isinstance(own, dict) else {}
     now: dict[Any, Any] = copy(cast("dict[Any, Any]", its))  # of its kind, as one that has a default
     items = [(key, y) for key, y in now.items() if _compared(y) is not None]
