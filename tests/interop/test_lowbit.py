@@ -162,5 +162,5 @@ def test_rows_in_int8_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     weight = (0.02 * torch.randn(160, 320)).to(dtype)
     codes, rows, _ = functional.int8_vectorwise_quant(weight)
     kept = BASES["int8"].keep(weight, lambda name, whole: whole)
-    assert torch.equal(kept["weight_int8"], codes)
-    assert torch.equal(kept["weight_rows"], rows)
+    assert torch.equal(kept["int8"], codes)
+    assert torch.equal(kept["rows"], rows)

@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 _KINDS = "tests/training/test_tuning_kinds.py"
 _ROWS = "tests/checkpoint/test_adapter_rows.py"
 _DEFAULTS = "tests/training/test_tuning_defaults.py"
+_EXPERTS = "tests/training/test_expert_bases.py"
 _STORED = "tests/training/test_stored_codes.py"
 _FORMULA = "tests/training/test_byte_bases.py::test_a_weight_is_what_a_plain_formula_makes"
 
@@ -19,19 +20,42 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scales-of-other-rows", "models/lora/bases.py",
-        'kept["weight_rows"][rows] / INT8_MOST', 'kept["weight_rows"][: len(rows)] / INT8_MOST',
+        'kept["rows"][rows] / INT8_MOST', 'kept["rows"][: len(rows)] / INT8_MOST',
         "a part of a weight has the scales of the first rows", (_FORMULA,),
     ),
     Mutant(
         "squares-of-other-columns", "models/lora/bases.py",
-        "own = scales[rows[some] // SQUARE][:, columns // SQUARE]",
-        "own = scales[rows[some] // SQUARE][:, (columns - columns[0]) // SQUARE]",
+        "own = scales[squares[some]][:, columns // SQUARE]",
+        "own = scales[squares[some]][:, (columns - columns[0]) // SQUARE]",
         "a part of a weight has the scales of the first columns", (_FORMULA,),
     ),
     Mutant(
         "squares-of-zeros", "models/lora/bases.py",
         "    scales = torch.where(scales > 0, scales, 1.0)\n", "",
         "a square of zeros is no number", (_FORMULA,),
+    ),
+    Mutant(
+        "squares-across-experts", "models/lora/bases.py",
+        "return rows // shape[-2] * _squares(shape)[-2] + rows % shape[-2] // SQUARE", "return rows // SQUARE",
+        "a square has rows of two experts", (f"{_EXPERTS}::test_a_part_stands_for_the_part_of_what_a_formula_makes",),
+    ),
+    Mutant(
+        "rows-of-the-first-expert", "training/parallel/quantised_base.py",
+        "places = (places[:, None] * size + own).flatten()", "places = (places[:, None] * 0 + own).flatten()",
+        "all experts have the scales of the first",
+        (f"{_EXPERTS}::test_a_part_stands_for_the_part_of_what_a_formula_makes",),
+    ),
+    Mutant(
+        "decoding-as-the-models-own-calls", "models/capturing/called.py",
+        "return torch._C.DisableTorchFunction()", "return torch.set_grad_enabled(torch.is_grad_enabled())",
+        "a derived model takes what decodes a weight for functions of its code",
+        (f"{_EXPERTS}::test_any_mesh_has_the_losses_of_one_process",),
+    ),
+    Mutant(
+        "squares-cut-by-other-weights", "training/state/stored_codes.py",
+        "return own in (its, its[::-1]) or", "return True or",
+        "codes of experts have the scales of other rows",
+        (f"{_EXPERTS}::test_experts_whose_squares_would_be_cut_are_refused",),
     ),
     Mutant(
         "transposed-the-other-way", "planner/local/derived_layouts.py",
@@ -65,7 +89,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "codes-through-numbers", "training/state/stored_codes.py",
-        '"weight_mean": torch.tensor(facts["offset"])', '"weight_mean": torch.tensor(0.0)',
+        '"mean": torch.tensor(facts["offset"])', '"mean": torch.tensor(0.0)',
         "scales of NF4 are taken without their mean",
         (f"{_STORED}::test_what_is_kept_is_what_a_job_makes_of_the_same_numbers",),
     ),

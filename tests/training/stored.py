@@ -15,18 +15,18 @@ from tangram.models.lora.bases import BASES, Kept
 
 
 def _fp8(shape: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
-    codes = kept["weight_fp8"].view(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": kept["weight_squares"]}
+    codes = kept["fp8"].view(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": kept["squares"]}
 
 
 def _nf4(shape: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
     """As bitsandbytes writes it."""
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(shape), "nested_dtype": "float32"}
-    state |= {"nested_blocksize": 256, "nested_offset": float(kept["weight_mean"])}
+    state |= {"nested_blocksize": 256, "nested_offset": float(kept["mean"])}
     return {
-        "weight": kept["weight_nf4"].reshape(-1, 1),
-        "weight.absmax": kept["weight_absmax"].reshape(-1),
-        "weight.nested_absmax": kept["weight_groups"],
+        "weight": kept["nf4"].reshape(-1, 1),
+        "weight.absmax": kept["absmax"].reshape(-1),
+        "weight.nested_absmax": kept["groups"],
         "weight.quant_map": torch.tensor(nf4.NORMAL),
         "weight.nested_quant_map": dynamic_codes.table(torch.device("cpu")),
         "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(
@@ -36,7 +36,7 @@ def _nf4(shape: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
 
 
 def _int8(shape: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
-    return {"weight": kept["weight_int8"], "SCB": kept["weight_rows"]}
+    return {"weight": kept["int8"], "SCB": kept["rows"]}
 
 
 STORED: Mapping[str, tuple[Callable[[tuple[int, int], Kept], dict[str, Tensor]], dict[str, Any]]] = {

@@ -66,16 +66,15 @@ def test_a_weight_is_what_a_plain_formula_makes(base: str, rows: int, columns: i
     form = BASES[base]
     kept = form.keep(weight_OI, lambda name, whole: whole)
     assert {name: kept[name].dtype for name in form.tensors} == form.tensors
-    assert {name: tuple(kept[name].shape) for name in kept if name not in form.tensors} == form.buffers(
-        *weight_OI.shape
-    )
+    shape = tuple(weight_OI.shape)
+    assert {name: tuple(kept[name].shape) for name in kept if name not in form.tensors} == form.buffers(shape)
     numbers = [torch.arange(n) for n in weight_OI.shape]
-    made = form.make(kept, numbers[0], numbers[1], columns, torch.float32)
+    made = form.make(kept, numbers[0], numbers[1], shape, torch.float32)
     torch.testing.assert_close(made, by_hand(base, weight_OI), rtol=1e-6, atol=1e-9)
     assert made.isfinite().all()
     some = numbers[0][100 : 150 + rows], numbers[1][columns // 2 :]  # a part of it stands for that part
     part = {name: kept[name][some[0]][:, some[1]] if name in form.tensors else kept[name] for name in kept}
-    assert torch.equal(form.make(part, *some, columns, torch.float32), made[some[0]][:, some[1]])
+    assert torch.equal(form.make(part, *some, shape, torch.float32), made[some[0]][:, some[1]])
 
 
 @pytest.fixture(scope="module")

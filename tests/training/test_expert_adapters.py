@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.cli import main
@@ -19,7 +20,7 @@ from tangram.models.building.build import build_on_meta
 from tangram.models.lora import expert_adapters
 from tangram.models.lora.adapter_files import merge_adapters, save_adapters, stored_adapters
 from tangram.models.lora.adapters import Adapters, adapted_layers, add_adapters
-from tangram.models.lora.bases import base_layers
+from tangram.models.lora.bases import base_weights
 from tangram.models.lora.expert_adapters import factors_of
 from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted
@@ -202,13 +203,13 @@ def test_what_is_refused(options: dict[str, Any], why: str) -> None:
         add_adapters(model, Adapters(rank=2, alpha=2.0, **options))
 
 
-def test_a_base_in_4_bits_leaves_experts_out_by_name() -> None:
-    fields = {**SMALL, "hidden_size": 64, "num_attention_heads": 8}
+def test_a_base_in_4_bits_has_experts_unless_they_are_left_out_by_name() -> None:
+    fields = {**SMALL, "hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 64}
     model = build_on_meta(AutoConfig.for_model("mixtral", **fields, num_local_experts=4))
     add_adapters(model, Adapters(rank=2, alpha=2.0))
-    with pytest.raises(UserError, match=r'mlp\.experts has all experts .* lora.base_skip = \["experts"\]'):
-        base_layers(model)
-    assert not [name for name in base_layers(model, ["experts"]) if "experts" in name]
+    own = {name for name in base_weights(model, block=64) if "experts" in name}
+    assert own == {f"model.layers.{n}.mlp.experts.base_layer.{one}_proj" for n in (0, 1) for one in ("gate_up", "down")}
+    assert not [name for name in base_weights(model, ["experts"]) if "experts" in name]
 
 
 def test_a_weight_is_not_read_without_its_adapter() -> None:
@@ -220,11 +221,26 @@ def test_a_weight_is_not_read_without_its_adapter() -> None:
         _ = experts.down_proj
 
 
+class Names(TorchFunctionMode):
+    """Of the functions of torch that code calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def test_tokens_of_experts_are_counted_by_the_name_of_the_layer() -> None:
     """It was that of the module that an adapter stands around."""
     _, model, _ = _drawn("mixtral", "all-linear")
     loads = Loads([model], torch.device("cpu"), every=1)
-    model.train()(torch.arange(32)[None])
+    with Names() as names:
+        model.train()(torch.arange(32)[None])
+    assert "topk" in names.called
+    assert "scatter_add_" not in names.called  # a derived model would take it for a call of the layer's line
     counted: dict[str, Any] = loads._counted  # pyright: ignore[reportPrivateUsage]
     assert {name: int(own.counts.sum()) for name, own in counted.items()} == {
         f"model.layers.{n}.mlp.experts": 64 for n in range(2)

@@ -148,10 +148,10 @@ def test_a_part_stands_for_the_part(cut: str) -> None:
         boxes = [region(in_blocks(layout, n, MESH), MESH, rank).boxes[0] for n in (2, 64)]
         own, blocks = ([torch.cat([torch.arange(*span) for span in some]) for some in box] for box in boxes)
         layer = Kept(codes[own[0]][:, own[1]], scales.codes[blocks[0]][:, blocks[1]], scales)
-        one = QuantisedWeight(BASES["nf4"], "x", (rows, columns), *boxes[1], torch.float32, torch.float32)
+        one = QuantisedWeight(BASES["nf4"], "x.weight", (rows, columns), tuple(boxes[1]), torch.float32, torch.float32)
         its = [torch.cat([torch.arange(*span) for span in some]) for some in region(layout, MESH, rank).boxes[0]]
         assert torch.equal(one.made(layer), whole[its[0]][:, its[1]])
-        alone = replace(one, rows=((0, len(blocks[0])),), blocks=((0, len(blocks[1])),))  # as if it were the first part
+        alone = replace(one, places=tuple(((0, len(some)),) for some in blocks))  # as if it were the first part
         mistaken += not torch.equal(alone.made(layer), one.made(layer))
         uncut = Kept(layer.weight_nf4.data, scales.codes, scales)
         if blocks[0].numel() < rows or blocks[1].numel() < columns // 64:

@@ -90,10 +90,10 @@ class LoraPlan(TomlTable):
     trainable_token_indices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Numbers of tokens whose rows of the embeddings are trained, too, as peft has it."""
     base: Literal["parameters", "nf4", "int8", "fp8"] = "parameters"
-    """How the frozen weights of linear layers but the head are kept: as `precision.parameters` says, or as codes of 4
-    or 8 bits with scales (`models.lora.bases`), dequantised whenever a layer is used."""
+    """How the frozen weights of linear layers but the head, and of experts, are kept: as `precision.parameters` says,
+    or as codes of 4 or 8 bits with scales (`models.lora.bases`), dequantised whenever a layer is used."""
     base_skip: tuple[str, ...] = ()
-    """Ends of names of linear layers, or patterns, whose weights stay numbers beside a quantised base."""
+    """Ends of names of linear layers and experts, or patterns, whose weights stay numbers beside a quantised base."""
     start: PathText | None = None
     """A directory of adapters as peft writes it, relative to the file, whose values these begin with."""
 
@@ -207,8 +207,9 @@ def mistake_of_distillation(task: TaskName, distill: DistillPlan | None, packing
     return None
 
 
-COLUMNS: Mapping[str, int] = MappingProxyType({"_nf4": 2, "_absmax": 64, "_int8": 1, "_fp8": 1})
-"""By the end of the name of a tensor that a quantised weight is kept in, for how many of its columns one of that is."""
+COLUMNS: Mapping[str, int] = MappingProxyType({"nf4": 2, "absmax": 64, "int8": 1, "fp8": 1})
+"""By what stands behind the name of a quantised weight and a line, in the names of the tensors that keep it: for how
+many of its columns one of theirs is."""
 
 
 def packed(name: str) -> tuple[str, int]:
@@ -216,8 +217,8 @@ def packed(name: str) -> tuple[str, int]:
 
     `X.weight_nf4` and `X.weight_absmax` are of `X.weight`.
     """
-    end = next((end for end in COLUMNS if name.endswith(f".weight{end}")), "")
-    return name.removesuffix(end), COLUMNS.get(end, 1)
+    weight, _, kind = name.rpartition("_")
+    return (weight, COLUMNS[kind]) if kind in COLUMNS and not weight.endswith(".") else (name, 1)
 
 
 _OWN = re.compile(

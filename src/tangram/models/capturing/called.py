@@ -18,7 +18,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -67,6 +67,12 @@ def caller(frame: FrameType | None, until: CodeType | None = None) -> FrameType 
 
 def _wraps(code: CodeType) -> bool:
     return code.co_filename.startswith((_TORCH, _TANGRAM)) and (code.co_filename, code.co_name) != (_STAGES, "forward")
+
+
+def unseen() -> AbstractContextManager[None]:
+    """What runs within is no function that a model's code calls, on whatever line of it: hooks of ours, and what makes
+    its weights. A derived model counts the calls of a line, and would take one for another."""
+    return torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]
 
 
 def computed_again(frame: FrameType | None) -> bool:

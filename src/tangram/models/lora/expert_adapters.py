@@ -37,6 +37,8 @@ class AdaptedExperts(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.scales = {name: scale for name, (_, scale) in sizes.items()}
+        self.weights: dict[str, Callable[[], Tensor]] = {}
+        """Makes those that the layer keeps in another way than as numbers."""
         self.lora_left, self.lora_right = nn.ParameterDict(), nn.ParameterDict()
         for name, (rank, _) in sizes.items():
             experts, rows, columns = base_layer.get_parameter(name).shape
@@ -50,7 +52,8 @@ class AdaptedExperts(nn.Module):
 
     def made(self, name: str) -> Tensor:
         """A weight with its adapter, (experts, a, b)."""
-        kept = self.base_layer.get_parameter(name), self.lora_left[name], self.lora_right[name]
+        plain = self.weights[name]() if name in self.weights else self.base_layer.get_parameter(name)
+        kept = plain, self.lora_left[name], self.lora_right[name]
         weight, left, right = (one.to_local() if isinstance(one, DTensor) else one for one in kept)  # in the backward
         return torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=self.scales[name])
 

@@ -50,8 +50,8 @@ class Scales:
 
 
 def largest(weight: Tensor) -> Tensor:
-    """The largest absolute value of each block, float32 [out, in / 64], of a weight [out, in]."""
-    blocks = weight.reshape(weight.shape[0], -1, BLOCK)
+    """The largest absolute value of each block, float32 [..., in / 64], of a weight [..., in]."""
+    blocks = weight.reshape(*weight.shape[:-1], -1, BLOCK)
     return cast(Tensor, torch.linalg.vector_norm(blocks, torch.inf, dim=-1)).float()  # of which nothing is rounded
 
 

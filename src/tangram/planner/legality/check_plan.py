@@ -35,7 +35,7 @@ from tangram.models.capturing.attention import refuse_unable
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.stages import refuse_unlike_chain, refuse_unlike_modules
-from tangram.models.lora.bases import BASES, base_layers
+from tangram.models.lora.bases import BASES, base_weights
 from tangram.models.outlines.costs import block_names
 from tangram.models.outlines.outline import Group
 from tangram.planner.legality.engine import EXCHANGED, HEADS, RULES, Facts, Refusal, nearest, refusals, uneven
@@ -45,7 +45,7 @@ from tangram.planner.space.schedule_formulas import code
 from tangram.relayout.mapping.states import ADAM_8BIT
 from tangram.schema.parallelism import marked
 from tangram.schema.plan import Plan
-from tangram.schema.tuning import packed
+from tangram.schema.tuning import COLUMNS, packed
 from tangram.sharding.derive.marking.marks import Mark, matched, matching
 from tangram.sharding.derive.problem.states import scaled
 from tangram.text import alternatives
@@ -84,10 +84,9 @@ def legal(plan: Plan, model: nn.Module, graph: Graph | None = None) -> None:
     _refuse_cut_codes(plan, model, codes)
     if plan.lora is not None and plan.lora.base != "parameters":
         base = BASES[plan.lora.base]
-        for name, layer in base_layers(model, plan.lora.base_skip, base.block).items():
-            rows, columns = cast(nn.Parameter, layer.weight).shape
-            for own in (f"{name}.{key}" for key in base.tensors):
-                bound_layout(plan, own, (rows, columns // packed(own)[1]))
+        for name, shape in base_weights(model, plan.lora.base_skip, base.block).items():
+            for kind in base.tensors:
+                bound_layout(plan, f"{name}_{kind}", (*shape[:-1], shape[-1] // COLUMNS[kind]))
     if len(cutting) > 1:
         raise UserError(f"parameters are cut over the data axes {', '.join(sorted(cutting))}: one of them may")
     _refuse_uneven(plan, model, mesh)

@@ -18,7 +18,7 @@ from tangram.models.capturing.attention import by_tokens
 from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.stages import tied_modules
 from tangram.models.lora.adapters import Adapters, add_adapters
-from tangram.models.lora.bases import BASES, base_layers
+from tangram.models.lora.bases import BASES, base_weights
 from tangram.models.outlines.costs import ModelCosts, at_micro_batch, costs
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.legality.check_plan import refused_heads
@@ -142,7 +142,7 @@ class Counted:
         lora = self.job.lora
         if lora is None or lora.base == "parameters" or model is not self.model:
             return one, two
-        packed = {f"{name}.weight" for name in base_layers(model, lora.base_skip, BASES[lora.base].block)}
+        packed = base_weights(model, lora.base_skip, BASES[lora.base].block)
         parameters = tuple(replace(p, quantised=p.name in packed) for p in one.parameters)
         return replace(one, parameters=parameters), replace(two, parameters=parameters)
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.capturing.called import unseen
 from tangram.relayout.collectives.one_collective import summed
 from tangram.schema.job import Job, RunPlan
 from tangram.training.data import IGNORE
@@ -255,7 +256,8 @@ def _hook(capacity: Capacity, name: str, logits: int) -> Any:
             raise UserError(f"{name} gives no experts of each token with their weights: leave run.expert_capacity out")
         weights, experts = places
         leaf = len(tree_leaves(result[:weights]))
-        kept_TK = keep(name, leaf, result[weights], result[experts], result[logits].shape[-1])
-        return (*result[:weights], result[weights].masked_fill(~kept_TK, 0), *result[experts:])
+        with unseen():
+            kept_TK = keep(name, leaf, result[weights], result[experts], result[logits].shape[-1])
+            return (*result[:weights], result[weights].masked_fill(~kept_TK, 0), *result[experts:])
 
     return limit

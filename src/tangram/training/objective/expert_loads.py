@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.errors import UserError
+from tangram.models.capturing.called import unseen
 from tangram.models.lora.bases import BASE
 from tangram.training.data import Batch
 from tangram.training.mesh.world import World
@@ -111,8 +112,9 @@ def _hook(own: _Counted, name: str, place: int) -> Any:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = kwargs[name] if name in kwargs else args[place]
         if module.training and torch.is_grad_enabled():
-            flat = index.detach().flatten()
-            own.counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
+            with unseen():
+                flat = index.detach().flatten()
+                own.counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
             own.per_token = index.shape[-1]
 
     return count

@@ -48,7 +48,7 @@ from tangram.training.parallel.layer_stream import stream
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.pipeline import ModelPart, PipelineRun, own_results
 from tangram.training.parallel.precision import keep_parameters
-from tangram.training.parallel.quantised_base import quantise
+from tangram.training.parallel.quantised_base import quantise, to_quantise
 
 
 def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
@@ -70,6 +70,7 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
     cuts = cuts_of(model, plan)
     if not is_meta(model):
         _refuse_unlike_values(model, world)
+    codes = [to_quantise(part, plan) for part in parts]
     derived: Sequence[DerivedModel | None] = [None for _ in parts]
     if world.model_size > 1:
         named = {name: cuts[p] for name, p in model.named_parameters()}
@@ -87,8 +88,8 @@ def apply(model: nn.Module, plan: Plan, world: World) -> ParallelModel:
             block.forward = torch.compile(block.forward)
     streams = [stream(part, blocks[part], plan, world.device) for part in parts]  # inside of what is recomputed
     recompute(blocks, plan)
-    for part, own in zip(parts, derived, strict=True):
-        plain |= quantise(part, plan, cuts, world, own)
+    for part, weights, own in zip(parts, codes, derived, strict=True):
+        plain |= quantise(part, plan, weights, cuts, world, own)
     data_parallel = [shard(part, blocks[part], plan, cuts, world) for part in parts]
     stage = world.group if of_routers is None and of_experts is None else of_stage(world)
     own = tuple(

@@ -27,7 +27,7 @@ from tangram.training.objective.packing import token_order
 from tangram.training.parallel.apply import apply, fill, freeze, give_storage, materialise
 from tangram.training.parallel.model import ParallelModel
 from tangram.training.parallel.precision import keep_parameters
-from tangram.training.parallel.quantised_base import quantise
+from tangram.training.parallel.quantised_base import quantise, to_quantise
 from tangram.training.state.load_weights import begin_adapters, load_pretrained
 
 
@@ -100,7 +100,7 @@ def build_unsharded(plan: Plan, source: Source, device: torch.device, *, values:
     token_order(model, plan)  # raises where it does not attend as the plan says
     freeze(model, plan)
     keep_parameters(model, plan)
-    quantise(model, plan, {})
+    quantise(model, plan, to_quantise(model, plan), {})
     _fill(model, plan, source, None, device, values=values)
     return model
 

@@ -68,7 +68,7 @@ def load_pretrained(
         _copy(opened, {words: replace(dense.pop(head), name=words)}, {words})
     _copy(opened, dense, {base_of(name)[0] for name, _ in model.named_parameters()})
     for name, weight in quantised_weights(model).items():
-        _copy_quantised(opened, model.get_submodule(name), name, weight, targets)
+        _copy_quantised(opened, model.get_submodule(name.rpartition(".")[0]), weight, targets)
 
 
 def plan_pretrained(
@@ -97,18 +97,14 @@ class _Opened:
     codes: StoredCodes | None = None
     """What the directory has quantised."""
 
+    def parts_of(self, target: str) -> list[Part]:
+        """How a tensor of the model is made."""
+        return [part for some in self.parts for part in some if target in part.shapes]
+
     def stored_as_codes(self, target: str) -> str | None:
-        """The stored weight that a tensor of the model is, where that is quantised. Raises UserError for one that is
-        made of several."""
-        if self.codes is None:
-            return None
-        sources = [name for some in self.parts for part in some if target in part.shapes for name in part.sources]
-        found = next((name for name in sources if name in self.codes.groups), None)
-        if found and len(sources) > 1:
-            raise UserError(
-                f'{found} in "{self.folder}" is quantised, and {target} is made of it and others: {DEQUANTISE}'
-            )
-        return found
+        """A stored weight that a tensor of the model is made of, where that is quantised."""
+        sources = (name for part in self.parts_of(target) for name in part.sources)
+        return next((name for name in sources if self.codes and name in self.codes.groups), None)
 
 
 def _targets(model: nn.Module, plan: Plan, world: World | None, plain: PlainParts) -> dict[str, StateEntry]:
@@ -116,7 +112,7 @@ def _targets(model: nn.Module, plan: Plan, world: World | None, plain: PlainPart
     their own names."""
     found: dict[str, StateEntry] = {}
     quantised = quantised_weights(model)
-    beside = {f"{name}.{key}" for name, weight in quantised.items() for key in weight.base.buffers(*weight.shape)}
+    beside = {f"{name}_{kind}" for name, weight in quantised.items() for kind in weight.base.buffers(weight.shape)}
     for entry in entries(JobState(model, None, plain=plain), TensorPlaces(plan, world)):
         name = entry.name.removeprefix("model.")
         if not of_adapters(name) and name not in beside:
@@ -151,28 +147,29 @@ def _copy(opened: _Opened, targets: Mapping[str, StateEntry], parameters: Collec
 
 
 def _copy_quantised(
-    opened: _Opened, layer: nn.Module, name: str, weight: QuantisedWeight, targets: Mapping[str, StateEntry]
+    opened: _Opened, layer: nn.Module, weight: QuantisedWeight, targets: Mapping[str, StateEntry]
 ) -> None:
     """Fill what keeps a weight: with what is stored, or with what is made of numbers, of which all are read, since
     scales are kept by their mean."""
 
-    def picked(key: str, tensor: Tensor) -> Tensor:
-        entry = targets[f"{name}.{key}"]
-        across = tensor.shape[1] // entry.spec.shape[1]
-        for dim, some in enumerate(entry.region.boxes[0] if entry.region else ((), ((0, entry.spec.shape[1]),))):
-            times = across if dim else 1
+    def picked(kind: str, tensor: Tensor) -> Tensor:
+        entry = targets[f"{weight.name}_{kind}"]
+        across, last_dim = tensor.shape[-1] // entry.spec.shape[-1], tensor.dim() - 1
+        for dim, some in enumerate(entry.region.boxes[0] if entry.region else ((),)):
+            times = across if dim == last_dim else 1
             slices = [tensor.narrow(dim, times * first, times * (last - first)) for first, last in some]
             tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim) if slices else tensor[:0]
         return tensor
 
     shape, target = weight.shape, base_of(weight.name)[0]
     if opened.codes is not None:
-        stored = opened.stored_as_codes(target)
-        if stored is None:
+        stored, parts = opened.stored_as_codes(target), opened.parts_of(target)
+        if stored is None or not all(name in opened.codes.groups for part in parts for name in part.sources):
             raise UserError(
                 f'{target} is no codes in "{opened.folder}", whose other weights are: name it in lora.base_skip'
             )
-        weight.put(layer, opened.codes.kept(stored), picked)
+        as_it_is = parts[0].target[0].dims is None
+        weight.put(layer, opened.codes.kept(stored) if as_it_is else opened.codes.joined(parts, target, shape), picked)
         return
     spec = TensorSpec(shape, str(weight.dtype).removeprefix("torch."))
     whole = torch.empty(shape, dtype=weight.dtype)

@@ -5,13 +5,14 @@
     int8   bitsandbytes' 8 bits (`SCB`); its outliers are of activations, and no part of what is stored
 
 Codes and scales go where `lora.base` would put them if it had quantised the weight, so layouts, checkpoints, export and
-memory are those of such a base. Nothing is decoded on the way, and nothing quantised again. What is kept in any other
-way is refused: a weight that went through numbers and back would be another one.
+memory are those of such a base. Nothing is decoded on the way, and nothing quantised again. Experts that lie one by
+one in fp8 are put together as their numbers would be, codes and scales alike. What is kept in any other way is refused:
+a weight that went through numbers and back would be another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,9 +24,12 @@ from tangram.checkpoint.conversion.quantised import quantisation_of
 from tangram.checkpoint.formats.archives.mapped_files import Maps
 from tangram.checkpoint.formats.huggingface import HuggingFaceIndex, open_folder
 from tangram.errors import UserError
+from tangram.layout import Mapping as MappingText
+from tangram.layout import Region, Statement
+from tangram.models.building.conversions import Part
 from tangram.models.lora import dynamic_codes, nf4
-from tangram.models.lora.bases import SQUARE, Kept
-from tangram.relayout import TensorSpec
+from tangram.models.lora.bases import BASES, SQUARE, Kept, Shape
+from tangram.relayout import Piece, TensorSpec, bind, execute, plan
 from tangram.relayout.quantised.grids import TensorGroup, numbers
 from tangram.relayout.quantised.table import matched
 
@@ -36,7 +40,7 @@ Stored = Mapping[str, Tensor]
 def _of_fp8(group: TensorGroup, stored: Stored) -> Kept | None:
     if group.form.block != (SQUARE, SQUARE) or stored["codes"].dtype != torch.float8_e4m3fn or "zero" in stored:
         return None
-    return {"weight_fp8": stored["codes"].view(torch.uint8), "weight_squares": numbers(stored["scale"])}
+    return {"fp8": stored["codes"].view(torch.uint8), "squares": numbers(stored["scale"])}
 
 
 def _of_nf4(group: TensorGroup, stored: Stored) -> Kept | None:
@@ -47,15 +51,15 @@ def _of_nf4(group: TensorGroup, stored: Stored) -> Kept | None:
     if not all(torch.equal(stored[role].flatten(), table) for role, table in known):
         return None
     return {
-        "weight_nf4": stored["codes"].contiguous().view(torch.uint8).view(rows, columns // 2),
-        "weight_absmax": stored["scale"].view(rows, columns // nf4.BLOCK),
-        "weight_groups": stored["nested"].flatten(),
-        "weight_mean": torch.tensor(facts["offset"]),
+        "nf4": stored["codes"].contiguous().view(torch.uint8).view(rows, columns // 2),
+        "absmax": stored["scale"].view(rows, columns // nf4.BLOCK),
+        "groups": stored["nested"].flatten(),
+        "mean": torch.tensor(facts["offset"]),
     }
 
 
 def _of_int8(group: TensorGroup, stored: Stored) -> Kept | None:
-    return {"weight_int8": stored["codes"], "weight_rows": stored["scale"].flatten().float()}
+    return {"int8": stored["codes"], "rows": stored["scale"].flatten().float()}
 
 
 TAKEN: Mapping[str, tuple[str, Callable[[TensorGroup, Stored], Kept | None]]] = MappingProxyType(
@@ -91,6 +95,41 @@ class StoredCodes:
                 f"{DEQUANTISE}"
             )
         return kept
+
+    def joined(self, parts: Sequence[Part], name: str, shape: Shape) -> Kept:
+        """What a base keeps of a weight that is made of several stored ones, as of experts: codes and scales go where
+        the numbers would. Raises UserError for what has not its own scales then."""
+        sources = [one for part in parts for one in part.sources]
+        each = {one: self.kept(one) for one in sources}
+        if self.base != "fp8" or not all(_in_squares(tuple(kept["fp8"].shape), shape) for kept in each.values()):
+            raise UserError(
+                f'{sources[0]} in "{self.folder}" is quantised, and {name} is made of it and others, whose codes '
+                f"cannot be put together: {DEQUANTISE}"
+            )
+        return {
+            kind: _put_together(parts, {one: kept[kind] for one, kept in each.items()}, name, size)
+            for kind, size in (("fp8", shape), *BASES["fp8"].buffers(shape).items())
+        }
+
+
+def _in_squares(part: Shape, whole: Shape) -> bool:
+    """Whether squares of a part are squares of what it goes into: dims are as they were, or of whole squares."""
+    own, its = part[-2:], whole[-2:]
+    return own in (its, its[::-1]) or all(
+        one == other or one % SQUARE == 0 for one, other in zip(own, its, strict=True)
+    )
+
+
+def _put_together(parts: Sequence[Part], stored: Stored, name: str, shape: Shape) -> Tensor:
+    made = torch.empty(shape, dtype=next(iter(stored.values())).dtype)
+    specs = {one: TensorSpec(tuple(value.shape), str(value.dtype)) for one, value in stored.items()}
+    sides = [(tuple((one,) for one in part.source), tuple((one,) for one in part.target)) for part in parts]
+    text = MappingText(tuple(Statement(*both) for both in sides))
+    bound = bind(text, specs, {name: TensorSpec(shape, str(made.dtype))})
+    pieces = [Piece("stored", one, Region.full(spec.shape)) for one, spec in specs.items()]
+    copies = plan(bound, pieces, [Piece("here", name, Region.full(shape))])
+    execute(copies, {("stored", one): value for one, value in stored.items()}, {("here", name): made})
+    return made
 
 
 DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
