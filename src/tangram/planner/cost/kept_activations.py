@@ -94,7 +94,9 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
     blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
     inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
-    return mean + _sent(block, hidden, g, setting), np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+    return mean + _sent(block, hidden, g, setting), np.where(
+        g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0
+    )
 
 
 def _unpacked(block: Block, g: Grid, setting: Setting) -> Array:
@@ -142,7 +144,11 @@ def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Arra
     widest = np.zeros(len(g))
     for (cut, routed), nbytes in most.items():
         widest = np.maximum(widest, _rows(cut, block, g, setting, routed=routed) * nbytes)
-    return widest + _others_keys(block, g, setting) + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    return (
+        widest
+        + _others_keys(block, g, setting)
+        + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    )
 
 
 def _others_keys(block: Block, g: Grid, setting: Setting) -> Array:

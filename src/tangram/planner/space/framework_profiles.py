@@ -44,11 +44,15 @@ policy's logits in float32 and the logarithms of shares are there while the refe
 copies what it is given: of two rows or more without their last token no one piece. A test counts it."""
 
 
+CALLED: Mapping[str, str] = {"nll": "eager", **dict.fromkeys(("chunked_nll", "liger", "cce"), "chunked")}
+"""What trainers call them."""
+
+
 def loss_of(name: str) -> str:
-    """The name itself. Raises UserError for one that is none, with the nearest."""
-    if name not in LOSSES:
+    """The name itself, or what is called so elsewhere. Raises UserError for one that is none, with the nearest."""
+    if (found := CALLED.get(name, name)) not in LOSSES:
         raise UserError(f'there is no loss "{name}"{nearest_hint(name, LOSSES)}: there are {", ".join(LOSSES)}')
-    return name
+    return found
 
 
 @dataclass(frozen=True)

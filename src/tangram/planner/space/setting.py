@@ -214,7 +214,7 @@ class Setting:
         return min(self.other_forwards, 1.0 if self.beside and self.beside.teacher else math.inf)
 
     def logit_bytes(self, tokens: Any, *, over_ranks: bool) -> Any:
-        """Of each logit of so many tokens while the loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
+        """Of each logit of so many tokens while a loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
         more = self.rows > 1 or self.beside is not None
         usual = (self.framework.loss_of_pairs if more else "") or self.framework.loss
         usual = (self.framework.loss_over_ranks if over_ranks else "") or usual
