@@ -173,7 +173,9 @@ def as_flagged(one: Framework, row: Row) -> Framework:
     """A framework with what a row's own flags change of it."""
     release = re.match(r"NeMo (\d+\.\d+)", row["version"])
     recent = release is not None and release.group(1) >= "26.06"
-    found = one if recent else replace(one, overlap_expert_blocks=one.overlap_expert)
+    # Recipes of mixtures overlap since then, of every precision as published; before them, what the rest do.
+    usual = 0.9 if recent else one.overlap_expert
+    found = replace(one, overlap_expert=usual, overlap_expert_blocks=usual)
     for flags, changes in FLAGS:
         if any(flag in row["extra"] for flag in flags):
             found = replace(found, **changes)
