@@ -63,7 +63,7 @@ FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("use-mc2", "tp-comm-overlap"), {"overlap_tensor": 0.6}),
     (("grad-reduce-in-bf16",), {"gradient_bytes": 2.0, "reduce_bytes": 2.0}),
     # A micro-batch's tokens go to experts beside another's computation.
-    (("moe_a2a_overlap=True",), {"overlap_expert": 0.9}),
+    (("moe_a2a_overlap=True",), {"overlap_expert": 0.9, "overlap_expert_blocks": 0.9}),
     # Transformer Engine writes the gradient over the logits, and they are copied once to be contiguous: 16 bits twice.
     (("TE fused cross-entropy",), {"loss": "fused"}),
     (("cross-entropy-loss-fusion",), {"loss": "parallel-fused"}),
@@ -171,13 +171,14 @@ def _step(row: Row) -> float:
 
 def as_flagged(one: Framework, row: Row) -> Framework:
     """A framework with what a row's own flags change of it."""
-    found = one
+    release = re.match(r"NeMo (\d+\.\d+)", row["version"])
+    recent = release is not None and release.group(1) >= "26.06"
+    # Recipes of mixtures overlap since then, of every precision as published; before them, what the rest do.
+    usual = 0.9 if recent else one.overlap_expert
+    found = replace(one, overlap_expert=usual, overlap_expert_blocks=usual)
     for flags, changes in FLAGS:
         if any(flag in row["extra"] for flag in flags):
             found = replace(found, **changes)
-    release = re.match(r"NeMo (\d+\.\d+)", row["version"])
-    if release and release.group(1) >= "26.06":  # whose recipes of mixtures overlap, those that do not say so, too
-        found = replace(found, overlap_expert=0.9)
     if found.name == "torchtitan" and "compile" in row["extra"]:
         found = replace(found, loss="chunked" if "loss chunks" in row["extra"] else "compiled")
     # GPT's own recipes drop out; models with gated MLPs do not.

@@ -18,6 +18,11 @@ _TASKS = "tests/planner/test_tasks.py"
 _MEANS = "tests/planner/test_means.py"
 _ENDS = f"{_MEANS}::test_embedding_and_head_beside_a_base_in_few_bits_are_as_those_who_prepare_it_leave_them"
 _KEYS = "tests/models/test_catalogue.py"
+_KERNELS = "tests/planner/test_kernels_and_hosts.py"
+_PARTS = (
+    "tests/planner/test_memory.py::"
+    "test_a_chunked_loss_is_of_as_many_tokens_as_its_framework_takes_and_of_preferences_none_is"
+)
 
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
@@ -110,7 +115,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "experts-all-at-once", "planner/cost/block_time.py",
         "if experts and self.setting.framework.loops_experts else 1.0", "if experts < 0 else 1.0",
         "experts that are modules of their own are started as one",
-        ("tests/planner/test_kernels_and_hosts.py::test_experts_that_are_modules_of_their_own_are_started_one_by_one",),
+        (f"{_KERNELS}::test_experts_that_are_modules_of_their_own_are_started_one_by_one",),
     ),
     Mutant(
         "selective-as-megatron-has-it", "planner/search/explain.py",
@@ -135,5 +140,51 @@ MUTANTS: tuple[Mutant, ...] = (
         "        from contextlib import nullcontext\n"
         "        with model.reference.used() if torch.is_grad_enabled() else nullcontext():\n",
         "held-out pairs are compared with what is trained", (_HELD_OUT,),
+    ),
+    Mutant(
+        "sent-again", "planner/cost/kept_activations.py",
+        "    return mean + _sent(block, hidden, g, setting), ", "    return mean, ",
+        "what EP ranks exchanged is taken as sent again",
+        (f"{_KERNELS}::test_recompute_by_operator_keeps_what_ranks_of_experts_exchanged",),
+    ),
+    Mutant(
+        "weighted-in-16-bits", "planner/cost/kept_activations.py",
+        "framework.expert_output_bytes or flow", "flow",
+        "outputs that are weighted in float32 are taken as kept in 16 bits",
+        ("tests/planner/test_memory.py::test_outputs_that_are_weighted_in_float32_are_kept_in_it",),
+    ),
+    Mutant(
+        "rows-as-chosen", "planner/space/setting.py",
+        "block.experts if block.all_rows and self.framework.runs_model_code else block.per_token", "block.per_token",
+        "experts that take all rows are taken to compute their own",
+        (f"{_KERNELS}::test_experts_that_are_called_with_all_rows_compute_them",),
+    ),
+    Mutant(
+        "rows-unseen", "models/outlines/outlined_graph.py",
+        "all_rows=to < fused.spread", "all_rows=False",
+        "a graph's experts are taken to compute what is chosen",
+        (f"{_KERNELS}::test_a_graph_shows_whether_experts_take_all_rows",),
+    ),
+    Mutant(
+        "recipes-of-before", "planner/space/setting.py",
+        "self.framework.overlap_expert_blocks if blocks else", "self.framework.overlap_expert if blocks else",
+        "mixtures in MXFP8 wait for their exchanges",
+        (f"{_KERNELS}::test_mixtures_in_blocks_of_8_bits_overlap_by_the_recipes_of_today",),
+    ),
+    Mutant(
+        "pairs-in-parts", "planner/space/setting.py",
+        '(self.framework.loss_of_pairs if more else "")', '("" if more else "")',
+        "preferences are taken to have the next token's loss", (_PARTS,),
+    ),
+    Mutant(
+        "parts-of-an-eighth", "planner/space/setting.py",
+        "np.minimum(self.framework.chunk_tokens / tokens, 1.0)", "0.125",
+        "a loss of 256 tokens at a time is taken as one of an eighth", (_PARTS,),
+    ),
+    Mutant(
+        "keys-of-ones-own", "planner/cost/kept_activations.py",
+        "    return widest + _others_keys(block, g, setting) + ", "    return widest + ",
+        "keys that CP ranks gather are forgotten",
+        ("tests/planner/test_memory.py::test_keys_that_ranks_gather_are_those_of_all_tokens",),
     ),
 )

@@ -129,11 +129,11 @@ def test_words_of_published_rows() -> None:
 def test_flags_of_published_rows() -> None:
     row = {"framework": "NeMo", "version": "", "extra": "", "gated_mlp": "1"}
     nemo, titan = framework("nemo"), framework("torchtitan")
-    assert as_flagged(nemo, row) == nemo
-    overlapped = replace(nemo, overlap_expert=0.9)
+    before, overlapped = replace(nemo, overlap_expert_blocks=0.3), replace(nemo, overlap_expert=0.9)
+    assert as_flagged(nemo, row) == before
     assert as_flagged(nemo, {**row, "extra": "moe_flex_dispatcher_backend=deepep;moe_a2a_overlap=True"}) == overlapped
     assert as_flagged(nemo, {**row, "version": "NeMo 26.08"}) == overlapped
-    assert as_flagged(nemo, {**row, "version": "NeMo 26.04.01"}) == nemo
+    assert as_flagged(nemo, {**row, "version": "NeMo 26.04.01"}) == before
     assert as_flagged(titan, {**row, "extra": "compile"}).loss == "compiled"
     assert as_flagged(titan, {**row, "extra": "compile;8 loss chunks"}).loss == "chunked"
 

@@ -112,9 +112,9 @@ def test_embedding_and_head_beside_a_base_in_few_bits_are_as_those_who_prepare_i
 
 def test_an_entry_that_is_like_another_differs_in_what_it_says() -> None:
     usual = vars(framework("transformers"))
-    for name, says in (("ms-swift", {"frozen_end_bytes"}), ("transformers-4", {"loops_experts"})):
+    for name, says in (("ms-swift", {"frozen_end_bytes"}), ("transformers-4", {"loops_experts"}), ("verl", set[str]())):
         other = vars(framework(name))
-        assert {key for key in usual if usual[key] != other[key]} == {"name", "names", *says}
+        assert {key for key in usual if usual[key] != other[key]} == {"name", "names", "attention_kernel", *says}
 
 
 def test_autograd_keeps_what_torchs_own_operators_unpack() -> None:

@@ -12,16 +12,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench._planner.rows import cases, read
+from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import builtin
-from tangram.models.outlines.outline import Dims, Outline, decoder
+from tangram.models.outlines.outline import Dims, Group, Outline, decoder
+from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.calibration import published
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.memory import memory
 from tangram.planner.search.explain import StrategyRequest, laid_out
 from tangram.planner.search.strategy import Ask, described, limit_of, setting_of
-from tangram.planner.space.framework_profiles import LOSSES, Framework, framework
+from tangram.planner.space.framework_profiles import LOSSES, Framework, framework, loss_of
 from tangram.planner.space.grid import grid
-from tangram.planner.space.setting import Precision, Setting
+from tangram.planner.space.setting import Beside, Precision, Setting
 
 ROOT = Path(__file__).parents[2]
 LLAMA = decoder(Dims(32, 4096, 32, 128256, ffn=14336, kv_heads=8), "llama-3-8b")
@@ -119,6 +121,25 @@ def test_experts_outputs_are_kept_by_their_era() -> None:
     assert kept(old, outline=mixed) - kept(new, outline=mixed) == 4 * 1024 * 2
 
 
+def test_outputs_that_are_weighted_in_float32_are_kept_in_it() -> None:
+    """As torchtitan does it (models/moe/moe.py), outside of what it compiles; of pull request 1993, DeepSeek-V3 16B on
+    8 B200 without recompute, four samples of 6,144 take 88 % of 178.35 GiB. 144 GiB were said."""
+    output, weights = torch.randn(6, 32, dtype=torch.bfloat16, requires_grad=True), torch.rand(6, 1)
+    seen: dict[torch.dtype, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: seen.update({one.dtype: max(one.nbytes, seen.get(one.dtype, 0))}) or one, lambda one: one
+    ):
+        (output.to(torch.float32) * weights.requires_grad_()).to(torch.bfloat16)
+    assert seen == {torch.float32: 6 * 32 * 4}
+
+    mixed, titan = decoder(Dims(2, 1024, 8, 32000, experts=16, expert_ffn=512, per_token=4)), framework("torchtitan")
+    more = kept(titan, outline=mixed) - kept(replace(titan, expert_output_bytes=0.0), outline=mixed)
+    assert more == 4 * 1024 * 2
+    g = grid(batch=32, sequence=6144, data=8, zero=3, micro=4)
+    of = memory(outlined("deepseek-ai/DeepSeek-V2-Lite"), g, Setting(None, titan.compiled))
+    assert of.reserved[0] / 2**30 == pytest.approx(0.88 * 178.35, rel=0.03)
+
+
 def test_ranks_that_keep_what_they_gathered_keep_whole_inputs() -> None:
     titan = replace(framework("torchtitan"), kernels="fused")
     more = kept(titan, tensor=8, sequence_parallel=1) - kept(CORE, tensor=8, sequence_parallel=1)
@@ -130,6 +151,42 @@ def test_a_loss_takes_what_its_way_says(loss: str, each: float) -> None:
     g = grid(batch=8, sequence=4096)
     usual, asked = (memory(LLAMA, g, Setting(None, CORE, loss=one)).last.passing[0] for one in ("", loss))
     assert asked - usual == pytest.approx(4096 * 128256 * (each - LOSSES["parallel"]))
+
+
+def test_a_chunked_loss_is_of_as_many_tokens_as_its_framework_takes_and_of_preferences_none_is() -> None:
+    """TRL's of 256 (its pull request 5846); what it makes of pairs is in one piece."""
+    g, trl = grid(batch=8, sequence=4096), framework("trl")
+    few, eighth = (memory(LLAMA, g, Setting(None, trl, loss=one)).last.passing[0] for one in ("", "compiled"))
+    assert eighth - few == pytest.approx(128256 * (4096 * LOSSES["compiled"] - 256 * LOSSES["eager"]))
+    assert Setting(None, trl).logit_bytes(np.array([64.0, 1024.0]), over_ranks=False).tolist() == [14.0, 3.5]
+    assert Setting(None, trl, rows=2).logit_bytes(g.tokens, over_ranks=False) == LOSSES["eager"]
+    assert Setting(None, trl, beside=Beside(1.0, 1.0)).logit_bytes(g.tokens, over_ranks=False) == LOSSES["eager"]
+    assert Setting(None, framework("torchtune")).logit_bytes(g.tokens, over_ranks=False) == LOSSES["chunked"]
+
+
+def test_keys_that_ranks_gather_are_those_of_all_tokens() -> None:
+    """huggingface/accelerate pull request 4175: Qwen3-0.6B, a sample of 2^20 tokens over 8 H100, 27.9 GB, and 20.8 with
+    activations on the host; trl's 6846: Qwen3-8B, 56.2 GB. 18.2, 11.2 and 47.0 GB were said."""
+
+    trl = framework("trl")
+
+    def peak(name: str, offload: int, by: Framework = trl) -> float:
+        g = grid(batch=1, sequence=2**20, context=8, zero=3, recompute=int(Group.BLOCK), offload=offload, optimiser=9)
+        return float(memory(outlined(name), g, Setting(None, by)).allocated[0]) / 1e9
+
+    assert peak("Qwen/Qwen3-0.6B", 0) == pytest.approx(27.9, rel=0.05)
+    assert peak("Qwen/Qwen3-0.6B", 4) == pytest.approx(20.8, rel=0.05)
+    assert peak("Qwen/Qwen3-8B", 4) == pytest.approx(56.2, rel=0.02)
+    around = peak("Qwen/Qwen3-8B", 4, replace(trl, gathers_keys=False))
+    keys = 2 * 2 * 2**20 * 8 * (128 + 128) / 1e9  # with gradients, bytes, tokens, heads, keys and values
+    assert peak("Qwen/Qwen3-8B", 4) - around == pytest.approx(keys)
+
+
+def test_a_loss_is_known_by_what_trainers_call_it() -> None:
+    assert {loss_of(one) for one in ("liger", "cce", "chunked_nll", "chunked")} == {"chunked"}
+    assert [loss_of(one) for one in ("nll", "fused")] == ["eager", "fused"]
+    with pytest.raises(UserError, match='there is no loss "chunkd"'):
+        loss_of("chunkd")
 
 
 def test_the_optimisers_part_that_is_offloaded_is_a_share() -> None:

@@ -206,6 +206,8 @@ def test_adapters_of_some_layers_take_less_and_no_errors_of_any_are_known(capsys
     [
         (("--memory", "0%"), "write GB from 0"),
         (("--memory", "much"), "write GB from 0"),
+        (("--memory", "0.8"), "is less than a GB: a share is written as 80%"),
+        (("--imbalance", "0.3"), "has no experts, whose loads --imbalance is of"),
         (("--train-embeddings",), "give --lora"),
         (("--lora-targets", "q_proj"), "give --lora"),
         (("--lora", "8", "--lora-targets", "q_prj"), '"q_prj" the planner'),

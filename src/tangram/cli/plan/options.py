@@ -89,6 +89,8 @@ class TrainingOptions:
             raise UserError(
                 "--imbalance is a number from 0 to 10: of experts' loads the standard deviation over the mean"
             )
+        if self.imbalance and not any(block.experts for block, _ in outline.kinds):
+            raise UserError(f"{outline.name} has no experts, whose loads --imbalance is of: leave it out")
         if self.checkpoint_every < 0:
             raise UserError("--checkpoint-every is a number of steps from 0, which is never")
         return replace(
@@ -322,6 +324,8 @@ def memory_of(typed: str) -> tuple[float, float]:
     number = float(found[1]) if found is not None else -1.0
     if found is None or (found[2] == "%" and not 0 < number <= 100):
         raise UserError(f'--memory "{typed}": write GB from 0, which is all that a device has, or a share, as 60%')
+    if not found[2] and 0 < number < 1:
+        raise UserError(f'--memory "{typed}" is less than a GB: a share is written as {100 * number:g}%')
     return (0.0, number / 100) if found[2] == "%" else (number, 1.0)
 
 

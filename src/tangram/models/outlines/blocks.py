@@ -171,6 +171,8 @@ class Block:
     experts: int = 0
     per_token: int = 1
     """Experts that a token goes to."""
+    all_rows: bool = False
+    """Whether transformers' own code has every expert compute all tokens, those that do not go to it times 0."""
     batched: tuple[Batched, ...] = ()
     hidden: int = 0
     """Of its own stream; 0: the model's."""

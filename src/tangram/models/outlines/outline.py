@@ -188,6 +188,8 @@ class Dims:
     rope_dim: int = 0
     """Of latent attention: numbers of a head's queries and keys that are rotated, beside head_dim."""
     predictors: int = 0
+    all_rows: bool = False
+    """Of a mixture: as a block has it."""
 
 
 def decoder(dims: Dims, name: str = "decoder") -> Outline:
@@ -244,6 +246,7 @@ def decoder_block(dims: Dims, *, mixture: bool = False, window: bool = False) ->
         2 * h * (2 if dims.bias else 1) + attention.vectors,
         dims.experts if mixture else 0,
         dims.per_token if mixture else 1,
+        all_rows=mixture and dims.all_rows,
     )
 
 

@@ -89,6 +89,7 @@ def block_of(graph: Graph, place: Place, masks: Masks | None = None) -> Block:
     products, numbers = _products(flow, cuts)
     own = sum(prod(value.shape) for _, value in graph.of_kind("parameter") if _within(value.name, place.path))
     experts = max((one.experts for one in products), default=0)
+    to = _per_token(flow, fused.spread) if experts else 1
     return Block(
         _name(flow, experts),
         products,
@@ -97,8 +98,9 @@ def block_of(graph: Graph, place: Place, masks: Masks | None = None) -> Block:
         fused.kept(),
         own - numbers,
         experts,
-        _per_token(flow, fused.spread) if experts else 1,
-        _batched(flow, cuts),
+        to,
+        all_rows=to < fused.spread,
+        batched=_batched(flow, cuts),
     )
 
 

@@ -173,7 +173,7 @@ class Ways:
         framework = self.setting.framework
         links = tensor + expert + context
         took = [one.max(axis=0) for one in (tensor, expert, context)]
-        covered = [took[0] * framework.overlap_tensor, took[1] * framework.overlap_expert, under]
+        covered = [took[0] * framework.overlap_tensor, took[1] * self.setting.overlap_expert, under]
         compute = products + attention + streams
         # At most as much as there is computation, of each its share.
         share = np.minimum(compute / np.maximum(covered[0] + covered[1] + covered[2], 1e-30), 1.0)
@@ -190,7 +190,7 @@ class Ways:
             whole = 1.0 if one.cut else np.where(g.sequence_parallel > 0, g.tensor, 1.0)
             return g.tokens / whole, np.ones(len(g))
         local = np.maximum(one.experts / g.expert, 1.0)
-        routed = g.tokens * self.block.per_token * g.expert_tensor / g.tensor
+        routed = g.tokens * self.setting.per_token(self.block) * g.expert_tensor / g.tensor
         return np.maximum(routed / local * self.busy, 1.0), local
 
     def sizes(self, one: Product) -> tuple[Array, Array]:
@@ -275,7 +275,8 @@ class Ways:
     def stream(self, one: Stream, passes: float) -> Array:
         """Of an operator that memory bounds."""
         g, setting = self.g, self.setting
-        rows = g.tokens * (self.block.per_token * g.expert_tensor / g.tensor * self.busy if one.routed else 1.0)
+        each = setting.per_token(self.block) * g.expert_tensor / g.tensor * self.busy if one.routed else 1.0
+        rows = g.tokens * each
         ranks = g.expert_tensor if one.routed else g.tensor
         if one.cut == "tensor":
             rows = rows / ranks
@@ -325,7 +326,7 @@ class Ways:
         over = 2 * exchange(setting, "all-reduce", hidden, g.tensor, np.ones(len(g)))
         if not self.block.experts:
             return over * self.block.halves / 2, no_links(g, setting)
-        sent = hidden * self.block.per_token * g.expert_tensor / g.tensor * self.busy
+        sent = hidden * setting.per_token(self.block) * g.expert_tensor / g.tensor * self.busy
         to = exchange(setting, "all-to-all", sent, g.expert, g.expert_tensor, g)
         alone = (self.block.halves - 1) / 2
         return over * alone + over / 2 * (g.expert_tensor > 1), 2 * to

@@ -5,7 +5,8 @@ eager       beside these, what single kernels keep: norms compute in float32 and
             before their weights, a gated activation keeps its gate twice, attention's output is copied for its product
 8, 4 bits   where a framework keeps inputs of products as products take them (Transformer Engine), these are of a byte,
             or of half a byte and a scale for every 16; what attention gives is kept in 16 bits as well
-experts     their outputs are kept where they are weighted after their last product, and not where before it
+experts     their outputs are kept where they are weighted after their last product, and not where before it; what EP
+            ranks exchanged, where recomputation by operator saves collectives' results
 frozen      weights in few bits that torch's own operators unpack (`Base.stays`) are kept in 16 for the backward
 
 Experts that have not as much to do: how much more than the mean the busiest rank of experts has.
@@ -93,7 +94,9 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
     blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
     inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
-    return mean, np.where(g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0)
+    return mean + _sent(block, hidden, g, setting), np.where(
+        g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0
+    )
 
 
 def _unpacked(block: Block, g: Grid, setting: Setting) -> Array:
@@ -121,6 +124,15 @@ def _exchanged(block: Block, g: Grid, setting: Setting) -> Array:
     return np.where(g.ulysses > 1, found, 0.0)
 
 
+def _sent(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
+    """Bytes of rows as they came to their experts' ranks and back, where they are not sent again; the experts' own
+    inputs, in order of the experts, are made of them once more."""
+    saved = (g.expert > 1) & ((g.recompute & int(Group.ALTERNATE)) > 0)
+    if not (setting.framework.keeps_exchanged and block.experts and saved.any()):
+        return np.zeros(len(g))
+    return np.where(saved, 2 * setting.flow_bytes * hidden * _rows("", block, g, setting, routed=True), 0.0)
+
+
 def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
     """Bytes of gradients at the widest place of a block's backward: of what an operator was given, while that is still
     kept, and of the block's own stream."""
@@ -132,7 +144,23 @@ def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Arra
     widest = np.zeros(len(g))
     for (cut, routed), nbytes in most.items():
         widest = np.maximum(widest, _rows(cut, block, g, setting, routed=routed) * nbytes)
-    return widest + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    return (
+        widest
+        + _others_keys(block, g, setting)
+        + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    )
+
+
+def _others_keys(block: Block, g: Grid, setting: Setting) -> Array:
+    """Bytes of the keys and values of all tokens, and of their gradients, where ranks gather them."""
+    ring = g.context / g.ulysses
+    if not (setting.framework.gathers_keys and (ring > 1).any()):
+        return np.zeros(len(g))
+    found = np.zeros(len(g))
+    for one in block.scores:
+        heads = np.maximum(one.kv_heads / (g.tensor * g.ulysses), 1.0)
+        found = found + heads * (one.qk_dim + one.v_dim)
+    return np.where(ring > 1, 2 * setting.flow_bytes * g.micro * g.sequence * found, 0.0)
 
 
 def weights_of_shapes(block: Block, g: Grid) -> Array:
@@ -176,7 +204,7 @@ def _rows(cut: Cut, block: Block, g: Grid, setting: Setting, *, routed: bool) ->
     """How many tokens a rank has of a micro-batch."""
     rows = g.tokens
     if routed:
-        rows = rows * block.per_token * g.expert_tensor / g.tensor * busiest(block.experts, g, setting, SURE)
+        rows = rows * setting.per_token(block) * g.expert_tensor / g.tensor * busiest(block.experts, g, setting, SURE)
     if cut == "tensor":
         return rows / (g.expert_tensor if routed else g.tensor)
     return rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0) if cut == "tokens" else rows
@@ -189,6 +217,8 @@ def _number_bytes(one: Kept, setting: Setting) -> float:
         one.role == "expert output" and not framework.keeps_expert_outputs
     ):
         return 0.0
+    if one.role == "expert output":
+        return framework.expert_output_bytes or flow
     low = LOW.get(setting.precision) if framework.keeps_low_inputs else None
     if low is None or one.role not in ("input", "both"):
         return flow

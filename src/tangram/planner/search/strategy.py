@@ -242,7 +242,7 @@ def setting_of(cluster: Cluster, ask: Ask) -> Setting:
         own, runs_it, ask.precision, node(cluster), own.nic_bandwidth, islands, base=ask.base,
         host=Host(**{**known, **cluster.host}), unlike=ask.unlike, documents=ask.documents, save_every=ask.save_every,
         loss=ask.loss, away_share=ask.away_share, in_backward=ask.in_backward, beside=ask.beside,
-        filled=ask.filled,
+        rows=ask.rows, filled=ask.filled,
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ eager           transformers' and torch's own: 16 bits, float32 of which the log
 eager-copies    the same by code that copies once more in float32: shifted by one token, less its maximum
 compiled        one kernel reads the 16 bits, and float32 becomes the gradient in place
 fused           one kernel for loss and gradient, which is written over the logits (FlashAttention, Apex)
-chunked         head and loss of an eighth of the tokens at a time, made again in the backward: the eager loss of
-                that part (fused with the head's product, as Liger's kernels are unless they are asked not to be, and
-                as Cut Cross-Entropy is, it needs no more)
+chunked         head and loss of an eighth of the tokens at a time, or of as many as a framework takes, made again in
+                the backward: the eager loss of that part (fused with the head's product, as Liger's kernels are unless
+                they are asked not to be, and as Cut Cross-Entropy is, it needs no more)
 parallel        Megatron's over TP ranks that divide the vocabulary: 16 bits, and float32 that becomes the gradient
 parallel-fused  torch's compiled one of Megatron (`--cross-entropy-loss-fusion`), which keeps both
 """
@@ -44,11 +44,15 @@ policy's logits in float32 and the logarithms of shares are there while the refe
 copies what it is given: of two rows or more without their last token no one piece. A test counts it."""
 
 
+CALLED: Mapping[str, str] = {"nll": "eager", **dict.fromkeys(("chunked_nll", "liger", "cce"), "chunked")}
+"""What trainers call them."""
+
+
 def loss_of(name: str) -> str:
-    """The name itself. Raises UserError for one that is none, with the nearest."""
-    if name not in LOSSES:
+    """The name itself, or what is called so elsewhere. Raises UserError for one that is none, with the nearest."""
+    if (found := CALLED.get(name, name)) not in LOSSES:
         raise UserError(f'there is no loss "{name}"{nearest_hint(name, LOSSES)}: there are {", ".join(LOSSES)}')
-    return name
+    return found
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Framework:
     broadcasts: int
     overlap_tensor: float
     overlap_expert: float
+    overlap_expert_blocks: float
     gradient_bytes: float
     reduce_bytes: float
     optimiser_bytes: float
@@ -81,13 +86,19 @@ class Framework:
     keeps_low_weights: bool
     sequence_parallel: bool
     keeps_gathered: bool
+    gathers_keys: bool
     fresh_gradients: bool
     keeps_low_inputs: bool
     cast_bytes: float
     keeps_expert_outputs: bool
+    expert_output_bytes: float
+    keeps_exchanged: bool
+    runs_model_code: bool
     dropout: bool
     loss: str
     loss_over_ranks: str
+    loss_of_pairs: str
+    chunk_tokens: float
     reference_after: bool
     scratch_bytes: float
     step_bytes: float
@@ -119,7 +130,7 @@ def frameworks() -> tuple[Framework, ...]:
         like = tables[table.pop("like")] if "like" in table else {}
         values: dict[str, Any] = {**usual, **like, **table, "names": tuple(table.get("names", (name,)))}
         values["schedules"] = tuple(values["schedules"])
-        for loss in (values["loss"], values["loss_over_ranks"] or values["loss"]):
+        for loss in filter(None, (values["loss"], values["loss_over_ranks"], values["loss_of_pairs"])):
             loss_of(loss)
         found.append(Framework(name, **values))
     return tuple(found)

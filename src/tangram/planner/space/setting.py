@@ -180,6 +180,8 @@ class Setting:
     in_backward: bool = False
     """Whether parameters are updated while the backward goes on, and their gradients freed at once."""
     beside: Beside | None = None
+    rows: int = 1
+    """Of a sample: of a pair of answers two."""
     filled: float = 1.0
     """Of a row's tokens those that it has in the mean of a step's, of which time is."""
 
@@ -191,6 +193,16 @@ class Setting:
         """With rows as long as those of a step are in the mean, of which time is."""
         return g if self.filled == 1.0 else replace(g, sequence=g.sequence * self.filled)
 
+    def per_token(self, block: Block) -> int:
+        """Experts that compute each of a block's tokens."""
+        return block.experts if block.all_rows and self.framework.runs_model_code else block.per_token
+
+    @property
+    def overlap_expert(self) -> float:
+        """Which share of tokens' ways to experts runs beside computation."""
+        blocks = self.precision in ("fp8", "fp4") and self.device.runs_in("fp4") == "fp4"
+        return self.framework.overlap_expert_blocks if blocks else self.framework.overlap_expert
+
     @property
     def other_forwards(self) -> float:
         """Forwards of a micro-batch beside those of training, and of what is recomputed."""
@@ -201,11 +213,15 @@ class Setting:
         """How often logits are made beside those of training: by a teacher of any size once."""
         return min(self.other_forwards, 1.0 if self.beside and self.beside.teacher else math.inf)
 
-    def logit_bytes(self, *, over_ranks: bool) -> float:
-        """Of each logit while the loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
-        usual = (self.framework.loss_over_ranks if over_ranks else "") or self.framework.loss
+    def logit_bytes(self, tokens: Any, *, over_ranks: bool) -> Any:
+        """Of each logit of so many tokens while a loss is made; `over_ranks`: where TP ranks divide the vocabulary."""
+        more = self.rows > 1 or self.beside is not None
+        usual = (self.framework.loss_of_pairs if more else "") or self.framework.loss
+        usual = (self.framework.loss_over_ranks if over_ranks else "") or usual
         loss = self.loss or usual
         behind = self.beside is not None and not self.beside.teacher and self.framework.reference_after
+        if loss == "chunked" and self.framework.chunk_tokens:
+            return LOSSES["eager"] * np.minimum(self.framework.chunk_tokens / tokens, 1.0)
         return max(LOSSES[loss], BESIDE_REFERENCE.get(loss, 0.0)) if behind else LOSSES[loss]
 
     @property
