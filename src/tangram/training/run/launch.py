@@ -212,14 +212,11 @@ class _Job(Generic[Result]):
                     on_event(message.value)
 
     def say_in_trace(self, rank: int, failure: _Failure) -> _Failure:
-        """The failure with what the trace knows of it: all ranks stop at a loss that is not finite on one of them."""
+        """The failure with what the trace knows of it."""
         if self.watch is None:
             return failure
         dead = rank if failure.at == _KILLED else None
-        found = self.watch.end(f"rank {rank} of {self.world} ended the job: {failure.error}", dead)
-        odd = (one for one in found if one.kind == "not finite" and len(one.ranks) < self.world)
-        why = [one.text for one in odd if f" step {one.step}: " in failure.error]
-        return replace(failure, error="; ".join((failure.error, *why)))
+        return replace(failure, error=self.watch.explained(rank, self.world, failure.error, dead))
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
