@@ -271,6 +271,7 @@ class _Run:
             failure = Failure(Cause.RAISED if error.details else Cause.KILLED, str(error), step, now)
         else:
             failure = Failure(Cause.STORE, str(error), step, now)
+            self.promoter.close()  # which may be at the very one; no more come
             self.tiers.settle()
             if why := self._rescued():
                 self.on_event(Note(why))

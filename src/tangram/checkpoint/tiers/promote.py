@@ -21,6 +21,8 @@ from tangram.checkpoint.store.digest import Sums
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredFile, checksum
 
 PINNED = ".pinned"
+IDLE = 600.0
+"""Seconds: what is under way changes more often, as that of a writer which outlives its run."""
 
 
 def pin(path: Path) -> Path:
@@ -47,13 +49,15 @@ def link_files(path: Path, folder: Path) -> None:
 def promote(path: Path, folder: Path) -> Path:
     """Copy the checkpoint `path` into `folder` and commit it there; its path.
 
-    Raises DamagedError where its bytes are not those that were written, UserError where it is not whole, OSError as
-    the disk does. Nothing is left of a copy that fails.
+    One at a time copies into a folder; what one that was killed has left there goes. Raises DamagedError where its
+    bytes are not those that were written, UserError where it is not whole, OSError as the disk does. Nothing is left of
+    a copy that fails.
     """
     marker = commits.read_marker(path)
     manifest = commits.read_manifest(path, marker)
+    commits.sweep(folder, IDLE)
     target = commits.free_path(folder, marker.step)
-    partial = commits.begin(target, marker.id)
+    partial = commits.begin(target, marker.id, anew=True)
     digested = all(tensor.digest for tensor in manifest.tensors.values())
     try:
         manifest, sums = copy_files(path, manifest, partial, digested=digested)

@@ -79,10 +79,7 @@ class Uploads:
         self._thread.join()
         self.pass_on(tell)
         if self._failure:
-            raise UserError(
-                f"{self._failure}: it is on the disk, and `tangram checkpoint convert CHECKPOINT ADDRESS --to tangram` "
-                "sends it"
-            )
+            raise UserError(f"{self._failure}: it is on the disk, and the same command with --resume sends it")
 
     def _fail(self, step: int, error: Exception) -> None:
         self._failure = f"the checkpoint of step {step} could not be sent to {self._address}: {sentence(error)}"
