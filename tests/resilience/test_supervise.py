@@ -234,7 +234,7 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
         subprocess.run(["umount", small], check=True)
     assert not left, "what is full is not filled further"
     assert seen.losses == undisturbed.losses
-    assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
+    assert any("snapshots in memory have ended" in note and "No space left" in note and "--shm-size" in note for note in seen.notes), seen.notes
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
 
 
@@ -299,7 +299,7 @@ def test_what_the_disk_does_not_take_stays_in_memory(
     with monkeypatch.context() as patched:
         patched.setattr(carrier, "promote", full)
         patched.setattr("tangram.resilience.rescue.promote", full)
-        with pytest.raises(UserError, match="the last checkpoint, of step 60, could not be written"):
+        with pytest.raises(UserError, match="of step 60, could not be written to the disk: .*launch --resume --out .*no_room"):
             run(job_of(folder, text, **TABLES), seen)
         with pytest.raises(UserError, match="make room there"):
             rescue(folder, seen)
