@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tangram.checkpoint.store.commits import committed, read_marker
-from tangram.checkpoint.tiers.promote import promote
+from tangram.checkpoint.tiers.promote import pin, promote
 from tangram.errors import UserError
 from tangram.planner.cost.goodput import seen_failures
 from tangram.resilience import carrier, fewer, supervise, tiers
@@ -234,7 +234,10 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
         subprocess.run(["umount", small], check=True)
     assert not left, "what is full is not filled further"
     assert seen.losses == undisturbed.losses
-    assert any("snapshots in memory have ended" in note and "No space left" in note and "--shm-size" in note for note in seen.notes), seen.notes
+    assert any(
+        "snapshots in memory have ended" in note and "No space left" in note and "--shm-size" in note
+        for note in seen.notes
+    ), seen.notes
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
 
 
@@ -278,6 +281,28 @@ def test_what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for(
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
 
 
+def test_where_the_one_that_is_due_is_gone_the_next_goes_to_the_disk(
+    text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the launcher stands still for a while, and hears late of what newer ones have taken the place of."""
+    gone, folder, seen = list[Path](), text.parent / "late", Run()
+
+    def late(path: Path) -> Path:
+        if len(gone) < 2:
+            gone.append(path)
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return pin(path)
+
+    monkeypatch.setattr(carrier, "pin", late)
+    run(job_of(folder, text, **TABLES), seen)
+    assert seen.losses == undisturbed.losses
+    steps = [marker.step for _, marker in committed(folder / "checkpoint")]
+    assert len(steps) == 3
+    assert 20 < steps[0] < 40 <= steps[1] < STEPS == steps[2]
+    assert [event.step for event in seen.saved] == steps
+    assert not seen.failed
+
+
 def test_a_rank_that_stands_still_is_a_failure_too(text: Path, undisturbed: Run) -> None:
     seen = Run(at={3: 1}, signal=signal.SIGSTOP)
     job = job_of(text.parent / "stopped", text, **TABLES)
@@ -299,7 +324,9 @@ def test_what_the_disk_does_not_take_stays_in_memory(
     with monkeypatch.context() as patched:
         patched.setattr(carrier, "promote", full)
         patched.setattr("tangram.resilience.rescue.promote", full)
-        with pytest.raises(UserError, match="of step 60, could not be written to the disk: .*launch --resume --out .*no_room"):
+        with pytest.raises(
+            UserError, match=r"of step 60, could not be written to the disk: .*launch --resume --out .*no_room"
+        ):
             run(job_of(folder, text, **TABLES), seen)
         with pytest.raises(UserError, match="make room there"):
             rescue(folder, seen)

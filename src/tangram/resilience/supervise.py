@@ -341,9 +341,9 @@ class _Run:
 
     def _offer(self, event: CheckpointSaved, *, disk: bool) -> None:
         if disk:
-            self.seen.promoted = event.step
-            event, self.seen.blocked = replace(event, blocked_seconds=self.seen.blocked), 0.0
-        self.promoter.offer(event, disk=disk)
+            event = replace(event, blocked_seconds=self.seen.blocked)
+        if self.promoter.offer(event, disk=disk) and disk:
+            self.seen.promoted, self.seen.blocked = event.step, 0.0
 
     def _last_to_disk(self) -> None:
         """The state at the end of the run, or where somebody asked to stop."""
