@@ -296,4 +296,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "a rank that the kernel ended as memory ran out is told as one that was killed",
         ("tests/training/test_launch.py::test_a_rank_that_is_killed_as_memory_ran_out_is_told_from_others",),
     ),
+    Mutant(
+        "put-off-by-the-first", "training/state/checkpointer.py",
+        "return min(found, 2 ** len(self._costs)) if len(self._costs) < LAST else found", "return found",
+        "the first snapshot, which costs more, puts the next one off for hundreds of steps",
+        ("tests/training/test_pace.py::test_a_slow_first_save_does_not_put_the_next_one_off_for_long",),
+    ),
+    Mutant(
+        "checkpoints-as-seldom-as-snapshots", "training/run/rank.py",
+        "plan.checkpoint.every_steps if to.every is None else to.every", "to.every or 0",
+        "under a launcher checkpoints come long after they are due",
+        (_RUN + "what_the_plan_wants_on_the_disk_is_there_however_seldom_snapshots_are",),
+    ),
 )

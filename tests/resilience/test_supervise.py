@@ -281,6 +281,15 @@ def test_what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for(
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
 
 
+def test_what_the_plan_wants_on_the_disk_is_there_however_seldom_snapshots_are(text: Path, undisturbed: Run) -> None:
+    """They came as often as they cost little, and checkpoints of the plan with them, or long after they were due."""
+    folder, seen = text.parent / "seldom", Run()
+    run(job_of(folder, text, **TABLES | {"checkpoint": {"every_steps": 6, "keep": 20}}), seen, Settings())
+    assert seen.losses == undisturbed.losses
+    steps = [marker.step for _, marker in committed(folder / "checkpoint")]
+    assert [step // 6 for step in steps] == [*range(1, 11)], steps
+
+
 def test_where_the_one_that_is_due_is_gone_the_next_goes_to_the_disk(
     text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
