@@ -11,6 +11,7 @@ from tangram.checkpoint.inspect.diff import compare
 from tangram.checkpoint.inspect.verify import verify
 from tangram.checkpoint.loading.load import load
 from tangram.checkpoint.loading.read import DamagedError
+from tangram.checkpoint.saving import save as waiting
 from tangram.checkpoint.saving.async_saver import AsyncSaver, Settings
 from tangram.checkpoint.saving.rank_parts import About
 from tangram.checkpoint.state.describe import describe
@@ -85,6 +86,26 @@ def test_a_frozen_base_is_written_once(model: Adapted, saves: Save, tmp_path: Pa
     assert [change.name for change in compare(one, three).changes] == ["model.adapter.weight"]
 
 
+def test_one_that_waits_shares_it_too(model: Adapted, saves: Save, tmp_path: Path) -> None:
+    before = saves(tmp_path, count=1)[0]
+    for step in (2, 3):
+        with torch.no_grad():
+            model.adapter.weight.fill_(step)
+        waiting.save({"model": model}, tmp_path / f"step-{step:08d}", about=About(step))
+    base, adapter = (before / name for name in (FROZEN, FROZEN.replace("-frozen", "")))
+    assert written(tmp_path) == base.stat().st_size + 3 * adapter.stat().st_size
+    last = tmp_path / "step-00000003"
+    assert verify(last).findings == ()
+    found = weights(last)
+    assert torch.equal(found[0], model.base.weight)
+    assert found[1] == 3
+    with torch.no_grad():
+        model.base.weight[-1, -1] += 1  # in the last block
+    waiting.save({"model": model}, tmp_path / "other")
+    assert torch.equal(weights(tmp_path / "other")[0], model.base.weight)
+    assert not torch.equal(weights(last)[0], model.base.weight)
+
+
 def test_what_others_share_outlives_the_one_that_wrote_it(model: Adapted, saves: Save, tmp_path: Path) -> None:
     paths = saves(tmp_path)
     retention.prune(retention.plan(tmp_path, retention.parse(["last=1"])))
@@ -122,6 +143,24 @@ def test_a_file_of_another_save_is_refused(saves: Save, tmp_path: Path) -> None:
     (other / FROZEN).rename(one / FROZEN)
     with pytest.raises(DamagedError, match="is of another save"):
         weights(one)
+
+
+def test_on_the_way_to_the_disk_it_is_shared_with_that_of_other_ranks(
+    model: Adapted, saves: Save, tmp_path: Path
+) -> None:
+    """As of those that are started again after a failure: they have written the same base anew, in another save."""
+    (first,), (again,) = saves(tmp_path / "1", count=1, digests=False), saves(tmp_path / "2", first=2, count=1)
+    disk = [promote(path, tmp_path / "disk") for path in (first, again)]
+    assert (disk[0] / FROZEN).samefile(disk[1] / FROZEN)
+    assert [verify(path).findings for path in disk] == [()] * 2
+    found = weights(disk[1])
+    assert torch.equal(found[0], model.base.weight)
+    assert found[1] == 2
+    with torch.no_grad():
+        model.base.weight[0, 0] += 1  # in the first block, which has the id of its save, too
+    other = promote(saves(tmp_path / "3", first=3, count=1)[0], tmp_path / "disk")
+    assert not (other / FROZEN).samefile(disk[1] / FROZEN)
+    assert torch.equal(weights(other)[0], model.base.weight)
 
 
 def test_on_the_way_to_the_disk_it_is_shared_too(model: Adapted, saves: Save, tmp_path: Path) -> None:

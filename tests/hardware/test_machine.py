@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tangram.hardware.host import machine
-from tangram.hardware.host.machine import Limits, limits
+from tangram.hardware.host.machine import Limits, limits, memory_kills
 from tangram.hardware.measuring import checks
 
 
@@ -53,6 +53,16 @@ def test_no_limit_in_version_1_is_a_large_number(tmp_path: Path) -> None:
     root = tree(tmp_path / "fs", {"memory/memory.limit_in_bytes": "9223372036854771712"})
     own = tree(tmp_path, {"own": "4:memory:/\n"}) / "own"
     assert limits(root, own) == Limits(None, None)
+
+
+def test_processes_that_were_ended_for_memory_are_counted_where_somebody_counts(tmp_path: Path) -> None:
+    two = tree(tmp_path / "two", {"pod/memory.events": "oom 5\noom_kill 3\noom_group_kill 0\n"})
+    one = tree(tmp_path / "one", {"memory/box/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"})
+    tree(tmp_path, {"2": "0::/pod\n", "1": "4:memory:/box\n", "all": "nr_free 1\noom_kill 7\n"})
+    assert memory_kills(two, tmp_path / "2", tmp_path / "all") == 3
+    assert memory_kills(one, tmp_path / "1", tmp_path / "all") == 2
+    assert memory_kills(tmp_path, tmp_path / "1", tmp_path / "all") == 7
+    assert memory_kills(tmp_path, tmp_path / "none", tmp_path / "none") == 0
 
 
 def test_no_groups_no_limits(tmp_path: Path) -> None:

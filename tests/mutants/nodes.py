@@ -13,6 +13,10 @@ _LAUNCHED = _JOBS + "test_a_launcher_is_started_once_a_node_and_goes_on_where_it
 _POD = _JOBS + "test_a_pod_that_is_to_end_has_torchrun_stop_the_run"
 _QUEUED = _JOBS + "test_a_slurm_job_whose_time_is_nearly_over_stops_and_is_queued_again"
 _NO_MEMORY = "tests/resilience/test_tiers.py::test_a_folder_for_snapshots_that_is_not_there_is_refused"
+_KILLED_COPY = "tests/resilience/test_tiers.py::test_a_launcher_that_was_killed_as_it_copied_is_gone_on_from"
+_SHARED = "tests/checkpoint/test_shared_files.py::test_"
+_OTHER_RANKS = "on_the_way_to_the_disk_it_is_shared_with_that_of_other_ranks"
+_HANGS = "the_end_does_not_wait_in_silence_nor_long_for_a_store_that_hangs"
 _STORE = "tests/training/test_store.py::test_"
 _DIES = "tests/training/test_launch.py::test_a_rank_that_dies_ends_the_job"
 _MENDED = _STORE + "what_is_damaged_here_is_fetched_and_no_more"
@@ -242,5 +246,66 @@ MUTANTS: tuple[Mutant, ...] = (
         '        on_one(meeting, partial(before, job), per="node")\n', "",
         "the same of ranks that torchrun has started",
         ("tests/training/test_command.py::test_ranks_that_torchrun_starts",),
+    ),
+    Mutant(
+        "a-torn-copy-in-the-way", "checkpoint/tiers/promote.py",
+        "commits.begin(target, marker.id, anew=True)", "commits.begin(target, marker.id)",
+        "a run whose launcher was killed as it copied a snapshot to the disk cannot be gone on with", (_KILLED_COPY,),
+    ),
+    Mutant(
+        "torn-copies-stay", "checkpoint/tiers/promote.py",
+        "    commits.sweep(folder, IDLE)\n", "",
+        "what launchers that were killed had copied stays in the folder of a run for ever", (_KILLED_COPY,),
+    ),
+    Mutant(
+        "copied-twice-at-once", "resilience/supervise.py",
+        "            self.promoter.close()  # which may be at the very one; no more come\n", "",
+        "a snapshot that is being copied as memory fills is copied beside that, too",
+        (_RUN + "what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for",),
+    ),
+    Mutant(
+        "due-but-gone", "resilience/supervise.py",
+        "if self.promoter.offer(event, disk=disk) and disk:", "if self.promoter.offer(event, disk=disk) or disk:",
+        "where the snapshot that is due is gone none goes to the disk until the next is due",
+        (_RUN + "where_the_one_that_is_due_is_gone_the_next_goes_to_the_disk",),
+    ),
+    Mutant(
+        "the-base-again-at-the-end", "checkpoint/saving/save.py",
+        "earlier: Earlier = commits.newest_files(partial.parent) if frozen else (partial, {})",
+        "earlier: Earlier = (partial, {})",
+        "the last checkpoint of a run has a frozen base in full", (_SHARED + "one_that_waits_shares_it_too",),
+    ),
+    Mutant(
+        "alike-but-for-the-first-block", "checkpoint/tiers/promote.py",
+        "of_other != first and checksum(of_other) == known.sums[0]", "of_other != first",
+        "of a base that changed in its first block the one before is taken", (_SHARED + _OTHER_RANKS,),
+    ),
+    Mutant(
+        "silent-about-the-store", "training/run/uploads.py",
+        "        if self._thread.is_alive():\n", "        if not self._thread.is_alive():\n",
+        "the end of a run waits for a store that hangs without a word", (_STORE + _HANGS,),
+    ),
+    Mutant(
+        "as-long-as-it-takes", "training/run/uploads.py",
+        " or (self._closed and time.monotonic() - begun > PATIENCE)", "",
+        "the end of a run tries a store that hangs again and again", (_STORE + _HANGS,),
+    ),
+    Mutant(
+        "no-matter-who-killed-it", "training/run/launch.py",
+        "death(process.exitcode, memory=memory_kills() > self.kills)", "death(process.exitcode)",
+        "a rank that the kernel ended as memory ran out is told as one that was killed",
+        ("tests/training/test_launch.py::test_a_rank_that_is_killed_as_memory_ran_out_is_told_from_others",),
+    ),
+    Mutant(
+        "put-off-by-the-first", "training/state/checkpointer.py",
+        "return min(found, 2 ** len(self._costs)) if len(self._costs) < LAST else found", "return found",
+        "the first snapshot, which costs more, puts the next one off for hundreds of steps",
+        ("tests/training/test_pace.py::test_a_slow_first_save_does_not_put_the_next_one_off_for_long",),
+    ),
+    Mutant(
+        "checkpoints-as-seldom-as-snapshots", "training/run/rank.py",
+        "plan.checkpoint.every_steps if to.every is None else to.every", "to.every or 0",
+        "under a launcher checkpoints come long after they are due",
+        (_RUN + "what_the_plan_wants_on_the_disk_is_there_however_seldom_snapshots_are",),
     ),
 )

@@ -72,10 +72,17 @@ MUTANTS: tuple[Mutant, ...] = (
         (_FAULTS + "test_a_rank_whose_interpreter_is_stuck_is_not_said_to_be_stopped",),
     ),
     Mutant(
-        "another-ranks-loss", "training/run/launch.py",
-        '"; ".join((failure.error, *why))', "failure.error",
+        "another-ranks-loss", "tracing/watch.py",
+        'if f" step {one.step}: " in error', 'if not error',
         "of a loss that is not finite on one rank another is named, the first that has heard of it",
         ("tests/training/test_launch.py::"
+         "test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named",),
+    ),
+    Mutant(
+        "another-ranks-loss-under-torchrun", "training/run/torchrun.py",
+        'meeting.store.add("astray", 0) == here.world', "True",
+        "rank 0 looks into the trace before the rank whose loss is not finite has noted that",
+        ("tests/training/test_torchrun.py::"
          "test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named",),
     ),
     Mutant(

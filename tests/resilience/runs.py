@@ -13,7 +13,7 @@ from tangram.checkpoint.store.commits import committed
 from tangram.resilience.supervise import Recovered, Settings, supervised
 from tangram.resilience.tiers import memory_of
 from tangram.training.data import open_corpus, prepare, tokens_of
-from tangram.training.observe.events import CheckpointSaved, Note, StepDone
+from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed, StepDone
 from tangram.training.run.rank import RankJob, RankReport
 from tangram.training.step.loop import StepCosts
 from tests.training.small import small_plan, write_text
@@ -32,6 +32,7 @@ class Run:
     steps: list[StepDone] = field(default_factory=list[StepDone])
     notes: list[str] = field(default_factory=list[str])
     saved: list[CheckpointSaved] = field(default_factory=list[CheckpointSaved])
+    failed: list[SaveFailed] = field(default_factory=list[SaveFailed])
     recovered: list[Recovered] = field(default_factory=list[Recovered])
     starts: int = 0
     killed: list[int] = field(default_factory=list[int])
@@ -49,6 +50,8 @@ class Run:
                 self.on_note(event.text)
             case CheckpointSaved():
                 self.saved.append(event)
+            case SaveFailed():
+                self.failed.append(event)
             case Recovered():
                 self.recovered.append(event)
             case _:

@@ -11,6 +11,8 @@ import pytest
 
 from tangram.cli import main
 from tangram.resilience.tiers import memory_of
+from tangram.training import start
+from tangram.training.run.job import Stopped
 from tests.resilience.runs import free_port
 from tests.training.small import plan_file, write_text
 
@@ -29,6 +31,16 @@ def test_several_to_a_node_are_refused(tmp_path: Path) -> None:
 def test_without_a_job_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch"]) == 2
     assert "give a plan or a job" in capsys.readouterr().err
+
+
+def test_who_stops_it_is_told_to_go_on_with_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").mkdir()
+    plan, out = plan_file(tmp_path / "plan.toml", write_text(tmp_path / "text")), tmp_path / "run"
+    monkeypatch.setattr(start, "train_job", lambda *job: Stopped(2, None))
+    assert main(["launch", str(plan), "--out", str(out)]) == 0
+    assert f"tangram launch --resume --out {out}" in "".join(capsys.readouterr().out.split("\n"))
 
 
 @pytest.mark.slow

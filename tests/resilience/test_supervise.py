@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tangram.checkpoint.store.commits import committed, read_marker
-from tangram.checkpoint.tiers.promote import promote
+from tangram.checkpoint.tiers.promote import pin, promote
 from tangram.errors import UserError
 from tangram.planner.cost.goodput import seen_failures
 from tangram.resilience import carrier, fewer, supervise, tiers
@@ -233,8 +234,82 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
         subprocess.run(["umount", small], check=True)
     assert not left, "what is full is not filled further"
     assert seen.losses == undisturbed.losses
-    assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
+    assert any(
+        "snapshots in memory have ended" in note and "No space left" in note and "--shm-size" in note
+        for note in seen.notes
+    ), seen.notes
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
+
+
+def test_what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for(
+    text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was begun a second time beside that, in the same folder."""
+    small, copying, twice = text.parent / "small_too", threading.Lock(), list[Path]()
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system takes a mount, which this user may not")
+
+    def slow(path: Path, folder: Path) -> Path:
+        if not copying.acquire(blocking=False):
+            twice.append(path)
+            return promote(path, folder)
+        try:
+            with contextlib.suppress(OSError), (small / "others").open("xb", buffering=0) as full:
+                while full.write(bytes(4096)):
+                    pass
+            time.sleep(4)
+            return promote(path, folder)
+        finally:
+            copying.release()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiers, "SHARED", small)
+        patched.setattr(carrier, "promote", slow)
+        patched.setattr("tangram.resilience.rescue.promote", slow)
+        seen, folder = Run(), text.parent / "filled"
+        try:
+            run(job_of(folder, text, **TABLES), seen)
+        finally:
+            subprocess.run(["umount", small], check=True)
+    assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
+    assert not twice
+    assert seen.losses == undisturbed.losses
+    assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
+
+
+def test_what_the_plan_wants_on_the_disk_is_there_however_seldom_snapshots_are(text: Path, undisturbed: Run) -> None:
+    """They came as often as they cost little, and checkpoints of the plan with them, or long after they were due."""
+    folder, seen = text.parent / "seldom", Run()
+    run(job_of(folder, text, **TABLES | {"checkpoint": {"every_steps": 6, "keep": 20}}), seen, Settings())
+    assert seen.losses == undisturbed.losses
+    steps = [marker.step for _, marker in committed(folder / "checkpoint")]
+    assert [step // 6 for step in steps] == [*range(1, 11)], steps
+
+
+def test_where_the_one_that_is_due_is_gone_the_next_goes_to_the_disk(
+    text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the launcher stands still for a while, and hears late of what newer ones have taken the place of."""
+    gone, folder, seen = list[Path](), text.parent / "late", Run()
+
+    def late(path: Path) -> Path:
+        if len(gone) < 2:
+            gone.append(path)
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return pin(path)
+
+    monkeypatch.setattr(carrier, "pin", late)
+    run(job_of(folder, text, **TABLES), seen)
+    assert seen.losses == undisturbed.losses
+    steps = [marker.step for _, marker in committed(folder / "checkpoint")]
+    assert len(steps) == 3
+    assert 20 < steps[0] < 40 <= steps[1] < STEPS == steps[2]
+    assert [event.step for event in seen.saved] == steps
+    assert not seen.failed
 
 
 def test_a_rank_that_stands_still_is_a_failure_too(text: Path, undisturbed: Run) -> None:
@@ -258,7 +333,9 @@ def test_what_the_disk_does_not_take_stays_in_memory(
     with monkeypatch.context() as patched:
         patched.setattr(carrier, "promote", full)
         patched.setattr("tangram.resilience.rescue.promote", full)
-        with pytest.raises(UserError, match="the last checkpoint, of step 60, could not be written"):
+        with pytest.raises(
+            UserError, match=r"of step 60, could not be written to the disk: .*launch --resume --out .*no_room"
+        ):
             run(job_of(folder, text, **TABLES), seen)
         with pytest.raises(UserError, match="make room there"):
             rescue(folder, seen)

@@ -1,7 +1,9 @@
 """Snapshots and checkpoints in two places: the newest that is whole, brought from one to the other and proved."""
 
+import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,21 @@ def test_what_a_full_disk_does_not_take_stays_in_memory_beside_an_older_checkpoi
     assert newest.exists()
     assert rescue.rescue_alone(tiers, told.append) == ""
     assert commits.newest(tiers.disk) == tiers.disk / "step-00000030"
+
+
+def test_a_launcher_that_was_killed_as_it_copied_is_gone_on_from(tmp_path: Path) -> None:
+    """What it had copied by then was in the way of each that came after it: the run could not be gone on with."""
+    tiers = Tiers(tmp_path / "memory", tmp_path / "disk")
+    ours = tiers.attempt(1)
+    assert ours is not None
+    newest, old = write(ours, 30), tiers.disk / ".step-00000020-0123456789ab.partial"
+    left = commits.begin(tiers.disk / "step-00000030", read_marker(newest).id)
+    (left / "model-00001-of-00001.safetensors").write_bytes(b"half of it")
+    old.mkdir()
+    os.utime(old, (time.time() - 3600, time.time() - 3600))
+    assert rescue.rescue_alone(tiers, lambda event: None) == ""
+    assert value(tiers.disk / "step-00000030") == 30
+    assert [path.name for path in tiers.disk.iterdir()] == ["step-00000030"], "nor is what others had left still there"
 
 
 def test_a_damaged_snapshot_is_left_for_the_older_checkpoint(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tangram.checkpoint.saving.save import save
 from tangram.cli.errors import reported
 from tangram.errors import UserError
-from tangram.tracing.files.format import Phase
+from tangram.tracing.files.format import LOSS_NOT_FINITE, Phase
 from tangram.tracing.settings import TraceSettings
 from tangram.training.observe.events import Note
 from tangram.training.run.launch import Rank, RankError
@@ -63,6 +63,15 @@ def hang(rank: Rank, payload: None) -> None:
         if rank.index == 1 and step == 3:
             time.sleep(600)
         dist.barrier()
+
+
+def diverge(rank: Rank, payload: None) -> None:
+    """The loss of rank 1 is not finite, and so is that of all: rank 0 is the first to say so."""
+    rank.trace.step(3)
+    if rank.index == 1:
+        time.sleep(0.3)
+        rank.trace.not_finite(LOSS_NOT_FINITE)
+    raise FloatingPointError("step 3: the loss is nan")
 
 
 def fail(rank: Rank, payload: None) -> None:
@@ -168,6 +177,12 @@ def stuck(meeting: Meeting | None, arguments: list[str]) -> None:
     run_as_rank(hang, None, world=2, on_event=show, device="cpu", meeting=meeting, trace=trace)
 
 
+def astray(meeting: Meeting | None, arguments: list[str]) -> None:
+    assert meeting is not None
+    trace = TraceSettings(Path(arguments[0]), b"a run that bends", "dp=2")
+    run_as_rank(diverge, None, world=2, on_event=show, device="cpu", meeting=meeting, trace=trace)
+
+
 def stop(meeting: Meeting | None, arguments: list[str]) -> None:
     assert meeting is not None
     say("stopped at step", run_as_rank(step_until_asked, None, world=2, on_event=show, device="cpu", meeting=meeting))
@@ -193,6 +208,7 @@ SCENES: dict[str, Callable[[Meeting | None, list[str]], None]] = {
         other_mesh,
         crash,
         stuck,
+        astray,
         killed_in_save,
         killed_in_step,
         stop,

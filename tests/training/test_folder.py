@@ -24,10 +24,13 @@ def test_two_runs_that_begin_together_get_two_folders() -> None:
 def test_a_folder_asked_for_goes_to_one_run() -> None:
     out = Path("out")
     with (
-        run_folder(out, "mine", PLAN),
-        pytest.raises(UserError, match="holds files already"),
+        run_folder(out, "mine", PLAN) as folder,
+        pytest.raises(UserError, match='another process is training in "out": wait for its end'),
         run_folder(out, "mine", PLAN),
     ):
+        pass
+    (folder / "summary.json").touch()
+    with pytest.raises(UserError, match="holds files already"), run_folder(out, "mine", PLAN):
         pass
 
 

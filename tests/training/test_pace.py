@@ -34,6 +34,16 @@ def test_one_slow_save_among_others_changes_nothing() -> None:
     assert pace.every == 1
 
 
+def test_a_slow_first_save_does_not_put_the_next_one_off_for_long() -> None:
+    """It makes files and memory that later ones find; where a rank was lost after ten steps all was done again."""
+    pace = Pace()
+    assert saves(pace, 1, 0.1, 3.0) == [1]
+    found = saves(pace, 100, 0.1, 0.003, start=3.1)
+    assert found[:3] == [2, 6, 7], "twice as long after each as long as few are known"
+    assert pace.every == 1
+    assert len(found) > 80
+
+
 def test_saves_that_come_to_cost_more_come_less_often() -> None:
     pace = Pace()
     assert len(saves(pace, 20, 1.0, 0.01)) == 20

@@ -4,6 +4,7 @@ import http.server
 import json
 import shutil
 import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,9 @@ def test_training_goes_on_where_the_store_fails_and_the_end_says_so(
 
     (tmp_path / "disk" / ".pinned-step-00000009").mkdir(parents=True)
     with (  # noqa: PT012  the end of the block raises
-        pytest.raises(UserError, match=r"step 2 could not be sent to s3://.*no route to the store: it is on the disk"),
+        pytest.raises(
+            UserError, match=r"step 2 could not be sent to s3://.*no route to the store: it is on the disk, and the"
+        ),
         sending(plan, tmp_path / "disk", tell) as hear,
     ):
         hear(write(tmp_path / "disk", 1))
@@ -274,6 +277,30 @@ def test_training_goes_on_where_the_store_fails_and_the_end_says_so(
         hear(write(tmp_path / "disk", 4))
         raise ZeroDivisionError
     assert steps(store_of(address)) == [4], "a run that fails has its last one there"
+
+
+def test_the_end_does_not_wait_in_silence_nor_long_for_a_store_that_hangs(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was asked to stop said nothing for ten minutes: three attempts of over three minutes each."""
+    monkeypatch.setattr(uploads, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(uploads, "SILENCE", 0.05)
+    monkeypatch.setattr(uploads, "PATIENCE", 0.2)
+    plan, notes, attempts = small_plan(tmp_path, checkpoint={"store": address}), list[str](), list[str]()
+
+    def hangs(self: ObjectStore, name: str, blocks: list[bytes]) -> None:
+        attempts.append(name)
+        time.sleep(0.3)
+        raise UserError("it does not answer")
+
+    monkeypatch.setattr(ObjectStore, "send", hangs)
+    with (
+        pytest.raises(UserError, match=r"step 1 could not be sent to s3://.*--resume sends it"),
+        sending(plan, tmp_path / "disk", lambda event: notes.append(str(event))) as hear,
+    ):
+        hear(write(tmp_path / "disk", 1))
+    assert len(attempts) == 1
+    assert "the checkpoint of step 1 is on the disk, and still being sent to s3://" in notes[1], notes
 
 
 def test_what_cannot_begin_says_why(address: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

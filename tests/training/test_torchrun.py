@@ -104,6 +104,16 @@ def test_the_rank_that_fails_first_is_named() -> None:
     assert err == ["", "error: rank 1 of 2 ended the job: ValueError: the disk is on fire\n"]
 
 
+def test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named(tmp_path: Path) -> None:
+    codes, _, err = ended(start_ranks("astray", str(tmp_path / "trace")))
+    assert codes == [1, 1]
+    assert err == [
+        "error: rank 0 of 2 ended the job: FloatingPointError: step 3: the loss is nan; "
+        "rank 1: the own part of the loss of step 3 is not finite\n",
+        "",
+    ]
+
+
 @pytest.mark.parametrize(
     ("scene", "code", "said"),
     [

@@ -79,10 +79,11 @@ class Carrier:
         self._thread = threading.Thread(target=self._work, name="tangram-carrier", daemon=True)
         self._thread.start()
 
-    def offer(self, snapshot: CheckpointSaved, *, disk: bool) -> None:
+    def offer(self, snapshot: CheckpointSaved, *, disk: bool) -> bool:
         """Tell of this node's share of a snapshot; `disk`: whether one is due there. Returns at once."""
         with self._lock:
             self._newest, self._wanted = snapshot, self._wanted or disk
+        return True
 
     def heard(self) -> Iterator[Event]:
         """What came of it since the last call, on node 0."""
@@ -304,14 +305,18 @@ class Promoter:
         self._thread = threading.Thread(target=self._work, name="tangram-promoter", daemon=True)
         self._thread.start()
 
-    def offer(self, snapshot: CheckpointSaved, *, disk: bool) -> None:
-        """Have a snapshot copied, if it is due; its files stay until then. Returns at once."""
+    def offer(self, snapshot: CheckpointSaved, *, disk: bool) -> bool:
+        """Have a snapshot copied, if it is due; its files stay until then. Returns at once; False where newer ones have
+        taken its place already, so that the next is due."""
         if not disk:
-            return
+            return True
         try:
             self._orders.put((snapshot, pin(Path(snapshot.path))))
-        except OSError as error:  # it was replaced by newer ones before anybody came to it
+        except FileNotFoundError:
+            return False
+        except OSError as error:
             self._events.put(SaveFailed(snapshot.step, sentence(error)))
+        return True
 
     def heard(self) -> Iterator[Event]:
         """What came of it since the last call."""

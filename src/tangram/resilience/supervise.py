@@ -11,6 +11,7 @@ Every attempt has a folder and a store of its own, so nothing of a dead one is t
 restarts fail by that (pytorch#135712, #167288). Of several nodes each has its launcher (`resilience.nodes`).
 """
 
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from tangram.training.step.loop import Trained
 __all__ = ["Recovered", "Settings", "supervised"]
 
 OnEvent = Callable[[object], None]
+MORE_MEMORY = "for more, a container's --shm-size, or another folder with --memory"
 LEFT_OUT = "left out: "
 """How a save begins that came while the one before was being written: of snapshots no failure."""
 
@@ -271,6 +273,7 @@ class _Run:
             failure = Failure(Cause.RAISED if error.details else Cause.KILLED, str(error), step, now)
         else:
             failure = Failure(Cause.STORE, str(error), step, now)
+            self.promoter.close()  # which may be at the very one; no more come
             self.tiers.settle()
             if why := self._rescued():
                 self.on_event(Note(why))
@@ -319,7 +322,7 @@ class _Run:
                 self._snapshot(event)
             case SaveFailed() if self.tiers.memory is not None:
                 if not event.reason.startswith(LEFT_OUT):
-                    raise _SnapshotsEnd(f"snapshots in memory have ended: {event.reason}")
+                    raise _SnapshotsEnd(f"snapshots in memory have ended: {event.reason} ({MORE_MEMORY})")
             case _:
                 self.seen(event)
 
@@ -338,9 +341,9 @@ class _Run:
 
     def _offer(self, event: CheckpointSaved, *, disk: bool) -> None:
         if disk:
-            self.seen.promoted = event.step
-            event, self.seen.blocked = replace(event, blocked_seconds=self.seen.blocked), 0.0
-        self.promoter.offer(event, disk=disk)
+            event = replace(event, blocked_seconds=self.seen.blocked)
+        if self.promoter.offer(event, disk=disk) and disk:
+            self.seen.promoted, self.seen.blocked = event.step, 0.0
 
     def _last_to_disk(self) -> None:
         """The state at the end of the run, or where somebody asked to stop."""
@@ -354,7 +357,11 @@ class _Run:
         self.promoter = Promoter(self.tiers.disk, ())
         lost = newest is not None and not self.tiers.on_disk(Path(newest.path))
         if newest is not None and (lost if self.nodes is None else self.nodes.words(lost)[0]):
-            raise UserError(f"the last checkpoint, of step {newest.step}, could not be written to the disk")
+            again = f"tangram launch --resume --out {shlex.quote(str(self.job.folder))}"
+            raise UserError(
+                f"the last checkpoint, of step {newest.step}, could not be written to the disk: where that takes it "
+                f"again, {again} brings it there"
+            )
 
     def pass_on(self) -> None:
         for event in self.promoter.heard():

@@ -162,6 +162,13 @@ class Watch:
             path.with_suffix(".part").replace(path)
         return found
 
+    def explained(self, rank: int, world: int, error: str, dead: int | None = None) -> str:
+        """The error that a rank ended the job with, and whose fault it was: all stop at a loss that is not finite on
+        one of them. Leaves the word of `end`."""
+        found = self.end(f"rank {rank} of {world} ended the job: {error}", dead)
+        odd = (one for one in found if one.kind == "not finite" and len(one.ranks) < world)
+        return "; ".join((error, *(one.text for one in odd if f" step {one.step}: " in error)))
+
 
 WATCHERS = 2
 """Machines that watch where nobody else does, and ranks of each: one may be what stands still."""

@@ -142,7 +142,7 @@ def train_request(
             if not isinstance(outcome, Stopped) and not request.profile:
                 remember(outcome)
     if isinstance(outcome, Stopped):
-        say_stopped(outcome, folder, tell)
+        say_stopped(outcome, folder, tell, "train" if run_ranks is None else "launch")
         return None
     return outcome.as_json()
 
@@ -184,9 +184,9 @@ def _nowhere(event: object) -> None:
     """Only rank 0 tells."""
 
 
-def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent) -> None:
+def say_stopped(outcome: Stopped, folder: Path, on_event: OnEvent, command: str) -> None:
     on_event(Note(f"stopped after step {outcome.step}, its checkpoint is {outcome.checkpoint}; to go on:"))
-    on_event(Note(f"  tangram train --resume --out {shlex.quote(str(folder))}"))
+    on_event(Note(f"  tangram {command} --resume --out {shlex.quote(str(folder))}"))
 
 
 def _folder(request: TrainRequest, plan: Plan) -> AbstractContextManager[Path]:

@@ -1,10 +1,6 @@
 """The files of one rank in save after save, from memory: what does not change is worked out once, and written once.
 
-Where a file would have the very bytes that an earlier checkpoint of the folder has, as that of a frozen base has, it
-gets a second name instead (a hard link): nothing is written, and it stays as long as any checkpoint has it. The
-manifest says of which save its header is.
-
-Trade-off: what checkpoints share rots in all of them. A file system without second names writes everything.
+What an earlier checkpoint of the folder has, too, is shared with it (`saving.shared_files`).
 """
 
 import contextlib
@@ -16,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tangram.checkpoint.saving import rank_parts
-from tangram.checkpoint.saving.file_layout import Image, Outgoing, add_sums
+from tangram.checkpoint.saving.file_layout import Image, Outgoing
 from tangram.checkpoint.saving.file_writer import WrittenFile, write_mapped
 from tangram.checkpoint.saving.rank_parts import PartTensors, RankPart
-from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places, with_id
+from tangram.checkpoint.saving.shared_files import Earlier, shared_file
+from tangram.checkpoint.saving.snapshot import FilePlaces, RankShare, places
 from tangram.checkpoint.store import commits
-from tangram.checkpoint.store.digest import Bytes, Sums
-from tangram.checkpoint.store.manifest import BLOCK, StoredFile, checksum, region_fields, region_of
-from tangram.checkpoint.store.safetensors_header import PAGE
+from tangram.checkpoint.store.digest import Bytes
+from tangram.checkpoint.store.manifest import StoredFile, region_fields, region_of
 from tangram.relayout import TensorSpec
 
 SPARES = ".spares"
@@ -56,8 +52,7 @@ class RankFiles:
         )
         self._empty = {name: TensorSpec(tuple(shape), dtype) for name, (dtype, shape) in fields["empty"].items()}
         self._laid: tuple[FilePlaces, PartTensors] | None = None
-        self._earlier: tuple[Path, Mapping[str, StoredFile]] | None = None if before is None else before._earlier
-        """A checkpoint, and files of it with the id of the save that each is of."""
+        self._earlier: Earlier | None = None if before is None else before._earlier
         self._written: dict[str, StoredFile] = {}
 
     def places(self, save_id: str) -> FilePlaces:
@@ -88,43 +83,18 @@ class RankFiles:
         file, start = found.files[number], found.starts[number]
         stop = found.starts[number + 1] if number + 1 < len(found.starts) else found.size
         memory = self.memory[start:stop]
-        if (shared := self._shared(partial, file, save_id, memory, digests)) is not None:
+        if self._earlier is None:
+            self._earlier = commits.newest_files(partial.parent)
+
+        def take(image: Image, begin: int, end: int) -> Bytes:
+            if not begin:
+                memory[: len(image.head)] = bytearray(image.head)
+            return memory[begin:end]
+
+        if (shared := shared_file(partial, file, save_id, self._earlier, take, digests)) is not None:
             return shared
         memory[: len(file.head)] = bytearray(file.head)
         return write_mapped(partial, file, memory, digests, over=not digests and _again(partial, file))
-
-    def _shared(self, partial: Path, file: Image, save_id: str, memory: Bytes, digests: bool) -> WrittenFile | None:
-        """The file of an earlier checkpoint, under a second name, where it has the very same bytes.
-
-        A file that has changed differs in its first bytes, nearly always, and costs no more than those.
-        """
-        if self._earlier is None:
-            self._earlier = commits.newest_files(partial.parent)
-        path, files = self._earlier
-        known = files.get(file.name)
-        if known is None or known.size != file.size or len(known.save) != len(save_id):
-            return None
-        head = with_id(file.head, save_id, known.save)
-        memory[: len(head)] = bytearray(head)
-        begin = memory[: min(len(head) + PAGE, file.size)].tobytes()
-        try:
-            with (path / file.name).open("rb", buffering=0) as stream:
-                if stream.read(len(begin)) != begin:
-                    return None
-        except OSError:  # it is gone
-            return None
-        sums: dict[str, Sums] = {}
-        for start, expected in zip(range(0, file.size, BLOCK), known.sums, strict=True):
-            data = memory[start : min(start + BLOCK, file.size)]
-            if checksum(data.data) != expected:
-                return None
-            if digests:
-                add_sums(file, start, data, sums)
-        try:
-            os.link(path / file.name, partial / file.name)
-        except OSError:  # it is gone, or the file system has no second names
-            return None
-        return WrittenFile(file.name, known, sums)
 
 
 def discard(partial: Path, found: FilePlaces) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tangram.checkpoint.saving.file_layout import Outgoing, images
-from tangram.checkpoint.saving.file_writer import Ring, write_image
+from tangram.checkpoint.saving.file_layout import Image, Outgoing, fill, images
+from tangram.checkpoint.saving.file_writer import Ring, WrittenFile, write_image
 from tangram.checkpoint.saving.rank_parts import (
     About,
     SaveError,
@@ -22,9 +22,11 @@ from tangram.checkpoint.saving.rank_parts import (
     part_of,
     tensors_of,
 )
+from tangram.checkpoint.saving.shared_files import Earlier, shared_file
 from tangram.checkpoint.state.describe import describe
 from tangram.checkpoint.state.entries import Described, State, StateEntry, mine
 from tangram.checkpoint.store import commits
+from tangram.checkpoint.store.digest import Bytes
 from tangram.checkpoint.store.manifest import Manifest
 from tangram.errors import sentence
 from tangram.relayout.exchange.peers import PeerLostError, Peers
@@ -109,6 +111,18 @@ def write_share(
     values = {id(piece): entry.local for piece, entry in zip(pieces, own, strict=True)}
     files = images(pieces, index, writers, save_id)
     ring = ring or Ring()
-    written = [write_image(partial, image, [values[id(p.piece)] for p in image.placed], ring) for image in files]
+    frozen = any(piece.frozen for piece in pieces)
+    earlier: Earlier = commits.newest_files(partial.parent) if frozen else (partial, {})
+
+    def write(image: Image) -> WrittenFile:
+        of_image, room = [values[id(placed.piece)] for placed in image.placed], ring.blocks[0]
+
+        def take(one: Image, start: int, stop: int) -> Bytes:
+            fill(one, of_image, start, room[: stop - start])
+            return room[: stop - start]
+
+        return shared_file(partial, image, save_id, earlier, take) or write_image(partial, image, of_image, ring)
+
+    written = [write(image) for image in files]
     empty = {entry.name: entry.spec for entry in state.entries if 0 in entry.spec.shape}
     leave_part(partial, index, part_of(tensors_of(files, empty), written, state.objects))

@@ -15,11 +15,14 @@ import numpy as np
 from tangram.checkpoint.loading.block_source import DamagedError
 from tangram.checkpoint.saving.file_layout import Image, add_sums, stored_images
 from tangram.checkpoint.saving.rank_parts import PartTensors, RankPart, leave_part, with_digests, with_small_files
+from tangram.checkpoint.saving.snapshot import with_id
 from tangram.checkpoint.store import commits
 from tangram.checkpoint.store.digest import Sums
 from tangram.checkpoint.store.manifest import BLOCK, Manifest, StoredFile, checksum
 
 PINNED = ".pinned"
+IDLE = 600.0
+"""Seconds: what is under way changes more often, as that of a writer which outlives its run."""
 
 
 def pin(path: Path) -> Path:
@@ -46,16 +49,18 @@ def link_files(path: Path, folder: Path) -> None:
 def promote(path: Path, folder: Path) -> Path:
     """Copy the checkpoint `path` into `folder` and commit it there; its path.
 
-    Raises DamagedError where its bytes are not those that were written, UserError where it is not whole, OSError as
-    the disk does. Nothing is left of a copy that fails.
+    One at a time copies into a folder; what one that was killed has left there goes. Raises DamagedError where its
+    bytes are not those that were written, UserError where it is not whole, OSError as the disk does. Nothing is left of
+    a copy that fails.
     """
     marker = commits.read_marker(path)
     manifest = commits.read_manifest(path, marker)
+    commits.sweep(folder, IDLE)
     target = commits.free_path(folder, marker.step)
-    partial = commits.begin(target, marker.id)
+    partial = commits.begin(target, marker.id, anew=True)
     digested = all(tensor.digest for tensor in manifest.tensors.values())
     try:
-        sums = copy_files(path, manifest, partial, digested=digested)
+        manifest, sums = copy_files(path, manifest, partial, digested=digested)
         if not digested:
             manifest = with_small_files(partial, with_digests(manifest, sums), {})
         commits.commit(partial, target, manifest)
@@ -73,23 +78,39 @@ def copy_share(path: Path, partial: Path, number: int) -> Manifest:
     """
     manifest = commits.read_share(path)
     tensors = PartTensors(manifest.tensors)
-    sums = copy_files(path, manifest, partial, digested=False)
+    manifest, sums = copy_files(path, manifest, partial, digested=False)
     leave_part(partial, number, RankPart(manifest.files, tensors, sums, manifest.objects))
     return manifest
 
 
-def copy_files(path: Path, manifest: Manifest, partial: Path, *, digested: bool) -> dict[str, Sums]:
-    """Copy the files of a manifest and prove them; what their tensors sum to, unless they have digests.
+def copy_files(path: Path, manifest: Manifest, partial: Path, *, digested: bool) -> tuple[Manifest, dict[str, Sums]]:
+    """Copy the files of a manifest and prove them; the manifest of the copies, and what their tensors sum to, unless
+    they have digests.
 
     What the newest checkpoint beside has, too, gets a second name.
     """
     there, earlier = commits.newest_files(partial.parent)
-    images, sums = {} if digested else stored_images(manifest), dict[str, Sums]()
+    images, sums, files = {} if digested else stored_images(manifest), dict[str, Sums](), dict(manifest.files)
     for name, stored in manifest.files.items():
-        known = earlier.get(name) == replace(stored, save=stored.save or manifest.id)
-        shared = known and _linked(there / name, partial / name)
+        own, known = replace(stored, save=stored.save or manifest.id), earlier.get(name)
+        shared = known is not None and _alike(path / name, own, known) and _linked(there / name, partial / name)
         _copy(path / name, None if shared else partial / name, stored, images.get(name), sums)
-    return sums
+        if known is not None and shared and known != own:
+            files[name] = known
+    return replace(manifest, files=files), sums
+
+
+def _alike(file: Path, own: StoredFile, known: StoredFile) -> bool:
+    """Whether a file has the bytes of another one, but for the id of its save: ranks that are started again write what
+    is frozen anew."""
+    if known == own:
+        return True
+    if (known.size, known.sums[1:]) != (own.size, own.sums[1:]) or len(known.save) != len(own.save):
+        return False
+    with file.open("rb") as reading:
+        first = reading.read(BLOCK)
+    of_other = with_id(first, own.save, known.save)
+    return of_other != first and checksum(of_other) == known.sums[0]
 
 
 def _linked(file: Path, name: Path) -> bool:

@@ -5,6 +5,7 @@ memory are what this process may use, not what the host has: a container or a jo
 """
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import resource
@@ -36,6 +37,21 @@ def limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgr
     cores = [quota for folder in _folders(root, own, "cpu") if (quota := _cores(folder)) is not None]
     memory = [most for folder in _folders(root, own, "memory") if (most := _memory_limit(folder)) is not None]
     return Limits(min(cores, default=None), min(memory, default=None))
+
+
+def memory_kills(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup"), machine: Path = Path("/proc/vmstat")
+) -> int:
+    """How many processes the kernel has ended so far as memory ran out: of this process's control groups, or of the
+    machine where those do not count; 0 where nobody does."""
+    files = [
+        folder / name for folder in _folders(root, own, "memory") for name in ("memory.events", "memory.oom_control")
+    ]
+    for words in (*map(_words, files), _words(machine)):
+        counts = dict(itertools.pairwise(words))
+        if (kills := counts.get("oom_kill")) is not None:
+            return int(kills)
+    return 0
 
 
 def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.errors import UserError
-from tangram.hardware.host.machine import pick_device, usable_cores
+from tangram.hardware.host.machine import memory_kills, pick_device, usable_cores
 from tangram.hardware.host.workers import Detached
 from tangram.tracing.settings import TraceSettings, traced_rank
 from tangram.tracing.trace import UNTRACED, Trace
@@ -148,6 +148,7 @@ class _Job(Generic[Result]):
     results: dict[int, Result] = field(default_factory=dict[int, Result])
     failures: dict[int, _Failure] = field(default_factory=dict[int, _Failure])
     watch: Watch | None = None
+    kills: int = 0  # of processes, as memory ran out, by then
 
     def listen(self, on_event: Callable[[object], None], timeout: float | None = None) -> None:
         """Take in what there is to hear now: one message of each rank that has one, and the wish to stop."""
@@ -188,7 +189,8 @@ class _Job(Generic[Result]):
         (process := self.processes[rank]).join()
         if rank not in self.results and rank not in self.failures:
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
-            self.failures[rank] = _Failure(_KILLED, death(process.exitcode), "", by_user=False)
+            how = death(process.exitcode, memory=memory_kills() > self.kills)
+            self.failures[rank] = _Failure(_KILLED, how, "", by_user=False)
 
     def look(self, on_event: Callable[[object], None]) -> None:
         """A hang is a failure of the rank that is to blame."""
@@ -212,14 +214,11 @@ class _Job(Generic[Result]):
                     on_event(message.value)
 
     def say_in_trace(self, rank: int, failure: _Failure) -> _Failure:
-        """The failure with what the trace knows of it: all ranks stop at a loss that is not finite on one of them."""
+        """The failure with what the trace knows of it."""
         if self.watch is None:
             return failure
         dead = rank if failure.at == _KILLED else None
-        found = self.watch.end(f"rank {rank} of {self.world} ended the job: {failure.error}", dead)
-        odd = (one for one in found if one.kind == "not finite" and len(one.ranks) < self.world)
-        why = [one.text for one in odd if f" step {one.step}: " in failure.error]
-        return replace(failure, error="; ".join((failure.error, *why)))
+        return replace(failure, error=self.watch.explained(rank, self.world, failure.error, dead))
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
@@ -254,7 +253,7 @@ def run_ranks(
     context = context_of_ranks()
     wishes, wish = context.Pipe(duplex=False)
     watch = None if trace is None or among.first else Watch(trace)
-    job = _Job[Result](among.world, wishes, watch=watch)
+    job = _Job[Result](among.world, wishes, watch=watch, kills=memory_kills())
     with (
         on_signals(POLITE, wish.send, interrupt),
         tempfile.TemporaryDirectory(prefix="tangram-", dir=multiprocessing.util.get_temp_dir()) as meeting,

@@ -20,6 +20,7 @@ from tangram.hardware.host.machine import resident_mb
 from tangram.planner.local.estimate import megabytes
 from tangram.planner.local.peak_memory import Memory
 from tangram.training.mesh.local_parts import local
+from tangram.training.run.signals import LESS_MEMORY
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 """What torch says on the CPU, where it has no exception of its own for it."""
@@ -47,7 +48,7 @@ LOWER = {
     "parameters": "cut parameters over more ranks, or keep them in bfloat16 (precision.parameters)",
     "gradients": "cut parameters over more ranks, or freeze some (model.freeze)",
     "optimiser": "cut parameters over more ranks, or freeze some (model.freeze)",
-    "what flows": "lower data.micro_batch or data.sequence, or recompute blocks (run.recompute)",
+    "what flows": LESS_MEMORY,
 }
 """What helps, by the part that is too large."""
 

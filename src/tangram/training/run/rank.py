@@ -192,9 +192,8 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     tell(Doing("the first step"))
     first = state.progress.step
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
-        hooks = loop.Hooks(
-            rank.emit, rank.stop.requested, after_step, job.folder, to.every or 0, job.spent, job.reached
-        )
+        often = plan.checkpoint.every_steps if to.every is None else to.every  # beside the pace, what the plan wants
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, often, job.spent, job.reached)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     rank.trace.phase(Phase.CHECKPOINT)

@@ -125,6 +125,9 @@ def refuse_in_use(out: Path) -> None:
 
 
 def _refuse(out: Path) -> NoReturn:
+    if out.is_dir():
+        with alone(out):  # else that is why
+            pass
     what = f'the folder "{out}" holds files already' if out.is_dir() else f'"{out}" is a file'
     raise UserError(f"{what}: give another folder with --out, go on in it with --resume, or remove it")
 

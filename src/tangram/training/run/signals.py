@@ -105,14 +105,17 @@ def _leave_terminal() -> None:
                 os.close(nowhere)
 
 
+LESS_MEMORY = "lower data.micro_batch or data.sequence, or recompute blocks (run.recompute)"
 UNKNOWN = 255  # what multiprocessing takes for the exit code of a process whose fork server is gone
 
 
-def death(exitcode: int | None) -> str:
-    """How a process without last words ended."""
+def death(exitcode: int | None, *, memory: bool = False) -> str:
+    """How a process without last words ended. `memory`: whether the kernel has ended one meanwhile as that ran out."""
     if exitcode == UNKNOWN:
         return "it ended without an error message, after the process that it was forked from had been killed"
     if exitcode == -signal.SIGKILL:
+        if memory:
+            return f"killed by the kernel, as memory ran out: {LESS_MEMORY}"
         return "killed by signal 9, as the kernel does when memory runs out"
     if exitcode is not None and exitcode < 0:
         return f"killed by signal {-exitcode}"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device
 from tangram.tracing.settings import TraceSettings, traced_rank
-from tangram.tracing.watch import Hang, watched
+from tangram.tracing.watch import Hang, Watch, watched
 from tangram.training.observe.events import Note
 from tangram.training.run.environment import RankPlace, ReportedElsewhere, place, speaks, started_by_torchrun
 from tangram.training.run.launch import COLLECTIVE_TIMEOUT, Rank, RankError, leave, threads_of_a_rank
@@ -259,9 +259,23 @@ def run_as_rank(
             _last_words()
             if isinstance(error, UserError | ReportedElsewhere) or not isinstance(error, Exception):
                 raise
-            raise RankError(here.index, world, first_line(error), traceback.format_exc()) from error
+            raise RankError(here.index, world, _words_of(error, meeting, trace), traceback.format_exc()) from error
         dist.destroy_process_group()
     return result
+
+
+def _words_of(error: Exception, meeting: Meeting, trace: TraceSettings | None) -> str:
+    """The error in a sentence. At a number that is none all ranks stop: once they have come to it, rank 0 says whose it
+    was, and the others wait to hear that it has."""
+    words, here = first_line(error), meeting.place
+    if trace is None or not isinstance(error, FloatingPointError):
+        return words
+    with contextlib.suppress(dist.DistError):
+        meeting.store.add("astray", 1)
+        for _ in _looks(STORE_SECONDS):
+            if meeting.store.check([_FAILED]) or (here.index == 0 and meeting.store.add("astray", 0) == here.world):
+                break
+    return words if here.index else Watch(trace).explained(0, here.world, words)
 
 
 def _end_of(hang: Hang, here: RankPlace, meeting: Meeting) -> NoReturn:

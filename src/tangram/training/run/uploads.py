@@ -29,6 +29,10 @@ RUN_NAME = ".run-in-store"
 """In the folder of a run's checkpoints."""
 PAUSES = (1.0, 5.0)
 """Seconds before another attempt; none is made where a newer checkpoint waits."""
+PATIENCE = 120.0
+"""Seconds of attempts after which the end of a run makes no other: a store that hangs takes minutes for each."""
+SILENCE = 5.0
+"""Seconds that the end waits without a word."""
 
 
 class Uploads:
@@ -43,8 +47,10 @@ class Uploads:
         self._waiting: tuple[int, Path] | None = None
         self._lock = threading.Condition()
         self._closed = False
+        self._step = 0
+        """Of the last one."""
         self._failure = ""
-        """Why the last one is not there."""
+        """Why it is not there."""
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for left in folder.glob(f"{PINNED}-*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -60,7 +66,7 @@ class Uploads:
             self._notes.put(self._failure)
             return
         with self._lock:
-            before, self._waiting = self._waiting, (saved.step, pinned)
+            before, self._waiting, self._step = self._waiting, (saved.step, pinned), saved.step
             self._lock.notify()
         if before is not None:
             shutil.rmtree(before[1], ignore_errors=True)
@@ -76,13 +82,14 @@ class Uploads:
         with self._lock:
             self._closed = True
             self._lock.notify()
+        self._thread.join(SILENCE)
+        if self._thread.is_alive():
+            where = f"is on the disk, and still being sent to {self._address}"
+            tell(Note(f"the checkpoint of step {self._step} {where} (SIGTERM or Ctrl-C: stop without)"))
         self._thread.join()
         self.pass_on(tell)
         if self._failure:
-            raise UserError(
-                f"{self._failure}: it is on the disk, and `tangram checkpoint convert CHECKPOINT ADDRESS --to tangram` "
-                "sends it"
-            )
+            raise UserError(f"{self._failure}: it is on the disk, and the same command with --resume sends it")
 
     def _fail(self, step: int, error: Exception) -> None:
         self._failure = f"the checkpoint of step {step} could not be sent to {self._address}: {sentence(error)}"
@@ -116,7 +123,7 @@ class Uploads:
         while not (name := self._attempt(step, pinned)):
             with self._lock:
                 newer = self._lock.wait_for(lambda: self._waiting is not None, pauses[0] if pauses else 0.0)
-            if newer or not pauses:
+            if newer or not pauses or (self._closed and time.monotonic() - begun > PATIENCE):
                 self._notes.put(self._failure)
                 return
             pauses.pop(0)

@@ -70,11 +70,13 @@ class Pace:
 
     @property
     def every(self) -> int:
-        """Steps from one save to the next, at least 1; 1 as long as nothing is measured."""
+        """Steps from one save to the next, at least 1; 1 as long as nothing is measured. The first costs more than
+        later ones do, so as long as few are known, twice as long after each."""
         if not self._costs or not self._steps:
             return 1
         step = statistics.median(self._steps)
-        return max(1, math.ceil(statistics.median(self._costs) / max(self._share * step, 1e-9)))
+        found = max(1, math.ceil(statistics.median(self._costs) / max(self._share * step, 1e-9)))
+        return min(found, 2 ** len(self._costs)) if len(self._costs) < LAST else found
 
     def due(self, now: float) -> bool:
         """Whether to save after the step that begins `now` (seconds of any clock); called once before each step."""
