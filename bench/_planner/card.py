@@ -56,23 +56,18 @@ MISSES = """
   row: context and communicators of a V100 take less than the 3 GB taken for every device. One stage alone is predicted
   too low, by more with larger micro-batches: from one stage to two 6 GB less were measured, of which divided parameters
   and gradients explain 2.6; the rest is not understood.
-- Questions 40, 41, 42, 50 and 54 (preferences of 7B to 72B that ran out of memory) are said to fit, with chances of
-  0.83, 1.00, 1.00, 0.96 and 0.88, and so are 98 and 107 with 0.46 and 0.61, which lie at the limit. That allocators
-  keep more for rows of unlike lengths is not the reason: of ten messages of runs that ran out (LlamaFactory issues
-  2051 and 7532, peft 1703, trl 824, CogVLM2 67, GPT-4-LLM 16, axolotl 849 and 2531, Megatron-LM 525, DeepSpeed 3312)
-  what was reserved and not allocated is 0% to 5%, in the middle 2%; 4% are taken. Of 41 and 42 the frameworks of that
-  month are the reason, as their sources say: the handbook gave `from_pretrained` a device (until its pull request 115),
-  so that each rank had both models whole in float32 before they were divided, 54 GiB of 45; and TRL 0.7.2 set ZeRO's
-  stage to 0 in the one configuration that the policy has, too (until its 957, three days later), which is 228 GiB. 40
-  ran for some steps first. 50 ran out in `accelerator.prepare()`, before any row, with the bytes that 51 has, which
-  fitted. 57 and 105 are the other way: the rows of 57 are mostly shorter, and of 105 the configuration is not shown
-  whole. 121 is of 2023, when transformers had attention in single kernels (until 4.36).
+- Questions 40, 41, 42, 50, 54, 98 and 107 ran out of memory and are said to fit, with chances of 0.46 (98) to 1.00.
+  Rows of unlike lengths are not the reason: of ten messages of runs that ran out (LlamaFactory issues 2051 and 7532,
+  peft 1703, trl 824, CogVLM2 67, GPT-4-LLM 16, axolotl 849 and 2531, Megatron-LM 525, DeepSpeed 3312) 0% to 5% was
+  reserved and not allocated; 4% are taken. Of 41 and 42 the frameworks of that month are: the handbook put both models
+  whole in float32 on each rank (until its pull request 115), and TRL 0.7.2 had ZeRO's stage 0 for the policy, too
+  (until its 957). 50 ran out before any row with the bytes that 51 has, which fitted. 57 and 105 fitted: the rows of 57
+  are mostly shorter, the configuration of 105 is not shown whole. 121 is of 2023, when transformers had attention in
+  single kernels.
 - Samples that are packed of documents whose lengths nobody says are taken as one each: 1.4 times too slow at 16,000
   tokens (question 58), ten times at 512,000 (70). transformers ran a mixture's experts one after the other until 2025,
-  and ZeRO-3 each one's hooks (67: 91 s): `--framework deepspeed-transformers-4` says 26 s, `deepspeed` 3. One such
-  micro-batch takes 8 H100 a quarter of 166 s (LlamaFactory issue 9374): what a module takes beyond its hooks, and more
-  on two nodes, is not known. 66, on two nodes, took twice as long as predicted; neither its network nor how even its
-  experts are is said.
+  and ZeRO-3 each one's hooks (67: 91 s): `--framework deepspeed-transformers-4` says 26 s, `deepspeed` 3. 66, on two
+  nodes, took twice as long as predicted; neither its network nor how even its experts are is said.
 - Memory of ms-swift's tables (73 to 81) is what the allocator held for rows of unlike lengths, up to twice what is
   needed; that of its Megatron runs (62 to 72) is predicted 1% to 34% too low, most of mixtures whose layers are
   recomputed, of which the loss that its arguments ask for (`--loss parallel-fused`) explains 4.6 GiB.
@@ -82,10 +77,9 @@ MISSES = """
   each number of a rank's part more than DeepSpeed's own while it updates, which is most where activations are few (31).
 - `paddlenlp`: two runs, of which a nearby version says micro-batch and recomputation.
 - Of 11 groups four hold 85% to 95% of their runs in 90% intervals. Each is of one source, and sources are off as
-  wholes by 7.5% (standard deviation of the groups' means) beside 13% within one: intervals that cover 89.6% of the
-  runs of all sources cover nearly all runs of a source that is met well, and too few of one that is not. The
-  narrowest intervals that would hold are 15% to 39% to each side by group; nothing says which a new source will need
-  before its first run. Widths by group would fit the sources at hand, and are not taken.
+  wholes by 7.5% (standard deviation of the groups' means) beside 13% within one: intervals that cover 90% of the
+  runs of all sources cover nearly all runs of a source that is met well, and too few of one that is not. Widths
+  by group would fit the sources at hand, and are not taken.
 - Intervals are as wide as errors on held-out runs of other places and models were, most of those alike in device,
   type, kind of model and framework. Of a single source whose machine or software is off as a whole (mixtures in FP8,
   which one source alone has) fewer lie within, of one that is predicted well more: that cannot be known before a run
