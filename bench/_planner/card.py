@@ -71,8 +71,8 @@ MISSES = """
 - Memory of ms-swift's tables (73 to 81) is what the allocator held for rows of unlike lengths, up to twice what is
   needed; that of its Megatron runs (62 to 72) is predicted 1% to 34% too low, most of mixtures whose layers are
   recomputed, of which the loss that its arguments ask for (`--loss parallel-fused`) explains 4.6 GiB.
-- Samples of 2^20 tokens (124 to 127) are met within 20% since torch's attention on Hopper is cuDNN's and gathered keys
-  count; of the mixture (127) half more memory is said than was told.
+- Steps of samples of 2^20 tokens (124 to 127) are met within 20% since torch's attention on Hopper is cuDNN's; gathered
+  keys count in memory, of which half more is said of the mixture (127) than was told.
 - Threads 30 to 35: DeepSpeed's table does not say which AdamW it has. Torch's, which Trainer gives it, needs 8 bytes of
   each number of a rank's part more than DeepSpeed's own while it updates, which is most where activations are few (31).
 - `paddlenlp`: two runs, of which a nearby version says micro-batch and recomputation.

@@ -337,9 +337,8 @@ def stage(
 
 def logits(outline: Outline, g: Grid, setting: Setting) -> Array:
     """Of a micro-batch, with what the loss makes of them, and where ranks keep what they gathered the head's input."""
-    whole: Any = setting.logit_bytes(g.tokens, over_ranks=False)
-    found: Array = np.where(g.tensor > 1, setting.logit_bytes(g.tokens, over_ranks=True), whole)
-    found = found * g.tokens * outline.vocab / g.tensor
+    whole, cut = (np.asarray(setting.logit_bytes(g.tokens, over_ranks=over)) for over in (False, True))
+    found = g.tokens * outline.vocab / g.tensor * np.where(g.tensor > 1, cut, whole)
     if setting.beside is not None and setting.beside.teacher:  # hidden states wait at the last stage
         waiting = np.where(g.pipeline > 1, g.micros * setting.beside.teacher, 0.0)
         found = found + setting.flow_bytes * g.tokens * (outline.vocab / g.tensor + waiting)
