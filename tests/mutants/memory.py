@@ -183,7 +183,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "keys-of-ones-own", "planner/cost/kept_activations.py",
-        "    return widest + _others_keys(block, g, setting) + ", "    return widest + ",
+        "        + _others_keys(block, g, setting)\n", "",
         "keys that CP ranks gather are forgotten",
         ("tests/planner/test_memory.py::test_keys_that_ranks_gather_are_those_of_all_tokens",),
     ),

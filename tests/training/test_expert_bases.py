@@ -17,9 +17,8 @@ from tangram.errors import UserError
 from tangram.layout import Layout, Mesh, region
 from tangram.layout.blocks import in_blocks
 from tangram.models.lora.bases import BASES
-from tangram.planner.local.derived_layouts import ModelAxis
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.strategies import plan_of
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS, LoraPlan
@@ -29,18 +28,12 @@ from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training import tuning_tasks
 from tests.training.stored import write_quantised
 from tests.training.test_byte_bases import by_hand as byte_by_hand
+from tests.training.test_expert_adapters import WAYS
 from tests.training.test_quantised_base import made_by_hand
 from tests.training.tuning_tasks import Traced, oracle, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
-WAYS: Mapping[str, Strategy] = {
-    "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),
-    "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),
-    "tp": Strategy("tensor", "tp=2", (), (TENSOR,)),
-    "ep": Strategy("experts", "ep=2", (), (ModelAxis("ep", "expert", "sequence"),)),
-    "pp": Strategy("2 stages", "pp=2 dp=1", ("dp",), stages=2),
-}
 SET = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
 FIELDS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "hidden_size": 192, "head_dim": 64}
 BOTH = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
