@@ -71,8 +71,7 @@ MISSES = """
 - Memory of ms-swift's tables (73 to 81) is what the allocator held for rows of unlike lengths, up to twice what is
   needed; that of its Megatron runs (62 to 72) is predicted 1% to 34% too low, most of mixtures whose layers are
   recomputed, of which the loss that its arguments ask for (`--loss parallel-fused`) explains 4.6 GiB.
-- Steps of samples of 2^20 tokens (124 to 127) are met within 20% since torch's attention on Hopper is cuDNN's; gathered
-  keys count in memory, of which half more is said of the mixture (127) than was told.
+- Of the mixture with samples of 2^20 tokens (127) half more memory is said than was measured.
 - Threads 30 to 35: DeepSpeed's table does not say which AdamW it has. Torch's, which Trainer gives it, needs 8 bytes of
   each number of a rank's part more than DeepSpeed's own while it updates, which is most where activations are few (31).
 - `paddlenlp`: two runs, of which a nearby version says micro-batch and recomputation.
@@ -122,7 +121,8 @@ def _section(page: str, title: str) -> str:
 
 def _threads(printed: str) -> str:
     each = [line.partition(": ") for line in printed.strip().splitlines()]
-    rows = "\n".join(f"| {run} | {said} |" for run, colon, said in each if colon)
+    typed = ((re.sub(r"^(q\d+) (.*)$", r"\1 `\2`", run), rest) for run, colon, rest in each if colon)
+    rows = "\n".join(f"| {run} | {rest} |" for run, rest in typed)
     whole = "\n".join(line for line, colon, _ in each if not colon)
     head = (
         "Of `data/published/threads.csv`, and of `questions.csv` as typed; nothing was learned from them, but how far "

@@ -302,10 +302,4 @@ MUTANTS: tuple[Mutant, ...] = (
         "the first snapshot, which costs more, puts the next one off for hundreds of steps",
         ("tests/training/test_pace.py::test_a_slow_first_save_does_not_put_the_next_one_off_for_long",),
     ),
-    Mutant(
-        "checkpoints-as-seldom-as-snapshots", "training/run/rank.py",
-        "plan.checkpoint.every_steps if to.every is None else to.every", "to.every or 0",
-        "under a launcher checkpoints come long after they are due",
-        (_RUN + "what_the_plan_wants_on_the_disk_is_there_however_seldom_snapshots_are",),
-    ),
 )

@@ -294,7 +294,7 @@ def test_where_the_one_that_is_due_is_gone_the_next_goes_to_the_disk(
     text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the launcher stands still for a while, and hears late of what newer ones have taken the place of."""
-    gone, folder, seen = list[Path](), text.parent / "late", Run()
+    gone, folder, seen = list[Path](), text.parent / "due", Run()
 
     def late(path: Path) -> Path:
         if len(gone) < 2:

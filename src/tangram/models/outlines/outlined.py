@@ -278,6 +278,7 @@ def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
         window=window,
         windowed=kinds.count("sliding_attention") if kinds else said["layers"] if window else 0,
         predictors=_predictors(config),
+        all_rows=False,  # which a graph shows, and no field
     )
 
 

@@ -10,7 +10,7 @@ eager           transformers' and torch's own: 16 bits, float32 of which the log
 eager-copies    the same by code that copies once more in float32: shifted by one token, less its maximum
 compiled        one kernel reads the 16 bits, and float32 becomes the gradient in place
 fused           one kernel for loss and gradient, which is written over the logits (FlashAttention, Apex)
-chunked         head and loss of an eighth of the tokens at a time, or of as many as a framework takes, made again in
+chunked         head and loss of an eighth of the tokens at a time, or of as many as a framework takes, recomputed in
                 the backward: the eager loss of that part (fused with the head's product, as Liger's kernels are unless
                 they are asked not to be, and as Cut Cross-Entropy is, it needs no more)
 parallel        Megatron's over TP ranks that divide the vocabulary: 16 bits, and float32 that becomes the gradient

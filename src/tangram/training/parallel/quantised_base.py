@@ -128,7 +128,8 @@ def quantise(
             for kind, dtype in base.tensors.items()
         }
         layer.register_parameter(key, None)  # its place stays, into which others put what they make for a forward
-        lies = {own_key: cuts_of_one(f"{path}.{own_key}", tuple(one.shape), plan) for own_key, one in own.items()}
+        bound = own if world is not None else {}
+        lies = {own_key: cuts_of_one(f"{path}.{own_key}", tuple(one.shape), plan) for own_key, one in bound.items()}
         for own_key, one in own.items():
             layer.register_parameter(own_key, nn.Parameter(one, requires_grad=False))
         if derived is not None:
