@@ -81,6 +81,25 @@ def test_an_average_that_comes_first(own: str, other: str, trained: bool, tmp_pa
     assert all(torch.equal(made[name], value + 1) for name, value in weights.items())
 
 
+def test_an_average_in_a_file_of_torch_save(tmp_path: Path, capsys: Capture) -> None:
+    """facebookresearch/DiT#83: files have a model, its average, what an optimiser keeps and settings."""
+    module = save("llama", tmp_path / "hf")
+    weights = module.state_dict()
+    optimiser = torch.optim.AdamW(module.parameters())
+    sum(one.sum() for one in module.parameters()).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    optimiser.step()
+    state = {"model": weights, "ema": {name: value + 1 for name, value in weights.items()}, "args": {"lr": 1e-4}}
+    torch.save({**state, "opt": optimiser.state_dict()}, tmp_path / "one.pt")
+    command = ["checkpoint", "convert", str(tmp_path / "one.pt"), str(tmp_path / "out"), "--to", "hf"]
+    command += ["--config", str(tmp_path / "hf"), "--part"]
+    assert main([*command, "lost"]) == 2
+    assert "has no tensor under lost. but under model, ema, opt" in capsys.readouterr().err
+    assert main([*command, "ema"]) == 0
+    made = load_file(tmp_path / "out/model.safetensors")
+    assert set(made) == set(weights)
+    assert all(torch.equal(made[name], value + 1) for name, value in weights.items())
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_two_of_which_neither_is_named_as_a_model(tmp_path: Path, capsys: Capture) -> None:
     """Sense-X/UniFormer#87: of two nets by names of their own none is read unasked."""
@@ -93,10 +112,6 @@ def test_two_of_which_neither_is_named_as_a_model(tmp_path: Path, capsys: Captur
         "the configuration's tensors are under left. and under right.: say which with --part left"
         in capsys.readouterr().err
     )
-    torch.save({"model": weights, "ema": weights}, tmp_path / "one.pt")
-    file = ["checkpoint", "convert", str(tmp_path / "one.pt"), *command[3:], "--part", "ema"]
-    assert main([*file, "--config", str(tmp_path / "hf")]) == 2
-    assert "of which the model alone is read: save ema by itself" in capsys.readouterr().err
     given = [*command, "--config", str(tmp_path / "hf"), "--part"]
     assert main([*given, "lost"]) == 2
     assert "has no tensor under lost. but under left, right" in capsys.readouterr().err

@@ -77,7 +77,8 @@ def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
     if path.is_dir():
         return _folder(path, maps)
     maps = Maps(path.parent)
-    parts = _parts(read_archive(maps, path.name), path)
+    tree = read_archive(maps, path.name)
+    parts = _parts(tree, path)
     found = StateDict()
     found.add(parts.model, path.name)
     names = plain_names(found.places, parts.lead)
@@ -94,8 +95,18 @@ def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
         places[name] = place
     opened = _opened(path, maps, places, skipped)
     if parts.keyed:
-        return replace(opened, states=trained.states, objects=trained.objects(parts.step))
+        uncut = _uncut(path, maps, tree)
+        return replace(opened, states=trained.states, objects=trained.objects(parts.step), uncut=uncut)
     return model_part(opened, dcp.NAMING, skipped)
+
+
+def _uncut(path: Path, maps: Maps, tree: Any) -> OpenCheckpoint | None:
+    """All tensors of a file by the keys that lead to them; None where something beside the model is not read."""
+    try:
+        places = {name: value for name, value in leaves(tree) if isinstance(value, TensorPlace)}
+        return _opened(path, maps, places, [])
+    except UserError:
+        return None
 
 
 def _opened(path: Path, maps: Maps, places: Mapping[str, TensorPlace | Number], skipped: list[str]) -> OpenCheckpoint:

@@ -61,9 +61,9 @@ def part_under(source: OpenCheckpoint, key: str) -> OpenCheckpoint:
     """The tensors under a key alone, as under `model_ema`, by their names after it. Raises UserError where none is."""
     every, lead = source.uncut or source, f"{key.strip('.')}."
     names = {name: name.removeprefix(lead) for name in every.specs if name.startswith(lead)}
-    if not names and every.format == "torch":
+    if not names and every is source and every.format == "torch":
         raise UserError(
-            f'"{source.path}" is a file of torch.save, of which the model alone is read: save {key} by itself'
+            f'"{source.path}" has tensors beside its model that are not read: save {key} by itself with torch.save'
         )
     if not names:
         there = list(dict.fromkeys(name.partition(".")[0] for name in every.specs if "." in name))
