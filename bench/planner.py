@@ -49,8 +49,10 @@ def rows(
     wanted = only or (GROUPS if runs else (*GROUPS, HERE))
     if unknown := sorted({*wanted} - {*GROUPS, HERE}):
         raise UserError(f"--only {unknown[0]}: give one of {', '.join((*GROUPS, HERE))}")
+    given = None if runs is None else read(runs)  # all tables before the first prediction: a wrong one shows at once
+    origin = ranking.sources(sets or PUBLISHED / "ranking_sets.csv")
+    listed = ranking.members(members or PUBLISHED / "ranking_set_members.csv")
     taught = list(cases(read(PUBLISHED / "runs.csv")))
-    given = None if runs is None else read(runs)
     asked = taught if given is None else list(cases(given))
     if {"time", "ranking"} & set(wanted):
         known = HeldOut(predictable(taught))
@@ -60,7 +62,7 @@ def rows(
             if given is not None:
                 yield from _left_out(given)
         if "ranking" in wanted:
-            yield from _ranking(timed, known, sets or PUBLISHED / "ranking_sets.csv", members)
+            yield from _ranking(timed, known, origin, listed)
     if "memory" in wanted:
         yield from memories.rows(asked, taught)
     if "speed" in wanted:
@@ -135,11 +137,12 @@ def _intervals(timed: list[Case], said: list[Run], known: HeldOut) -> Iterator[R
                   f"posterior alone {own:.3f}", "", wide, better="lower")  # fmt: skip
 
 
-def _ranking(timed: list[Case], known: HeldOut, sets: Path, members: Path | None) -> Iterator[Row]:
+def _ranking(
+    timed: list[Case], known: HeldOut, origin: dict[str, str], listed: dict[str, dict[str, float]]
+) -> Iterator[Row]:
     zero, _ = known.predict(timed, predict.runs(timed))
     predicted = {one.row["row"]: float(step) for one, step in zip(timed, zero, strict=True)}
-    listed = ranking.members(members or PUBLISHED / "ranking_set_members.csv")
-    found = ranking.scores(listed, ranking.sources(sets), predicted)
+    found = ranking.scores(listed, origin, predicted)
     groups: dict[str, list[ranking.SetScore]] = {}
     for one in found:
         groups.setdefault("vTrain sets" if one.source.startswith("vtrain") else one.source, []).append(one)

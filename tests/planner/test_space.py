@@ -250,7 +250,7 @@ def laid_out(outline: Outline, request: Request, branches: Grid) -> Grid:
 
 
 @given(DRAWN, WIDER, st.sampled_from(["", "recompute", "zero-3", "zero"]))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_no_configuration_of_a_branch_needs_less_than_its_floor(
     drawn: tuple[Outline, int, int, int], wider: dict[str, Any], less: str
 ) -> None:
@@ -268,7 +268,7 @@ def test_no_configuration_of_a_branch_needs_less_than_its_floor(
 
 
 @given(DRAWN, WIDER, st.sampled_from(["", "recompute", "zero-3", "zero"]))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_what_is_said_to_need_least_and_whether_anything_fits_is_so(
     drawn: tuple[Outline, int, int, int], wider: dict[str, Any], less: str
 ) -> None:

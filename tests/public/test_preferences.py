@@ -11,19 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.strategies import TENSOR, Strategy
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
-from tangram.training.data import IGNORE, held_out_batches, open_corpus, prepare, tokens_of
+from tangram.training.data import IGNORE, held_out_batches, open_corpus, tokens_of
 from tangram.training.run.launch import Rank, run_ranks
 from tangram.training.run.rank import RankJob, begin
-from tangram.training.state.build_model import source_of
 from tangram.training.step import loop
 from tangram.training.step.evaluate import held_out
 from tests.training import taught
 from tests.training.pairs import oracle, write_pairs
-from tests.training.tuning_tasks import Fenced, assert_as_expected, run_each
+from tests.training.tuning_tasks import Fenced, assert_as_expected, planned_by, run_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 WAYS = {
@@ -38,8 +36,7 @@ SET = {
 
 def planned(folder: Path, way: str, file: str = "dpo.toml", micro: int = 6, **more: str) -> Plan:
     asked = load(folder / file, {**SET, "data.cache": str(folder / "cache"), **more})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    return plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), micro)
+    return planned_by(WAYS[way], asked, micro)
 
 
 @pytest.mark.parametrize("kind", ["modules_to_save", "trainable_token_indices"])

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from tangram.models.lora.bases import BASES
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.strategies import TENSOR, Strategy
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
-from tangram.training.data import prepare, tokens_of
+from tangram.training.data import tokens_of
 from tangram.training.state.build_model import source_of
 from tests.training import tuning_tasks
-from tests.training.tuning_tasks import Traced, oracle, run_each, write_folder
+from tests.training.tuning_tasks import Traced, oracle, planned_by, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -89,9 +89,7 @@ def planned(folder: Path, base: str, way: str, model: str = "chat-model", steps:
     more = {"model.path": str(folder / model), "data.cache": str(folder / "cache"), "lora.base": f'"{base}"'}
     lora = LoraPlan(rank=4, alpha=16.0, base=base)  # pyright: ignore[reportArgumentType]  one of its words
     asked = load(folder / "sft.toml", {**SET, **more}).model_copy(update={"lora": lora})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    plan = plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
-    return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
+    return planned_by(WAYS[way], asked, steps=steps)
 
 
 @pytest.fixture(scope="module")

@@ -26,14 +26,12 @@ from tangram.planner.space.optimisers_and_offload import OPTIMISERS
 from tangram.schema.files import load
 from tangram.schema.optimiser import OptimiserPlan, RuleName
 from tangram.schema.plan import Plan
-from tangram.training.data import prepare, tokens_of
 from tangram.training.run.launch import run_ranks
-from tangram.training.state.build_model import source_of
 from tangram.training.updates.ruled_optimiser import RuledOptimiser
 from tangram.training.updates.update_rules import BLOCK, DECODED_AT_ONCE
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, tokenizer_of
-from tests.training.tuning_tasks import Traced, run_each, run_in_turn, write_folder
+from tests.training.tuning_tasks import Traced, counted_for, run_each, run_in_turn, write_folder
 
 # ---------------------------------------------------------------- the arithmetic
 
@@ -197,17 +195,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def counted_for(job: Path, **change: str) -> Counted:
+def counted(job: Path, **change: str) -> Counted:
     """What a model costs, whatever its optimiser is."""
     asked = load(job, {**SET, "data.cache": str(job.parent / "cache"), **change})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    return Counted(asked, source_of(asked, tokens_of(asked)).config)
+    return counted_for(asked)
 
 
 def planned(folder: Path, way: str, steps: int = STEPS, **more: str) -> Plan:
     asked = load(folder / "full.toml", {**SET, "data.cache": str(folder / "cache"), **more})
     change = {key: value for key, value in more.items() if key.startswith("model.")}
-    plan = plan_of(WAYS[way], asked, counted_for(folder / "full.toml", **change), 2)
+    plan = plan_of(WAYS[way], asked, counted(folder / "full.toml", **change), 2)
     return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
 
 
@@ -239,7 +236,7 @@ def test_what_is_kept_is_what_is_predicted(folder: Path, ran: dict[tuple[str, st
 
     for key in (("all", "one"), ("all", "fsdp"), ("plain", "one")):
         plan = planned(folder, key[1], **({"optimiser.moments": '"as masters"'} if key[0] == "plain" else {}))
-        costs = counted_for(folder / "full.toml").costs(2)
+        costs = counted(folder / "full.toml").costs(2)
         memory = estimate(plan, costs, costs, rates()).memory
         assert ran[key].kept_bytes == pytest.approx(memory.parameters + memory.optimiser, rel=0.02), key
     assert ran["all", "one"].kept_bytes < 0.55 * ran["plain", "one"].kept_bytes

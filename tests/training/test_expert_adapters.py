@@ -23,16 +23,15 @@ from tangram.models.lora.adapters import Adapters, adapted_layers, add_adapters
 from tangram.models.lora.bases import base_weights
 from tangram.models.lora.expert_adapters import factors_of
 from tangram.planner.local.derived_layouts import ModelAxis
-from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.strategies import TENSOR, Strategy
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
-from tangram.training.data import prepare, tokens_of
+from tangram.training.data import tokens_of
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training.small import SMALL_MODEL
-from tests.training.tuning_tasks import Named, Traced, assert_as_expected, oracle, run_each, write_folder
+from tests.training.tuning_tasks import Named, Traced, assert_as_expected, oracle, planned_by, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -63,9 +62,7 @@ def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     asked = load(folder / "sft.toml", {**COMMON, "data.cache": str(folder / "cache")})
     lora = LoraPlan(rank=4, alpha=16.0, targets=TARGETS)
     asked = asked.model_copy(update={"lora": lora, "run": asked.run.model_copy(update={"steps": STEPS})})
-    counted = Counted(asked, source_of(asked, tokens_of(asked)).config)
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    return {(family, way): plan_of(one, asked, counted, 2) for way, one in WAYS.items() if way in SOME[family]}
+    return {(family, way): planned_by(one, asked) for way, one in WAYS.items() if way in SOME[family]}
 
 
 def test_losses_and_gradients_are_those_of_peft(plans: dict[tuple[str, str], Plan], tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from tangram.layout import Layout, Mesh, region
 from tangram.layout.blocks import in_blocks
 from tangram.models.lora.bases import BASES
 from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import plan_of
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS, LoraPlan
-from tangram.training.data import prepare, tokens_of
+from tangram.training.data import tokens_of
 from tangram.training.parallel.quantised_base import QuantisedWeight
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training import tuning_tasks
@@ -30,7 +29,7 @@ from tests.training.stored import write_quantised
 from tests.training.test_byte_bases import by_hand as byte_by_hand
 from tests.training.test_expert_adapters import WAYS
 from tests.training.test_quantised_base import made_by_hand
-from tests.training.tuning_tasks import Traced, oracle, run_each, write_folder
+from tests.training.tuning_tasks import Traced, oracle, planned_by, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -102,8 +101,7 @@ def test_a_part_stands_for_the_part_of_what_a_formula_makes(base: str, cut: str)
 def planned(folder: Path, model: str, lora: LoraPlan, way: str) -> Plan:
     asked = load(folder / "sft.toml", {**SET, "model.path": str(folder / model), "data.cache": str(folder / "cache")})
     asked = asked.model_copy(update={"lora": lora, "run": asked.run.model_copy(update={"steps": STEPS})})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    return plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
+    return planned_by(WAYS[way], asked)
 
 
 @pytest.fixture(scope="module")

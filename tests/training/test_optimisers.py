@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from tangram.planner.local.model_costs import Counted
 from tangram.planner.local.strategies import TENSOR, ModelAxis, Strategy, plan_of
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
-from tangram.training.data import open_corpus, prepare, sample_ids, tokens_of
-from tangram.training.state.build_model import source_of
-from tests.training.tuning_tasks import Traced, conversations, loss_of, run_each, write_folder
+from tangram.training.data import open_corpus, sample_ids, tokens_of
+from tests.training.tuning_tasks import Traced, conversations, counted_for, loss_of, run_each, write_folder
 
-STEPS, HALF = 20, 10
+STEPS, HALF = 8, 4
 SET = {
     "data.sequence": "64", "data.global_batch": "4", "optimiser.schedule": "constant", "optimiser.weight_decay": "0.1",
     "run.steps": str(STEPS),
@@ -68,16 +66,13 @@ def changes(folder: Path, case: str, kind: str = "dense", **more: str) -> dict[s
     return {**SET, **CASES[case.partition(" ")[0]], "data.cache": str(folder / kind / "cache"), **more}
 
 
-@cache
-def counted_for(folder: Path, kind: str) -> Counted:
-    asked = load(folder / kind / "sft.toml", changes(folder, "sgd", kind))
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    return Counted(asked, source_of(asked, tokens_of(asked)).config)
+def counted(folder: Path, kind: str) -> Counted:
+    return counted_for(load(folder / kind / "sft.toml", changes(folder, "sgd", kind)))
 
 
 def planned(folder: Path, case: str, way: str, kind: str = "dense", **more: str) -> Plan:
     asked = load(folder / kind / "sft.toml", changes(folder, case, kind, **more))
-    plan = plan_of(WAYS[way], asked, counted_for(folder, kind), 2)
+    plan = plan_of(WAYS[way], asked, counted(folder, kind), 2)
     steps = HALF if case.endswith(" half") else STEPS
     return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
 
@@ -207,7 +202,7 @@ def test_what_is_kept_is_what_is_predicted(folder: Path, ran: dict[tuple[str, st
 
     for case in CASES:
         for way in {"one", "fsdp", "tp"} & {*ON[case]}:
-            plan, costs = planned(folder, case, way), counted_for(folder, "dense").costs(2)
+            plan, costs = planned(folder, case, way), counted(folder, "dense").costs(2)
             memory = estimate(plan, costs, costs, rates()).memory
             assert ran[case, way].kept_bytes == pytest.approx(memory.parameters + memory.optimiser, rel=0.02), (
                 case,

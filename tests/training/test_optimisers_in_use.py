@@ -19,11 +19,10 @@ from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import prepare, tokens_of
 from tangram.training.run.launch import run_ranks
-from tangram.training.state.build_model import source_of
 from tests.training.optimiser_tasks import Astray, with_a_bad_step
 from tests.training.small import SMALL_MODEL, small_plan, write_text
 from tests.training.test_stochastic_rounding import LOW
-from tests.training.tuning_tasks import run_each, write_folder
+from tests.training.tuning_tasks import counted_for, run_each, write_folder
 
 STEPS, HALF, BF16 = 3, 1, "bfloat16"
 WIDE = {"preset": "qwen3-1m", "change": {**SMALL_MODEL, "hidden_size": 128, "intermediate_size": 256, "head_dim": 128}}
@@ -79,8 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def counted(job: Path, low: bool) -> Counted:
     asked = load(job, {**SET, "data.cache": str(job.parent / "cache"), **(LOW if low else {})})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    return Counted(asked, source_of(asked, tokens_of(asked)).config)
+    return counted_for(asked)
 
 
 def planned(folder: Path, case: str, way: str, steps: int = STEPS) -> Plan:

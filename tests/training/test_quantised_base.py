@@ -32,12 +32,12 @@ from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
 from tangram.schema.files import load, loads
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
-from tangram.training.data import prepare, tokens_of
+from tangram.training.data import tokens_of
 from tangram.training.parallel.quantised_base import QuantisedWeight, dequantise, quantised_weights
 from tangram.training.run.launch import run_ranks
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training import tuning_tasks
-from tests.training.tuning_tasks import Traced, oracle, run_each, run_in_turn, write_folder
+from tests.training.tuning_tasks import Traced, oracle, planned_by, run_each, run_in_turn, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -187,9 +187,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _plan(folder: Path, lora: LoraPlan, way: str, steps: int = STEPS, **more: str) -> Plan:
     model = {"model.path": str(folder / "chat-model"), "data.cache": str(folder / "cache")}
     asked = load(folder / "sft.toml", {**SET, **model, **more}).model_copy(update={"lora": lora})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    plan = plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
-    return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
+    return planned_by(WAYS[way], asked, steps=steps)
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,14 @@ from transformers import AutoModelForCausalLM
 from tangram.checkpoint.store.commits import read_manifest
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.strategies import TENSOR, Strategy
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
-from tangram.training.data import prepare, tokens_of
+from tangram.training.data import tokens_of
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training.stored import STORED, write_quantised
-from tests.training.tuning_tasks import Traced, run_each, write_folder
+from tests.training.tuning_tasks import Traced, planned_by, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -51,9 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(folder: Path, model: str, lora: LoraPlan, way: str, steps: int = STEPS) -> Plan:
     asked = load(folder / "sft.toml", {**SET, "model.path": str(folder / model), "data.cache": str(folder / "cache")})
     asked = asked.model_copy(update={"lora": lora})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    plan = plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
-    return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
+    return planned_by(WAYS[way], asked, steps=steps)
 
 
 ONE = "one"

@@ -17,14 +17,13 @@ from tangram.cli import main
 from tangram.errors import UserError
 from tangram.models.lora.adapter_files import save_adapters
 from tangram.models.lora.adapters import initial_adapters
-from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.strategies import TENSOR, Strategy
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
-from tangram.training.data import prepare, tokens_of
+from tangram.training.data import tokens_of
 from tangram.training.state.build_model import build_unsharded, source_of
-from tests.training.tuning_tasks import Traced, oracle, run_each, write_folder
+from tests.training.tuning_tasks import Traced, oracle, planned_by, run_each, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -80,9 +79,7 @@ def _plan(folder: Path, model: str, lora: LoraPlan, one: Strategy, steps: int = 
     asked = load(folder / "sft.toml", {**SET, "data.cache": str(folder / "cache"), "model.path": str(folder / model)})
     start = lora.start and str(folder / lora.start)
     asked = asked.model_copy(update={"lora": lora.model_copy(update={"start": start})})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    plan = plan_of(one, asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
-    return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
+    return planned_by(one, asked, steps=steps)
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,22 @@ from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
 from tangram.models.lora.adapter_files import stored_adapters
 from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters
-from tangram.planner.local.model_costs import Counted
-from tangram.planner.local.strategies import TENSOR, Strategy, plan_of
+from tangram.planner.local.strategies import TENSOR, Strategy
 from tangram.schema.files import load
 from tangram.schema.parallelism import LayoutsPlan
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import LoraPlan
-from tangram.training.data import prepare, tokens_of
+from tangram.training.data import tokens_of
 from tangram.training.state.build_model import build_unsharded, source_of
-from tests.training.tuning_tasks import Traced, assert_as_expected, oracle, run_each, saved_and_merged, write_folder
+from tests.training.tuning_tasks import (
+    Traced,
+    assert_as_expected,
+    oracle,
+    planned_by,
+    run_each,
+    saved_and_merged,
+    write_folder,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
@@ -70,9 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _plan(folder: Path, lora: LoraPlan, way: str, frozen: tuple[str, ...] = ()) -> Plan:
     asked = load(folder / "sft.toml", {**SET, "data.cache": str(folder / "cache")})
     asked = asked.model_copy(update={"lora": lora, "model": asked.model.model_copy(update={"freeze": frozen})})
-    prepare(asked.data, tokens_of(asked), lambda event: None)
-    plan = plan_of(WAYS[way], asked, Counted(asked, source_of(asked, tokens_of(asked)).config), 2)
-    return plan.model_copy(update={"run": plan.run.model_copy(update={"steps": STEPS})})
+    return planned_by(WAYS[way], asked, steps=STEPS)
 
 
 @pytest.fixture(scope="module")

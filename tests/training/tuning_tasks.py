@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -24,8 +26,11 @@ from tangram.models.building.build import build_on_meta
 from tangram.models.lora.adapter_files import merge_adapters, save_adapters
 from tangram.models.lora.adapters import Adapters, add_adapters, initial_adapters
 from tangram.models.lora.expert_adapters import factors_of
+from tangram.planner.local.model_costs import Counted
+from tangram.planner.local.strategies import Strategy, plan_of
+from tangram.schema.job import Job
 from tangram.schema.plan import Plan
-from tangram.training.data import open_corpus, sample_ids, step_batches, tokens_of
+from tangram.training.data import open_corpus, prepare, sample_ids, step_batches, tokens_of
 from tangram.training.mesh.local_parts import local
 from tangram.training.observe.events import StepDone
 from tangram.training.parallel.model import ParallelModel
@@ -77,6 +82,24 @@ def write_folder(
         f"lora.rank = 4\nrun.steps = {STEPS}\n"
     )
     return folder
+
+
+def planned_by(one: Strategy, job: Job, micro: int = 2, steps: int | None = None) -> Plan:
+    """The plan of a job, its tokens made; plans of one job are made of one count of its model."""
+    plan = plan_of(one, job, counted_for(job), micro)
+    return plan if steps is None else plan.model_copy(update={"run": plan.run.model_copy(update={"steps": steps})})
+
+
+def counted_for(job: Job) -> Counted:
+    """What the model of a job costs, and its tokens, made once."""
+    return _counted(pickle.dumps(job))
+
+
+@lru_cache(maxsize=16)
+def _counted(pickled: bytes) -> Counted:
+    job: Job = pickle.loads(pickled)
+    prepare(job.data, tokens_of(job), lambda event: None)
+    return Counted(job, source_of(job, tokens_of(job)).config)
 
 
 def run_in_turn(

@@ -186,26 +186,29 @@ def why_not_causal(
 
     Every place of a row is asked at once: row r of a batch counts the logits up to place r only, and what they owe to
     the embeddings of the tokens after it must be exactly zero. `positions`: whether training gives position ids. All
-    ranks that share its parameters call this together; gradients are None afterwards. Costs four passes of at most
-    `PROBED` * (2 * `PROBED` - 1) * 2 tokens.
+    ranks that share its parameters call this together; gradients are None afterwards. Costs one pass, forward and
+    backward, of at most (4 * `PROBED` - 1) * 2 * `PROBED` tokens: a derived model has a program for each size.
     """
     device = device or next(model.parameters()).device
     length = 2 * PROBED
     vocabulary = _vocabulary(model)
-    ids_BS = (torch.arange(3, 3 + length, device=device) % vocabulary).repeat(length - 1, 1)
+    rows = length - 1
+    ids_BS = (torch.arange(3, 3 + length, device=device) % vocabulary).repeat(rows, 1)
     right_BS = torch.ones_like(ids_BS, dtype=torch.bool).triu(1)  # of row r: what stands to the right of place r
+    changed_BS = (ids_BS + length) % vocabulary
+    behind_S = torch.cat([changed_BS[0, :1], ids_BS[0, 1:]])
+    inputs_BS = torch.cat([ids_BS, torch.where(right_BS, changed_BS, ids_BS), behind_S[None]])
+    counted_BS = torch.cat([~right_BS, torch.zeros_like(inputs_BS[rows:], dtype=torch.bool)])
     probed, was_training = _Probed(model, tokens), model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
-            given_BSV, owed_BS = _owed(probed, ids_BS, positions, ~right_BS)
-            with torch.no_grad():
-                other_BSV = _run(probed, torch.where(right_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
-                first_BS = torch.arange(length, device=device) == 0
-                behind_BSV = _run(probed, torch.where(first_BS, (ids_BS + length) % vocabulary, ids_BS), positions)
+            logits_BSV, owed_BS = _owed(probed, inputs_BS, positions, counted_BS)
     finally:
         model.train(was_training)
         model.zero_grad(set_to_none=True)
+    given_BSV, other_BSV, behind_BSV = logits_BSV[:rows], logits_BSV[rows:-1], logits_BSV[-1:]
+    owed_BS = None if owed_BS is None else owed_BS[:rows]
     if not (is_finite(given_BSV) and (owed_BS is None or is_finite(owed_BS))):
         return _not_finite(model)
     unit = torch.finfo(given_BSV.dtype).eps * float(given_BSV.abs().max())
@@ -239,27 +242,32 @@ def respects_documents(
 ) -> bool:
     """Whether a document's logits are the same behind one document, behind another, and alone.
 
-    The model is called as in training: position ids that begin anew, no attention mask. All ranks that share its
-    parameters call this together and get the same answer; gradients are None afterwards. Costs four passes of at
-    most 16 tokens. A model in which no token sees an earlier one (weights that are zero) cannot be judged: False.
+    The model is called as in training: position ids that begin anew, no attention mask. Alone is what stands first in
+    its row, of a model that is causal, which `why_not_causal` asks. All ranks that share its parameters call this
+    together and get the same answer; gradients are None afterwards. Costs one pass of 4 rows of 16 tokens. A model in
+    which no token sees an earlier one (weights that are zero) cannot be judged: False.
     """
     if not _takes_positions(model):
         return False
     device = device or next(model.parameters()).device
     ids_S = torch.arange(3, 3 + 3 * PROBED, device=device) % _vocabulary(model)
     one_S, other_S, document_S = ids_S[:PROBED], ids_S[PROBED:-PROBED], ids_S[-PROBED:]
+    changed_S = torch.cat([other_S[:1], document_S[1:]])
+    pairs = ((one_S, document_S), (other_S, document_S), (document_S, other_S), (changed_S, other_S))
+    inputs_BS = torch.stack([torch.cat(pair) for pair in pairs])
+    positions_BS = torch.arange(PROBED, device=device).repeat(2).expand_as(inputs_BS)
+    counted_BS = torch.zeros_like(inputs_BS, dtype=torch.bool)
+    counted_BS[0, PROBED:] = True
     probed, was_training = _Probed(model, tokens), model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # what is compiled for 16 tokens serves nobody
-            behind_one_SV, owed_S = _traced(probed, one_S, document_S)
-            with torch.no_grad():
-                behind_other_SV = _logits(probed, other_S, document_S)
-                alone_SV = _logits(probed, document_S)
-                changed_SV = _logits(probed, torch.cat([other_S[:1], document_S[1:]]))
+            logits_BSV, owed_BS = _owed(probed, inputs_BS, positions_BS, counted_BS)
     finally:
         model.train(was_training)
         model.zero_grad(set_to_none=True)
+    owed_S = None if owed_BS is None else owed_BS[0]
+    (behind_one_SV, behind_other_SV), (alone_SV, changed_SV) = logits_BSV[:2, PROBED:], logits_BSV[2:, :PROBED]
     if owed_S is not None and bool((owed_S[:PROBED] != 0).any()):
         return False
     if not bool((alone_SV[1:] != changed_SV[1:]).any()):
@@ -271,21 +279,13 @@ def respects_documents(
     return apart <= SAME_ALONE**2 * float(alone_SV.double().square().sum())
 
 
-def _traced(probed: _Probed, before_S: Tensor, document_S: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The document's logits, and how much they owe to the embedding of each token of the row.
-
-    None where embeddings are not to be had whole: there is no such module, or it hands on a part of the sequence.
-    """
-    inputs_BS, positions_BS = _packed(before_S, document_S)
-    counted_BS = (torch.arange(inputs_BS.shape[1], device=inputs_BS.device) >= len(before_S))[None]
-    logits_BSV, owed_BS = _owed(probed, inputs_BS, positions_BS, counted_BS)
-    return logits_BSV[0, len(before_S) :], None if owed_BS is None else owed_BS[0]
-
-
 def _owed(
     probed: _Probed, inputs_BS: Tensor, positions: Tensor | bool, counted_BS: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """All logits, and how much the counted ones owe to the embedding of each token."""
+    """All logits, and how much the counted ones owe to the embedding of each token.
+
+    None where embeddings are not to be had whole: there is no such module, or it hands on a part of the sequence.
+    """
     kept: list[Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -315,18 +315,6 @@ def _run(probed: _Probed, inputs_BS: Tensor, positions: Tensor | bool) -> Tensor
     whole_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).expand_as(inputs_BS)
     positions_BS = None if positions is False else whole_BS if positions is True else positions
     return logits_in_order(probed.module, probed.tokens, Batch(inputs_BS, inputs_BS, positions_BS))
-
-
-def _packed(*documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Some documents in one row: tokens, and position ids."""
-    positions_BS = torch.cat([torch.arange(len(ids_S), device=ids_S.device) for ids_S in documents])[None]
-    return torch.cat(documents)[None], positions_BS
-
-
-def _logits(probed: _Probed, *documents: Tensor) -> Tensor:
-    """The logits of the last of some documents that are packed into one row."""
-    logits_BSV = _run(probed, *_packed(*documents))
-    return logits_BSV[0, -len(documents[-1]) :]
 
 
 def _embeddings(model: nn.Module) -> nn.Module | None:
