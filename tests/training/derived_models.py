@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import MistralConfig, MistralForCausalLM
 
 from tangram.layout import Mesh
 from tangram.layout.intervals import elements
@@ -38,7 +39,7 @@ from tangram.training.mesh.tensor_parallel import DerivedModel, parallel
 from tangram.training.objective.expert_loads import Loads
 from tangram.training.objective.loss import LOGITS, token_loss
 from tangram.training.run.launch import Rank
-from tests.sharding.derive.test_marks_files import tiny
+from tests.sharding.derive.test_marks_files import MODELS, tiny
 from tests.training.own_models import Another, Convolved, Diffusion, Two, Written
 
 
@@ -102,6 +103,8 @@ def model_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind in OWN:
         return OWN[kind]()
+    if kind == "windowed":  # its window is longer than a part of the inputs, and shorter than the whole
+        return MistralForCausalLM(MistralConfig(**MODELS["llama"], sliding_window=12)).train()
     return tiny(kind).train()
 
 

@@ -52,8 +52,13 @@ HIDDEN = ("*.experts.gate_up_proj: e/ep (2 f/tp) h", "*.experts.down_proj: e/ep 
 CHUNKS = ("embed: b s/sp h", "far: b h s/sp")
 """Sequences that windows read and that are scanned; the same in two blocks, of which each rank has a part."""
 STRIDED = ("embed: b (2 s/cp) h", "far: b h (2 s/cp)")
+BETWEEN = ("{*.q_proj.weight,*.up_proj.weight}: o/tp i", "{model.embed_tokens,model.layers.*}: b s/tp h")
+ULYSSES = ("{model.embed_tokens,model.layers.*,model.norm}: b s/cp h", "{*.q_proj,*.k_proj,*.v_proj}: b s out/cp")
+"""Sequences in parts between layers: attention, of some heads, has the whole, and its masks are made of a part."""
 TWO = named(
     [
+        *(Work("windowed", "tp=2", BETWEEN, mistake, "none") for mistake in ("", MASKS)),
+        Work("windowed", "cp=2", ULYSSES, plans="none"),
         Work("conv", "sp=2", CHUNKS),
         Work("conv", "cp=2", STRIDED),
         *(Work("conv", "cp=2", STRIDED, mistake) for mistake in (HALOS, SCANS)),

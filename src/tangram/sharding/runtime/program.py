@@ -63,6 +63,8 @@ class Program:
 
     gathered: Mapping[str, Change] = field(default_factory=dict[str, Change])
     """Parameters that lie in parts and are put together each time that their module runs; their gradients are cut."""
+    windows: bool = False
+    """Whether attention may have windows."""
 
     @property
     def graph(self) -> Graph:
@@ -82,7 +84,8 @@ class Program:
         """Whether attention is to have the mask of the capture: queries are cut, or its operators run one by one.
 
         Attention that was captured as products (its heads give other sizes than they take) may be both. So is it where
-        masks are made of parts: whether there is one depends on the documents that a rank sees.
+        masks are made of parts: whether there is one depends on the documents that a rank sees. And where code sees a
+        part, and its mask is of the whole: of what is shorter than a window transformers leaves it out.
         """
         calls, steps = self.derived.folded.graph.calls, steps_of_nodes(self.derived)
         replaced = [calls[action.call] for own in self.actions.values() for action in own.values() if action.why]
@@ -98,6 +101,9 @@ class Program:
         attends = any("scaled_dot_product" in call.function for call in calls)
         masks = _of_no_weights(self.derived.folded) if attends else []
         if any(over.communication[step.number].label is not None for step in masks for over in self.derived.axes):
+            return True
+        numbers = {step.number for step in masks} if self.windows else ()
+        if any(steps[i].number in numbers for call in replaced for i in range(call.first, call.stop)):
             return True
         for step in self.derived.folded.steps:
             query = step.bound.inputs[0] if "scaled_dot_product" in step.call.name else None

@@ -2,14 +2,13 @@
 
     cut          parameters become DTensors over the tensor axis; a module's forward sees its local parts
     first call   of each size of the inputs and mode (`training.mesh.modes`): capture, derive, rehearse; the program
-                 says
-                 what moves, and where
+                 says what moves, and where
     each call    collectives at the borders of modules, their duals in the backward
     each step    gradients of parameters that all ranks have whole, and use for something of their own, are summed, or
                  in each backward (`parallel`)
 
 Whatever holds the model outside of its forward (FSDP2, the optimiser, a checkpoint) sees DTensors. Trade-off: inputs of
-another size are derived anew, a second or less for a model of one kind of layer.
+another size are derived anew, which takes longer the more layers there are.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
-from tangram.models.building.masks import as_captured
+from tangram.models.building.masks import as_captured, has_windows
 from tangram.models.building.twin import without_memory
 from tangram.models.capturing.answers import still_right
 from tangram.models.capturing.opened import without_fast_path
@@ -340,7 +339,7 @@ class DerivedModel:
 
     def _planned(self, inputs: Mapping[str, Any]) -> Now:
         modes.follow(self._template, self._model, self.reads_values)
-        # Of a run without memory the template has its own; and in inference mode operators come undecomposed.
+        # Of a run without memory the template has its own; in inference mode operators come undecomposed.
         with _disable_current_modes(), modes.without_inference(), modes.steady(self._model):
             read = self.reads_values
             return self._planned_from({name: modes.without_values(x, integers=read) for name, x in inputs.items()})
@@ -358,6 +357,7 @@ class DerivedModel:
                 f"{error}; where parameters lie has to be what follows from the marks, as `tangram plan` writes both"
             ) from None
         program = rehearsed(found, self._template, inputs, self._dtype)
+        program.windows = has_windows(self._model)
         refuse_cut_inputs(program.derived)  # what was rehearsed, which may have more tensors whole than `found`
         refuse_cut_buffers(program.derived)
         keep_written(self._model, written_parameters(self._model, program.derived.folded.graph))
