@@ -59,16 +59,19 @@ def test_rows_in_float32_are_moved_as_such() -> None:
     assert 1.1 < wide / narrow < 1.3
 
 
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As transformers' models do it in single kernels."""
+    shares = torch.nn.functional.softmax(q @ k.transpose(2, 3) * 0.5 + mask, dim=-1, dtype=torch.float32)
+    return shares.to(q.dtype) @ v
+
+
 def test_scores_and_their_gradients_take_what_torch_allocates() -> None:
     """Of transformers' eager attention, forward and backward, the most that is there at once, by the profiler."""
     heads, tokens, width = 2, 512, 8
     q, k, v = (torch.randn(1, heads, tokens, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + mask
-        shares = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        del scores
-        torch.matmul(shares, v).sum().backward()
+        attended(q, k, v, mask).sum().backward()
     counted: Any = profile.profiler
     changes = [int(one.nbytes()) for one in counted.kineto_results.events() if one.name() == "[memory]"]
     peak = max(accumulate(changes)) / (heads * tokens * tokens)
@@ -82,7 +85,7 @@ def test_scores_and_their_gradients_take_what_torch_allocates() -> None:
         for of in (lambda *a: block_activations(*a)[0], block_backward)
     )
     assert kept[0] - kept[1] == pytest.approx(6.0, rel=0.01)
-    assert back[0] - back[1] == pytest.approx(8.0)
+    assert back[0] - back[1] == pytest.approx(6.0)
     assert peak - 1.0 < kept[0] - kept[1] + back[0] - back[1] <= peak + 0.5
 
 

@@ -106,12 +106,13 @@ def _scores(block: Block, g: Grid) -> Array:
 
 
 def _scores_gradients(block: Block, g: Grid, setting: Setting) -> Array:
-    """Bytes while attention in single kernels goes backward: of each score the gradient of its share and its own, where
-    the softmax is in float32 in that."""
+    """Bytes while attention in single kernels goes backward: of a softmax in float32 the gradient of each share and of
+    its score, less the 16 bits of it that the product with the values is done with; of Megatron's kernels, which write
+    over it, that of each share."""
     framework = setting.framework
     if framework.fused_attention:
         return np.zeros(len(g))
-    return 2 * (4.0 if framework.kernels == "eager" else setting.flow_bytes) * _scores(block, g)
+    return (6.0 if framework.kernels == "eager" else setting.flow_bytes) * _scores(block, g)
 
 
 def _unpacked(block: Block, g: Grid, setting: Setting) -> Array:
