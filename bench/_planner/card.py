@@ -64,12 +64,8 @@ MISSES = """
   (until its 957). 50 ran out before any row with the bytes that 51 has, which fitted. 57 and 105 fitted: the rows of 57
   are mostly shorter, the configuration of 105 is not shown whole. 137, states of 32B on eight cards, is within 1 GiB
   of what there is.
-- Thread 29 (LoRA of 72B on two cards) ran out and fits by 0.19: its frozen layers were counted with gradients until
-  question 129, 3.3 GiB.
-- Mixtures of Megatron without graphs (131: Moonlight at 4,096 tokens a micro-batch, 0.46 s a step) wait for something
-  that is not modelled: 0.14 s are said, and 41 GiB where 34 were allocated.
-- gpt-oss in axolotl (132, 133): 60 GiB are said where 46 were reserved on four cards, 9 where 21 were with everything
-  on the host: what FSDP and the mixture's kernels have there meanwhile is not understood.
+- Thread 29 ran out and fits by 0.19: its frozen layers were counted with gradients before. Not understood: 131, a
+  mixture of Megatron without graphs, three times slower; 132 and 133, gpt-oss in axolotl.
 - Samples that are packed of documents whose lengths nobody says are taken as one each: 1.4 times too slow at 16,000
   tokens (question 58), ten times at 512,000 (70). transformers ran a mixture's experts one after the other until 2025,
   and ZeRO-3 each one's hooks (67: 91 s): `--framework deepspeed-transformers-4` says 26 s, `deepspeed` 3. 66, on two
