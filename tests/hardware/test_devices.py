@@ -26,7 +26,7 @@ def test_the_catalogue_has_every_maker_with_a_source_for_each_device() -> None:
 
 @pytest.mark.parametrize(
     ("said", "key"),
-    [("H100", "h100"), ("A100-80", "a100"), ("A100-40", "a100-40"), ("V100-16", "v100"), ("gb200", "gb200"),
+    [("H100", "h100"), ("A100-80", "a100"), ("A100-40", "a100-40"), ("V100-16", "v100-16"), ("gb200", "gb200"),
      ("Ascend 910B (Atlas 900 A2 PoDc)", "ascend-910b"), ("nvidia b200 sxm", "b200")],
 )  # fmt: skip
 def test_a_device_is_found_as_tables_call_it(said: str, key: str) -> None:

@@ -67,12 +67,13 @@ def test_tuned_models_have_the_sizes_of_what_they_began_from() -> None:
         "Qwen/Qwen2.5-7B-Instruct": "Qwen2.5-7B", "meta-llama/Meta-Llama-3.1-8B-Instruct": "Llama-3.1-8B",
         "Qwen3-30B-A3B-Thinking-2507": "Qwen3-30B-A3B", "meta-llama/Llama-2-7b-chat-hf": "Llama-2-7b-hf",
         "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2.5-VL-7B-Instruct", "llama3.1-8b": "Llama-3.1-8B",
+        "Qwen/Qwen1.5-32B-Chat": "Qwen1.5-32B", "THUDM/glm-4-9b-chat": "glm-4-9b",
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": "DeepSeek-R1-Distill-Qwen-32B",
     }.items():  # fmt: skip
         found = in_catalogue(said)
         assert found is not None
         assert found.name == name
-    for said in ("someone/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-Coder-7B-Instruct", "instruct", "microsoft/phi-4-mini"):
+    for said in ("someone/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-Omni-7B", "instruct", "microsoft/phi-4-mini"):
         assert in_catalogue(said) is None
 
 

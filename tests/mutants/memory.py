@@ -17,6 +17,10 @@ _STALE = f"{_STREAM}::test_a_copy_that_is_out_of_date_is_not_used"
 _TASKS = "tests/planner/test_tasks.py"
 _MEANS = "tests/planner/test_means.py"
 _ENDS = f"{_MEANS}::test_embedding_and_head_beside_a_base_in_few_bits_are_as_those_who_prepare_it_leave_them"
+_FEW = "tests/planner/test_few_bits.py"
+_BITS = f"{_FEW}::test_adapters_beside_frozen_weights_take_what_was_measured"
+_SCORES = f"{_FEW}::test_scores_and_their_gradients_take_what_torch_allocates"
+_VERSION = f"{_FEW}::test_unsloth_is_of_its_version"
 _KEYS = "tests/models/test_catalogue.py"
 _KERNELS = "tests/planner/test_kernels_and_hosts.py"
 _PARTS = (
@@ -186,5 +190,43 @@ MUTANTS: tuple[Mutant, ...] = (
         "        + _others_keys(block, g, setting)\n", "",
         "keys that CP ranks gather are forgotten",
         ("tests/planner/test_memory.py::test_keys_that_ranks_gather_are_those_of_all_tokens",),
+    ),
+    Mutant(
+        "rows-of-16-bits", "planner/space/setting.py",
+        "max(self.flow_bytes, self.frozen_end_bytes)", "self.flow_bytes",
+        "activations beside weights in 4 bits are taken to be in 16 where peft has norms in float32", (_BITS,),
+    ),
+    Mutant(
+        "frozen-and-reduced", "planner/cost/memory.py",
+        "one.trained * framework.reduce_bytes", "one.gathered * framework.reduce_bytes",
+        "frozen weights have gradients while a backward works", (_BITS,),
+    ),
+    Mutant(
+        "gathered-unpacked", "planner/cost/memory.py",
+        "(wide if setting.base is FULL else setting.base_bytes)", "(wide + 4)",
+        "frozen weights in 4 bits are gathered in more", (_BITS,),
+    ),
+    Mutant(
+        "scores-without-gradients", "planner/cost/kept_activations.py",
+        "        + _scores_gradients(block, g, setting)\n", "",
+        "attention that writes its scores has no gradient of them", (_SCORES,),
+    ),
+    Mutant(
+        "experts-at-once-backward", "planner/cost/kept_activations.py",
+        "if setting.framework.loops_experts else 1.0\n    for (cut", "if block.experts < 0 else 1.0\n    for (cut",
+        "experts one by one have all gradients at once",
+        ("tests/planner/test_few_bits.py::test_experts_one_by_one_have_one_gradient_at_a_time",),
+    ),
+    Mutant(
+        "unsloth-of-today", "planner/space/frameworks.toml",
+        'since = "2024-11"', 'since = "2024-01"',
+        "unsloth is taken to have had no logits before it had", (_VERSION,),
+    ),
+    Mutant(
+        "v100-of-32", "hardware/devices.toml",
+        'called = ["V100-16"]\nfp16 = 125e12\nmemory_bytes = 16e9',
+        'called = ["V100-16"]\nfp16 = 125e12\nmemory_bytes = 32e9',
+        "a V100 of 16 GB has 32",
+        ("tests/hardware/test_cluster.py::test_equal_nodes_of_the_catalogue_by_name",),
     ),
 )

@@ -285,7 +285,7 @@ class Ways:
         times = 1.0 if setting.framework.fused_streams else UNFUSED
         if not setting.framework.fused_streams and setting.framework.kernels == "eager" and one.group == Group.NORM:
             times = EAGER_NORM
-        return curves.moved_seconds(setting.device, rows * one.width * passes * times * setting.flow_bytes)
+        return curves.moved_seconds(setting.device, rows * one.width * passes * times * setting.row_bytes)
 
     def started(self, passes: float) -> list[tuple[Group, Array]]:
         """Seconds of the host in a pass, by groups: to start kernels, `passes` times those of a forward, and once for

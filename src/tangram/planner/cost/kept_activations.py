@@ -75,11 +75,7 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
         # keeps its mask and its own output beside it.
         each = 2 * setting.flow_bytes + 1.0 if setting.framework.dropout else setting.flow_bytes
         each += 4.0 if setting.framework.kernels == "eager" else 0.0  # its output in float32, before it is rounded
-        for one in block.scores:
-            heads = np.maximum(one.heads / g.tensor, 1.0)
-            keys = g.sequence if one.causal else np.minimum(g.sequence, one.chunk or np.inf)  # images are samples
-            numbers = g.micro * heads * g.sequence / g.context * keys
-            scores = scores + numbers * each
+        scores = each * _scores(block, g)
     if setting.framework.dropout:
         masks = 2.0 * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
         full, left = full + masks, left + masks
@@ -92,11 +88,31 @@ def block_activations(block: Block, hidden: int, g: Grid, setting: Setting) -> t
         weights = _unpacked(block, g, setting)
         full, left = full + weights, left + weights
     blocks = (g.recompute & int(Group.BLOCK)) == int(Group.BLOCK)
-    inputs = setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    inputs = setting.row_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     mean = np.where(blocks, g.recomputed * inputs + (1 - g.recomputed) * full, left)
     return mean + _sent(block, hidden, g, setting), np.where(
         g.recompute > 0, np.maximum(full - np.where(blocks, inputs, left), 0.0), 0.0
     )
+
+
+def _scores(block: Block, g: Grid) -> Array:
+    """A rank's numbers of queries by keys."""
+    found = np.zeros(len(g))
+    for one in block.scores:
+        heads = np.maximum(one.heads / g.tensor, 1.0)
+        keys = g.sequence if one.causal else np.minimum(g.sequence, one.chunk or np.inf)  # images are samples
+        found = found + g.micro * heads * g.sequence / g.context * keys
+    return found
+
+
+def _scores_gradients(block: Block, g: Grid, setting: Setting) -> Array:
+    """Bytes while attention in single kernels goes backward: of a softmax in float32 the gradient of each share and of
+    its score, less the 16 bits of it that the product with the values is done with; of Megatron's kernels, which write
+    over it, that of each share."""
+    framework = setting.framework
+    if framework.fused_attention:
+        return np.zeros(len(g))
+    return (6.0 if framework.kernels == "eager" else setting.flow_bytes) * _scores(block, g)
 
 
 def _unpacked(block: Block, g: Grid, setting: Setting) -> Array:
@@ -135,19 +151,22 @@ def _sent(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
 
 def block_backward(block: Block, hidden: int, g: Grid, setting: Setting) -> Array:
     """Bytes of gradients at the widest place of a block's backward: of what an operator was given, while that is still
-    kept, and of the block's own stream."""
+    kept, and of the block's own stream; of attention's scores where these are written."""
     g, hidden = g.of_rows(block.rows), block.hidden or hidden
     most: dict[tuple[Cut, bool], float] = {}
     for one in block.kept:
         key = _cut(one, setting), one.routed
         most[key] = max(most.get(key, 0.0), one.width * _number_bytes(one, setting))
     widest = np.zeros(len(g))
+    one_by_one = np.maximum(block.experts / g.expert, 1.0) if setting.framework.loops_experts else 1.0
     for (cut, routed), nbytes in most.items():
-        widest = np.maximum(widest, _rows(cut, block, g, setting, routed=routed) * nbytes)
+        rows = _rows(cut, block, g, setting, routed=routed) / (one_by_one if routed else 1.0)
+        widest = np.maximum(widest, rows * nbytes)
     return (
         widest
         + _others_keys(block, g, setting)
-        + setting.flow_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+        + _scores_gradients(block, g, setting)
+        + setting.row_bytes * hidden * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     )
 
 
@@ -210,9 +229,17 @@ def _rows(cut: Cut, block: Block, g: Grid, setting: Setting, *, routed: bool) ->
     return rows / np.where(g.sequence_parallel > 0, g.tensor, 1.0) if cut == "tokens" else rows
 
 
+def _flow_bytes(one: Kept, setting: Setting) -> float:
+    """Of each number of a row as it is computed; kernels of attention bring what they take to 16 bits themselves."""
+    attention = one.cut == "tensor" and bool(one.group & Group.ATTENTION) and setting.framework.fused_attention
+    return setting.flow_bytes if attention else setting.row_bytes
+
+
 def _number_bytes(one: Kept, setting: Setting) -> float:
     """Of each number of a row; 0 where the framework keeps none of it."""
-    framework, flow = setting.framework, one.nbytes or setting.flow_bytes
+    framework, flow = setting.framework, one.nbytes or _flow_bytes(one, setting)
+    if one.role == "eager" and one.nbytes == setting.row_bytes:  # brought to what it is in already
+        return 0.0
     if (one.role == "eager" and framework.kernels != "eager") or (
         one.role == "expert output" and not framework.keeps_expert_outputs
     ):

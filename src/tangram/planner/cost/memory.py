@@ -40,7 +40,7 @@ from tangram.planner.cost.kept_activations import block_activations, block_backw
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
 from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
 from tangram.planner.space.layers_per_stage import chunk_of, dealt
-from tangram.planner.space.optimisers_and_offload import away
+from tangram.planner.space.optimisers_and_offload import FULL, away
 from tangram.planner.space.schedule_formulas import folded
 from tangram.planner.space.setting import Setting
 
@@ -276,6 +276,8 @@ class Takes:
     """Numbers of a rank's weights, each shape once."""
     gathered: Array
     """Numbers of a rank's weights where DP ranks divide nothing."""
+    trained: Array
+    """Those of them that have gradients."""
 
 
 def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False) -> list[Takes]:
@@ -291,8 +293,11 @@ def takes_of(outline: Outline, g: Grid, setting: Setting, *, least: bool = False
         numbers = block.numbers
         left, remade = block_activations(block, outline.hidden, g, setting)
         again = block_backward(block, outline.hidden, g, setting) + (0.0 if least else remade)
-        gathered = numbers.tensor / g.tensor + numbers.replicated + numbers.experts / (g.expert * g.expert_tensor)
-        found.append(Takes(left, again, weights_of_shapes(block, g), gathered))
+        gathered, trained = (
+            one.tensor / g.tensor + one.replicated + one.experts / (g.expert * g.expert_tensor)
+            for one in (numbers, block.trained if block.adapted else numbers)
+        )
+        found.append(Takes(left, again, weights_of_shapes(block, g), gathered, trained))
     return found
 
 
@@ -302,7 +307,8 @@ def stage(
 ) -> Stage:  # fmt: skip
     """Of so many layers of each run; `embeds`, `heads`: 1 with the embedding, the head, else 0."""
     framework = setting.framework
-    kept, again, whole, scratch, largest = (np.zeros(len(g)) for _ in range(5))
+    wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
+    kept, again, gathered, reduced, scratch, largest = (np.zeros(len(g)) for _ in range(6))
     tied, predictors, further = outline.tied, outline.predictors, outline.further + outline.positions * outline.hidden
     outline, counts = outline.predicting, [*counts, *([heads * predictors] if predictors else [])]
     for (_, count), one in zip(outline.by_kind(counts), takes, strict=True):
@@ -310,15 +316,16 @@ def stage(
         kept, again = kept + count * one.left, np.maximum(again, np.where(there, one.again, 0.0))
         largest = np.maximum(largest, np.where(there, one.left, 0.0))
         scratch = np.maximum(scratch, np.where(there, one.shapes, 0.0))
-        whole = np.maximum(whole, np.where(there, one.gathered, 0.0))
+        frozen = (one.gathered - one.trained) * (wide if setting.base is FULL else setting.base_bytes)
+        gathered = np.maximum(gathered, np.where(there, frozen + one.trained * wide, 0.0))
+        reduced = np.maximum(reduced, np.where(there, one.trained * framework.reduce_bytes, 0.0))
     ends = outline.vocab * outline.hidden / g.tensor
     beside = ends * np.maximum(embeds, heads) if tied else ends * (embeds + heads)
     numbers = rank_weights(outline, g, counts, beside + further * embeds)
-    each = setting.flow_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
+    each = setting.row_bytes * g.tokens / np.where(g.sequence_parallel > 0, g.tensor, 1.0)
     embedded = embeds * each * outline.hidden * (0.5 if framework.dropout else 0.0)
     # The head's weight has its gradient made while logits and theirs are there.
     head = logits(outline, g, setting) * (1 + predictors) + ends * framework.scratch_bytes
-    wide, cut = max(framework.gathered_bytes, setting.flow_bytes), g.zero >= 3
     updated = divided(g, numbers[1], 1)
     states = model_state_bytes(g, setting, *numbers)
     if setting.in_backward:  # of each parameter until it is updated: those of a block, or the head's
@@ -330,8 +337,8 @@ def stage(
         *states, kept, largest, embedded, heads * head, again,
         scratch * framework.scratch_bytes, updated * framework.step_bytes,
         framework.workspace,
-        np.where(cut, whole * (2 * wide) + ends * wide, 0.0),
-        np.where(cut, whole * (2 * wide + framework.reduce_bytes) + ends * wide, 0.0),
+        np.where(cut, 2 * gathered + ends * wide, 0.0),
+        np.where(cut, 2 * gathered + reduced + ends * wide, 0.0),
     )  # fmt: skip
 
 

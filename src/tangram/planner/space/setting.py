@@ -237,5 +237,11 @@ class Setting:
 
     @property
     def flow_bytes(self) -> float:
-        """Of a number of activations."""
+        """Of a number that products take."""
         return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def row_bytes(self) -> float:
+        """Of a number of activations: in float32 beside frozen weights in few bits where embedding and norms are in it,
+        since bitsandbytes' products give what they were given (`Linear4bit.forward`: `.to(inp_dtype)`)."""
+        return self.flow_bytes if self.base is FULL else max(self.flow_bytes, self.frozen_end_bytes)
