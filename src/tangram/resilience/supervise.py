@@ -33,7 +33,7 @@ from tangram.tracing.settings import fresh_folder
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed, StopRequested
 from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
-from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
+from tangram.training.run.rank import LEFT_OUT, RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.run.signals import POLITE, interrupt, on_signals
 from tangram.training.run.torchrun import Meeting
@@ -43,8 +43,6 @@ __all__ = ["Recovered", "Settings", "supervised"]
 
 OnEvent = Callable[[object], None]
 MORE_MEMORY = "for more, a container's --shm-size, or another folder with --memory"
-LEFT_OUT = "left out: "
-"""How a save begins that came while the one before was being written: of snapshots no failure."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,8 @@ class _Run:
     """Checkpoints that no attempt came to a step from: their paths, or on several nodes their ids."""
     apart: bool = False
     """Whether something happened here of which other nodes do not know yet."""
+    full: str = ""
+    """Why memory takes no more snapshots of this attempt."""
     newest: CheckpointSaved | None = None
     """The newest snapshot of this attempt."""
     stopping: bool = False
@@ -218,7 +218,7 @@ class _Run:
         return report
 
     def _attempt(self, resume: Path | None) -> RankReport:
-        self.attempts, self.newest = self.attempts + 1, None
+        self.attempts, self.newest, self.full = self.attempts + 1, None, ""
         try:
             memory = self.tiers.attempt(self.attempts)
         except OSError as error:
@@ -236,6 +236,8 @@ class _Run:
         snapshots = memory and Snapshots(memory, self.settings.snapshot_every, nodes and nodes.place)
         job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace)
         job = replace(job, spent=self.seen.spent(), reached=self.seen.reached)
+        if resume is not None and resume.parent == self.tiers.disk:
+            self.seen.promoted = read_marker(resume).step
         self.seen.begin(
             "the beginning" if resume is None else "the disk" if resume.parent == self.tiers.disk else MEMORY
         )
@@ -249,6 +251,8 @@ class _Run:
             spare=True,
             trace=trace,
         )
+        if self.full and results[0].trained.stopped == "signal" and not self.stopping:
+            raise _SnapshotsEnd(self.full)
         return results[0]
 
     def _stopped(self, error: Exception) -> RankReport:
@@ -270,7 +274,7 @@ class _Run:
         now, step = time.monotonic(), self.seen.reached
         self.seen.failed_at = now
         if isinstance(error, RankError):
-            failure = Failure(Cause.RAISED if error.details else Cause.KILLED, str(error), step, now)
+            failure = Failure(Cause(error.how), str(error), step, now)
         else:
             failure = Failure(Cause.STORE, str(error), step, now)
             self.promoter.close()  # which may be at the very one; no more come
@@ -292,7 +296,8 @@ class _Run:
                 many = "" if self.nodes is None else ", on the nodes that are left without that one"
                 why += f"; with --min-ranks N it goes on with fewer{many}"
             if isinstance(error, RankError):
-                raise RankError(error.rank, self.job.plan.ranks, f"{error.error}; {why}", error.details) from error
+                words = f"{error.error}; {why}"
+                raise RankError(error.rank, self.job.plan.ranks, words, error.details, error.how) from error
             raise UserError(f"{failure.words}; {why}")
         self.tiers.settle()
         resume = self._newest()
@@ -322,12 +327,18 @@ class _Run:
                 self._snapshot(event)
             case SaveFailed() if self.tiers.memory is not None:
                 if not event.reason.startswith(LEFT_OUT):
-                    raise _SnapshotsEnd(f"snapshots in memory have ended: {event.reason} ({MORE_MEMORY})")
+                    self.full = f"snapshots in memory have ended: {event.reason} ({MORE_MEMORY})"
+                    if self.nodes is not None:  # else ranks stop after their step, with the state on the disk
+                        raise _SnapshotsEnd(self.full)
             case _:
                 self.seen(event)
 
     def _snapshot(self, event: CheckpointSaved) -> None:
         """A snapshot in memory; those that the plan wants on the disk, or the first after them, are brought there."""
+        if Path(event.path).parent == self.tiers.disk:  # memory took it not
+            self.seen.promoted, self.newest = event.step, None
+            self.on_event(event)
+            return
         self.seen.blocked += event.blocked_seconds
         every = self.job.plan.checkpoint.every_steps
         self.newest = event

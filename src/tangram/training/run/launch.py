@@ -48,7 +48,7 @@ from tangram.training.run.fork_server import (
     give_way_in_memory,
     signals_deferred,
 )
-from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, interrupt, on_signals
+from tangram.training.run.signals import POLITE, UNKNOWN, How, Stop, death, first_line, interrupt, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -61,13 +61,14 @@ _KILLED = float("-inf")  # when a rank failed that was killed: before whatever o
 class RankError(Exception):
     """A rank died: which one, its first error as one sentence, and the stack trace when there is one."""
 
-    def __init__(self, rank: int, world: int, error: str, details: str) -> None:
+    def __init__(self, rank: int, world: int, error: str, details: str, how: How | None = None) -> None:
         super().__init__(f"rank {rank} of {world} ended the job: {error}")
         self.rank, self.world, self.error = rank, world, error
+        self.how: How = how or ("raised" if details else "killed")
         self.details = details.encode(errors="backslashreplace").decode()  # names of files may be no text
 
     def __reduce__(self) -> Any:
-        return type(self), (self.rank, self.world, self.error, self.details)
+        return type(self), (self.rank, self.world, self.error, self.details, self.how)
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class _Failure:
     error: str
     details: str
     by_user: bool
+    how: How = "raised"
 
 
 def threads_of_a_rank(world: int) -> int:
@@ -189,8 +191,8 @@ class _Job(Generic[Result]):
         (process := self.processes[rank]).join()
         if rank not in self.results and rank not in self.failures:
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
-            how = death(process.exitcode, memory=memory_kills() > self.kills)
-            self.failures[rank] = _Failure(_KILLED, how, "", by_user=False)
+            words, how = death(process.exitcode, memory=memory_kills() > self.kills)
+            self.failures[rank] = _Failure(_KILLED, words, "", by_user=False, how=how)
 
     def look(self, on_event: Callable[[object], None]) -> None:
         """A hang is a failure of the rank that is to blame."""
@@ -199,7 +201,7 @@ class _Job(Generic[Result]):
             on_event(Note(one.text))
         if hang is not None:
             details = "\n".join(line for one in hang.findings for line in (one.text, *one.details))
-            self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False)
+            self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False, how="hang")
 
     def drain(self, on_event: Callable[[object], None]) -> None:
         """End every process and hear the events that ranks had told of by then: of a step, say, that a snapshot has."""
@@ -303,7 +305,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     first = job.say_in_trace(rank, first)
     if first.by_user:
         raise UserError(first.error)
-    raise RankError(rank, world, first.error, first.details)
+    raise RankError(rank, world, first.error, first.details, first.how)
 
 
 @dataclass(frozen=True)
@@ -374,10 +376,8 @@ def _store(start: _Start) -> dist.Store:
 
 
 def _send(line: Connection, message: object) -> None:
-    """Send the bytes themselves.
-
-    `Connection.send` gives tensors as memory that the parent fetches from this process: which may have ended by then.
-    """
+    """Send the bytes themselves: `Connection.send` gives tensors as memory that the parent fetches from this process,
+    which may have ended by then."""
     line.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
