@@ -28,12 +28,12 @@ from tangram.resilience.nodes import ElsewhereError, Nodes
 from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.rescue import rescue_alone, saved
 from tangram.resilience.seen import MEMORY, FailureLog, Recovered, Seen
-from tangram.resilience.tiers import Tiers, memory_of
+from tangram.resilience.tiers import Tiers, id_of, memory_of
 from tangram.tracing.settings import fresh_folder
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed, StopRequested
 from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
-from tangram.training.run.launch import RankError, run_ranks
-from tangram.training.run.rank import LEFT_OUT, RankJob, RankReport, Snapshots, packing_of, train_rank
+from tangram.training.run.launch import ENOUGH, RankError, run_ranks
+from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.run.signals import POLITE, interrupt, on_signals
 from tangram.training.run.torchrun import Meeting
@@ -42,6 +42,8 @@ from tangram.training.step.loop import Trained
 __all__ = ["Recovered", "Settings", "supervised"]
 
 OnEvent = Callable[[object], None]
+LEFT_OUT = "left out: "
+"""How a save begins that came while the one before was being written: of snapshots no failure."""
 MORE_MEMORY = "for more, a container's --shm-size, or another folder with --memory"
 
 
@@ -149,7 +151,7 @@ class _Run:
                         raise
                     assert resume is not None
                     # As a damaged one: its copy on the disk may do, or an older one.
-                    self.bad.add(str(resume) if self.nodes is None else _id(resume))
+                    self.bad.add(str(resume) if self.nodes is None else id_of(resume))
                     self.on_event(Note(f"cannot go on from {resume}: {error}"))
                     resume = self._newest()
                     if resume is None:
@@ -317,7 +319,7 @@ class _Run:
             self.log.recovered(event)
         self.on_event(event)
 
-    def _hear(self, event: object) -> None:
+    def _hear(self, event: object) -> str | None:
         self.pass_on()
         match event:
             case StopRequested():
@@ -327,17 +329,22 @@ class _Run:
                 self._snapshot(event)
             case SaveFailed() if self.tiers.memory is not None:
                 if not event.reason.startswith(LEFT_OUT):
-                    self.full = f"snapshots in memory have ended: {event.reason} ({MORE_MEMORY})"
-                    if self.nodes is not None:  # else ranks stop after their step, with the state on the disk
+                    self.full = self.full or f"snapshots in memory have ended: {event.reason} ({MORE_MEMORY})"
+                    if self.nodes is not None:
                         raise _SnapshotsEnd(self.full)
+                    self.promoter.close()  # so that what is older is on the disk before the state of the last step
+                    self.pass_on()
+                    return ENOUGH
             case _:
                 self.seen(event)
+        return None
 
     def _snapshot(self, event: CheckpointSaved) -> None:
         """A snapshot in memory; those that the plan wants on the disk, or the first after them, are brought there."""
-        if Path(event.path).parent == self.tiers.disk:  # memory took it not
-            self.seen.promoted, self.newest = event.step, None
-            self.on_event(event)
+        if self.full:
+            if Path(event.path).parent == self.tiers.disk:
+                self.seen.promoted = event.step
+                self.on_event(event)
             return
         self.seen.blocked += event.blocked_seconds
         every = self.job.plan.checkpoint.every_steps
@@ -388,11 +395,3 @@ class _Run:
         tokens, seconds = sum(one.tokens for one in steps.values()), max(one.seconds for one in steps.values())
         trained = replace(report.trained, losses=losses, tokens=tokens, seconds=seconds)
         return replace(report, trained=trained, first=first)
-
-
-def _id(path: Path) -> str:
-    """Of a checkpoint; its path where it does not say."""
-    try:
-        return read_marker(path).id
-    except UserError:
-        return str(path)

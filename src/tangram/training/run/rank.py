@@ -57,8 +57,6 @@ from tangram.training.step.evaluate import held_out_loss, logits_of, sum_over
 from tangram.training.step.objectives import objective_of
 from tangram.training.step.optimiser_step import make_optimiser
 
-LEFT_OUT = "left out: "
-"""How a save begins that came while the one before was being written: of snapshots no failure."""
 PROBE_TOKENS = 128  # of the fixed batch whose logits are compared
 
 
@@ -195,15 +193,14 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
     first, before = state.progress.step, state.progress
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
         often = plan.checkpoint.every_steps if to.every is None else to.every  # beside the pace, what the plan wants
-        ending = _Ending(rank, job)
-        hooks = loop.Hooks(ending.tell, ending.requested, after_step, job.folder, often, job.spent, job.reached)
+        hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, often, job.spent, job.reached)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     rank.trace.phase(Phase.CHECKPOINT)
     on_disk = job.resume is not None and job.resume.parent == job.folder / CHECKPOINTS
     if not (on_disk and state.progress == before):  # else it would be written a second time
         checkpointer.save(state, wait=True)
-        if ending.may_leave_memory and not checkpointer.has(state):
+        if memory and to.node is None and not checkpointer.has(state):  # it takes no more: the disk may
             alone = Checkpointer(job.folder / CHECKPOINTS, plan, world)
             alone.save(state, wait=True)
             for event in (*checkpointer.close(), *alone.close()):
@@ -225,23 +222,6 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
         packing=begun.settled.packing,
         ranks=plan.ranks,
     )
-
-
-class _Ending:
-    """Whether a rank is to stop after its step: somebody asks, or memory takes no more snapshots, and the state goes to
-    the disk before whoever starts the ranks does so anew, without those."""
-
-    def __init__(self, rank: Rank, job: RankJob) -> None:
-        self._rank, self._full = rank, False
-        self.may_leave_memory = job.snapshots is not None and job.snapshots.node is None
-
-    def tell(self, event: object) -> None:
-        if self.may_leave_memory and isinstance(event, SaveFailed) and not event.reason.startswith(LEFT_OUT):
-            self._full = True
-        self._rank.emit(event)
-
-    def requested(self) -> bool:
-        return self._rank.stop.requested() or self._full
 
 
 def _nowhere(event: object) -> None:
