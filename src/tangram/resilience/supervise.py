@@ -126,7 +126,7 @@ class _Run:
         if self.settings.snapshot_every != 0 and memory is None:
             self.on_event(Note("this system has no /dev/shm: without snapshots in memory, checkpoints go to the disk"))
         self.tiers = Tiers(memory, folder / CHECKPOINTS)
-        keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
+        self.keep = keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
         self.promoter: Promoter | Carrier
         if self.nodes is None or memory is None:
             self.promoter = Promoter(self.tiers.disk, keep)
@@ -243,19 +243,20 @@ class _Run:
         self.seen.begin(
             "the beginning" if resume is None else "the disk" if resume.parent == self.tiers.disk else MEMORY
         )
-        results = run_ranks(
-            train_rank,
-            job,
-            world=job.plan.ranks if nodes is None else nodes.among(self.attempts),
-            on_event=self._hear,
-            device=job.plan.run.device,
-            on_start=self._started,
-            spare=True,
-            trace=trace,
-        )
-        if self.full and results[0].trained.stopped == "signal" and not self.stopping:
+        world = job.plan.ranks if nodes is None else nodes.among(self.attempts)
+        try:
+            hear, begun, device = self._hear, self._started, job.plan.run.device
+            report = run_ranks(
+                train_rank, job, world=world, on_event=hear, device=device, on_start=begun, spare=True, trace=trace
+            )[0]
+        except UserError:  # nor does the disk take the state
+            if not self.full or self.stopping:
+                raise
+            report = None
+        if self.full and not self.stopping and (report is None or report.trained.stopped == "signal"):
             raise _SnapshotsEnd(self.full)
-        return results[0]
+        assert report is not None
+        return report
 
     def _stopped(self, error: Exception) -> RankReport:
         """Of ranks that had been asked to stop and were lost: they are not started again, and the newest state goes to
@@ -334,6 +335,7 @@ class _Run:
                         raise _SnapshotsEnd(self.full)
                     self.promoter.close()  # so that what is older is on the disk before the state of the last step
                     self.pass_on()
+                    self.promoter = Promoter(self.tiers.disk, self.keep)
                     return ENOUGH
             case _:
                 self.seen(event)
@@ -342,8 +344,9 @@ class _Run:
     def _snapshot(self, event: CheckpointSaved) -> None:
         """A snapshot in memory; those that the plan wants on the disk, or the first after them, are brought there."""
         if self.full:
+            self.newest = event
             if Path(event.path).parent == self.tiers.disk:
-                self.seen.promoted = event.step
+                self.seen.promoted, self.newest = event.step, None
                 self.on_event(event)
             return
         self.seen.blocked += event.blocked_seconds

@@ -198,17 +198,16 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     rank.trace.phase(Phase.CHECKPOINT)
     on_disk = job.resume is not None and job.resume.parent == job.folder / CHECKPOINTS
+    last = checkpointer
     if not (on_disk and state.progress == before):  # else it would be written a second time
         checkpointer.save(state, wait=True)
         if memory and to.node is None and not checkpointer.has(state):  # it takes no more: the disk may
-            alone = Checkpointer(job.folder / CHECKPOINTS, plan, world)
-            alone.save(state, wait=True)
-            for event in (*checkpointer.close(), *alone.close()):
-                rank.emit(event)
+            last = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+            last.save(state, wait=True)
     rank.trace.phase(Phase.EVALUATION)
-    for event in checkpointer.close():
+    for event in (*checkpointer.close(), *(last.close() if last is not checkpointer else ())):
         rank.emit(event)
-        if isinstance(event, SaveFailed) and event.step == state.progress.step:
+        if isinstance(event, SaveFailed) and event.step == state.progress.step and not last.has(state):
             raise UserError(f"the last checkpoint could not be written: {event.reason}")
     stopped = trained.stopped == "signal"
     return RankReport(
