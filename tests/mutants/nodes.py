@@ -24,6 +24,10 @@ _PATIENCE = "tests/training/test_command.py::test_a_run_stops_early_where_the_he
 _ENDED = _STORE + "a_run_that_has_ended_still_sends_what_the_store_did_not_take"
 _TORN = "tests/training/test_resume.py::test_a_checkpoint_that_has_lost_a_file_is_told_of"
 
+_BOARD = "tests/training/test_boards.py::test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint"
+_CUT = "tests/training/test_command.py::test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been"
+_GOES_ON = "tests/public/test_going_on.py::test_"
+
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -204,8 +208,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rotten-here-and-in-memory", "resilience/supervise.py",
-        "self.bad.add(str(resume) if self.nodes is None else _id(resume))",
-        "self.bad.update(str(one) for one in self.tiers.newest_first() if _id(one) == _id(resume))",
+        "self.bad.add(str(resume) if self.nodes is None else id_of(resume))",
+        "self.bad.update(str(one) for one in self.tiers.newest_first() if id_of(one) == id_of(resume))",
         "where a snapshot has rotted in memory its sound copy on the disk is passed over, too",
         (_RUN + "a_rotten_snapshot_is_left_for_its_copy_or_an_older_one",),
     ),
@@ -301,5 +305,51 @@ MUTANTS: tuple[Mutant, ...] = (
         "return min(found, 2 ** len(self._costs)) if len(self._costs) < LAST else found", "return found",
         "the first snapshot, which costs more, puts the next one off for hundreds of steps",
         ("tests/training/test_pace.py::test_a_slow_first_save_does_not_put_the_next_one_off_for_long",),
+    ),
+    Mutant(
+        "steps-of-no-state", "training/observe/events.py",
+        "kept = [line for line in lines if not _step_of(line) > step]", "kept = lines",
+        "a run that goes on keeps the lines of steps that its state has not done",
+        ("tests/training/test_runs.py::test_what_was_done_after_the_checkpoint_that_is_gone_on_from_is_no_step_of_the_run",),
+    ),
+    Mutant(
+        "boards-begin-twice", "training/observe/boards.py",
+        "self._after + 1 if self._after or any(self._folder.iterdir()) else None", "None",
+        "a board shows steps of a run that began anew, and of what came after its checkpoint", (_BOARD,),
+    ),
+    Mutant(
+        "written-once-more", "training/run/rank.py",
+        "if not (on_disk and state.progress == before):", "if True:",
+        "a run of which no step is left writes its last checkpoint a second time", (_CUT,),
+    ),
+    Mutant(
+        "due-at-once", "resilience/supervise.py",
+        "            self.seen.promoted = read_marker(resume).step\n", "            self.seen.promoted = 0\n",
+        "a run that goes on under a launcher saves at its first snapshot, and pushes an older checkpoint out",
+        (_GOES_ON + "a_run_that_goes_on_saves_when_it_is_due_and_not_at_once",),
+    ),
+    Mutant(
+        "memory-is-a-device", "planner/cost/goodput.py",
+        'and row["cause"] == "killed"', 'and row["cause"] != "raised"',
+        "ranks that the kernel ended as memory ran out, and hangs, count as failures of devices",
+        ("tests/planner/test_failures.py::test_of_a_run_that_was_started_again_all_hours_count",),
+    ),
+    Mutant(
+        "memory-is-no-cause", "training/run/signals.py",
+        'as memory ran out: {LESS_MEMORY}", "memory"', 'as memory ran out: {LESS_MEMORY}", "killed"',
+        "a rank that the kernel ended as memory ran out is written down as a device that failed",
+        (_RUN + "without_snapshots_it_goes_on_from_the_disk",),
+    ),
+    Mutant(
+        "done-again-as-memory-fills", "resilience/supervise.py",
+        "                    return ENOUGH\n", "                    raise _SnapshotsEnd(self.full)\n",
+        "where memory takes no snapshot, all steps since the last one are done again",
+        (_RUN + "where_memory_is_full_checkpoints_go_to_the_disk",),
+    ),
+    Mutant(
+        "older-after-newer", "resilience/supervise.py",
+        "                    self.promoter.close()  # so", "                    pass  # so",
+        "an older snapshot comes to the disk after the state of the last step, and is taken for the newest",
+        (_RUN + "what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for",),
     ),
 )

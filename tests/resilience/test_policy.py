@@ -25,6 +25,8 @@ def test_an_error_that_comes_again_at_the_same_step_stops_it() -> None:
     assert "would come again" in verdict([raised(3), raised(3)], Limits())
     assert verdict([raised(3), raised(4)], Limits()) == ""
     assert verdict([raised(3), raised(3, "OSError: disk")], Limits()) == ""
+    hang = Failure(Cause.HANG, "no rank has moved", 3)
+    assert "would come again" in verdict([hang, hang], Limits())
     one, other = (f"rank {n} of 2 ended the job: NoMemoryError: what flows took {n + 1.5} MB" for n in range(2))
     assert "would come again" in verdict([raised(3, one), raised(3, other)], Limits()), "other ranks, other figures"
 
@@ -41,6 +43,8 @@ def test_capacity_is_lost_where_ranks_are_killed_again_and_again() -> None:
     assert lost_capacity([raised(2), *[killed(3)] * 3], limits)
     assert not lost_capacity([raised(3), *[killed(3)] * 2], limits), "an error may be the job's own"
     assert not lost_capacity([killed(3), killed(4), killed(5)], limits)
+    memory = replace(killed(3), cause=Cause.MEMORY)
+    assert lost_capacity([killed(3), memory, memory], limits), "fewer need less of it"
 
 
 def test_there_is_a_last_restart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from tangram.resilience.supervise import Settings, supervised
 from tangram.resilience.tiers import memory_of
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.training.observe.events import CheckpointSaved, Evaluated, Note, StepDone
+from tangram.training.run import launch
 from tangram.training.run.launch import RankError
 from tests.resilience.runs import Run, job_of, run, text_in
 from tests.resilience.test_tiers import flip
@@ -120,15 +122,20 @@ def test_the_stack_of_an_error_that_did_not_come_again_is_kept(text: Path) -> No
     assert "in batch_of" in failure["details"]
 
 
-def test_without_snapshots_it_goes_on_from_the_disk(text: Path, undisturbed: Run) -> None:
+def test_without_snapshots_it_goes_on_from_the_disk(
+    text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Killing(Run):
         def __call__(self, event: object) -> None:
             super().__call__(event)
             if isinstance(event, CheckpointSaved) and self.starts == 1:
                 os.kill(self.pids[1], signal.SIGKILL)
 
-    seen = Killing()
+    seen, kills = Killing(), itertools.count()
+    monkeypatch.setattr(launch, "memory_kills", lambda: next(kills))
     run(job_of(text.parent / "disk", text, **TABLES), seen, Settings(snapshot_every=0))
+    found = seen_failures([text.parent / "disk"])
+    assert (found.failures, len(found.restarts)) == (0, 1), "memory ran out: no device has failed"
     assert seen.losses == undisturbed.losses
     assert [one.memory for one in seen.recovered] == [False]
     assert seen.recovered[0].lost_steps < seen.recovered[0].step - 1
@@ -234,11 +241,14 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
         subprocess.run(["umount", small], check=True)
     assert not left, "what is full is not filled further"
     assert seen.losses == undisturbed.losses
+    assert [(one.memory, one.lost_steps) for one in seen.recovered] == [(False, 0)], "nor is anything done again"
+    first = seen.saved[0].step
     assert any(
         "snapshots in memory have ended" in note and "No space left" in note and "--shm-size" in note
         for note in seen.notes
     ), seen.notes
-    assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
+    assert 0 < first < 20
+    assert [marker.step for _, marker in committed(folder / "checkpoint")] == [first, 20, 40, STEPS]
 
 
 def test_what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for(
@@ -278,7 +288,10 @@ def test_what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for(
     assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
     assert not twice
     assert seen.losses == undisturbed.losses
-    assert [marker.step for _, marker in committed(folder / "checkpoint")] == [20, 40, STEPS]
+    assert [one.lost_steps for one in seen.recovered] == [0]
+    steps = [marker.step for _, marker in committed(folder / "checkpoint")]
+    assert steps == sorted(steps), "what was on its way is older than the state that ranks brought to the disk"
+    assert {20, STEPS} < {*steps}
 
 
 def test_what_the_plan_wants_on_the_disk_is_there_however_seldom_snapshots_are(text: Path, undisturbed: Run) -> None:
@@ -321,6 +334,7 @@ def test_a_rank_that_stands_still_is_a_failure_too(text: Path, undisturbed: Run)
     assert [one.memory for one in seen.recovered] == [True]
     assert any("no rank has moved for 3 s: rank 1" in note for note in seen.notes), seen.notes
     assert sorted(path.name for path in job.folder.glob("trace*")) == ["trace", "trace-2"], "the first says of what"
+    assert '"cause": "hang"' in (job.folder / "failures.jsonl").read_text()
 
 
 def test_what_the_disk_does_not_take_stays_in_memory(

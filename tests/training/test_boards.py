@@ -29,8 +29,8 @@ def plan(*boards: str) -> Plan:
     return made.model_copy(update={"run": made.run.model_copy(update={"boards": boards})})
 
 
-def write(folder: Path, *events: object, to: str = "tensorboard") -> None:
-    board = Boards(folder, plan(to))
+def write(folder: Path, *events: object, to: str = "tensorboard", after: int = 0) -> None:
+    board = Boards(folder, plan(to), after=after)
     try:
         for event in events:
             board(event)
@@ -116,8 +116,11 @@ def test_a_board_that_cannot_be_written_stops_no_run(tmp_path: Path, capfd: pyte
 
 def test_a_resumed_run_takes_the_place_of_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, *(step(number, float(number)) for number in range(1, 6)))
-    write(tmp_path, *(step(number, float(number - 3), first=4) for number in (4, 5, 6)))
+    of_three = Evaluated(3, 4.75, 0.0)  # what is still to be measured comes before the next step
+    write(tmp_path, of_three, *(step(number, float(number - 3), first=4) for number in (4, 5, 6)), after=3)
     assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    write(tmp_path, step(1, 1.0), step(2, 2.0))  # there was no checkpoint that is whole: it begins anew
+    assert [point.step for point in read(tmp_path).Scalars("train/loss")] == [1, 2]
 
 
 def test_nothing_is_written_for_a_run_without_events(tmp_path: Path) -> None:

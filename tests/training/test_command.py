@@ -118,6 +118,11 @@ def test_a_run_that_is_cut_short_goes_on_as_if_it_had_not_been(
     assert (out / "plan-1.toml").exists()
     assert main(["train", "--resume", "--out", str(out)]) == 0
     assert "has ended after step 6 of 6: nothing is left to do" in capsys.readouterr().out
+    there = sorted((out / "checkpoint").glob("step-*"))
+    (out / "summary.json").unlink()  # as where it is killed as it proves what it has trained
+    again, _ = train(capsys, "--resume", "--out", out)
+    assert (again["resumed_from"], again["eval_loss"]) == (6, whole["eval_loss"])
+    assert sorted((out / "checkpoint").glob("step-*")) == there, "the state is there, and not written once more"
     assert main(["train", str(plan), "--resume", "--out", str(out), "--set", "seed=4", "--steps", "9"]) == 2
     assert (
         "was trained with seed 3, and the plan has 4; with run.steps 6, and the plan has 9 (the learning rate of step 7"

@@ -83,8 +83,9 @@ def test_a_rank_that_dies_ends_the_job(how: str, message: str, tmp_path: Path) -
 def test_a_rank_that_is_killed_as_memory_ran_out_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = iter([3, 4])  # as the job begins, and as the rank has gone
     monkeypatch.setattr(launch, "memory_kills", lambda: next(kills))
-    with pytest.raises(RankError, match=r"rank 1 of 2 ended .*: killed by the kernel, as memory ran out: lower data"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 .*: killed by the kernel, as memory ran out: lower") as caught:
         run_ranks(fail, "kill", world=2, on_event=print, device="cpu")
+    assert caught.value.how == "memory"
 
 
 def test_of_ranks_that_stop_at_a_loss_that_is_none_the_one_that_has_it_is_named(tmp_path: Path) -> None:

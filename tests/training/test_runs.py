@@ -19,7 +19,7 @@ from tests.training.small import small_plan, write_text
 def written(folder: Path, losses: Sequence[float], first: int = 1, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "plan.toml").write_text(dumps(small_plan(write_text(folder.parent / "text"), **changes)))
-    write = StepsFile(folder, print)
+    write = StepsFile(folder, print, after=first - 1)
     for step, loss in enumerate(losses, first):
         write(StepDone(step, 9, loss, 1.0, 1e-3, 100, 0.5 * step))
     write(Evaluated(first + len(losses) - 1, losses[-1] + 0.5, 3.0))
@@ -36,8 +36,20 @@ def test_a_step_that_is_done_again_counts_once_and_half_a_line_not_at_all(tmp_pa
     assert steps[4]["held_out_loss"] == 1.75
     with (run / FILE).open("a") as stream:
         stream.write("\n[]\n")
-    with pytest.raises(UserError, match="line 8 is no step of a run"):
+    with pytest.raises(UserError, match="line 6 is no step of a run"):
         read_steps(run)
+
+
+def test_what_was_done_after_the_checkpoint_that_is_gone_on_from_is_no_step_of_the_run(tmp_path: Path) -> None:
+    """The run was cut off after step 4 and goes on from step 2, to step 3 by now: step 4 is of no state any more."""
+    run = written(tmp_path / "run", [3.0, 2.0, 1.5, 1.0])
+    with (run / FILE).open("a") as stream:
+        stream.write('{"step": 5, "lo')
+    StepsFile(run, print, after=2)(StepDone(3, 9, 1.75, 1.0, 1e-3, 100, 0.5))
+    rows = [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 3.0), (2, 2.0), (3, 1.75)]
+    StepsFile(run, print)
+    assert not (run / FILE).read_text(), "it begins anew, as where there was no checkpoint"
 
 
 def test_what_differs_is_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -404,6 +404,10 @@ def test_a_run_goes_on_from_the_store_on_another_disk(
         said = capsys.readouterr().out
         assert "fetched    step-0000000" in said, said
         assert "uploaded   step" in said, said
+    (tmp_path / "launch" / "summary.json").unlink()  # killed as it proved what it had, and while it sent the last
+    store_of(address).delete(["step-00000006/tangram.json"])
+    assert main(["launch", "--resume", "--out", str(tmp_path / "launch")]) == 0
+    assert [marker.step for _, marker in committed(tmp_path / "launch" / "checkpoint")] == [5, 6]
     ends = [str(committed(tmp_path / one / "checkpoint")[-1][0]) for one in ("train", "whole")]
     capsys.readouterr()
     main(["checkpoint", "diff", *ends, "--json"])

@@ -14,12 +14,16 @@ DAY = 86_400.0
 
 
 class Cause(Enum):
-    """What ended the ranks."""
+    """What ended the ranks, as `failures.jsonl` has it."""
 
-    KILLED = "a rank was killed"
-    """From outside: by the kernel where memory ran out, a person, a machine that is going down. No last words."""
-    RAISED = "a rank raised an error"
-    STORE = "snapshots could not be written"
+    KILLED = "killed"
+    """A rank, from outside: by a person, a machine that is going down. No last words."""
+    MEMORY = "memory"
+    """By the kernel, as that ran out: no device has failed."""
+    RAISED = "raised"
+    HANG = "hang"
+    STORE = "storage"
+    """Snapshots could not be written."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def verdict(failures: Sequence[Failure], limits: Limits) -> str:
     in order."""
     last = failures[-1]
     same = [one for one in failures if one.error == last.error]
-    if last.cause is Cause.RAISED and len(same) > 1:
+    if last.cause in (Cause.RAISED, Cause.HANG) and len(same) > 1:
         return f"the same error came twice after step {last.step}, so it would come again"
     if sum(last.at - one.at < DAY for one in failures) > limits.restarts:
         return f"it was started again {limits.restarts} times in a day already (--restarts)"
@@ -67,7 +71,7 @@ def verdict(failures: Sequence[Failure], limits: Limits) -> str:
 def lost_capacity(failures: Sequence[Failure], limits: Limits) -> bool:
     """Whether so many ranks cannot be kept alive here: killed again and again, without a step between."""
     here = failures[-_in_a_row(failures) :]
-    return len(here) > limits.in_a_row and all(one.cause is Cause.KILLED for one in here)
+    return len(here) > limits.in_a_row and all(one.cause in (Cause.KILLED, Cause.MEMORY) for one in here)
 
 
 def _in_a_row(failures: Sequence[Failure]) -> int:

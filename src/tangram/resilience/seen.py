@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.planner.cost.goodput import FILE
-from tangram.resilience.policy import Cause, Failure
+from tangram.resilience.policy import Failure
 from tangram.schema.plan import Plan
 from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone, StepSkipped, append_line
 
@@ -101,9 +101,6 @@ class Seen:
             )
 
 
-_CAUSES = {Cause.RAISED: "raised", Cause.KILLED: "killed", Cause.STORE: "storage"}
-
-
 class FailureLog:
     """What a run sees of failures, line by line in its folder, for `tangram plan --failures`.
 
@@ -117,7 +114,7 @@ class FailureLog:
 
     def failed(self, failure: Failure, details: str = "") -> None:
         words = {"words": failure.words, "details": details}
-        self._add({"what": "failure", "cause": _CAUSES[failure.cause], "step": failure.step} | words)
+        self._add({"what": "failure", "cause": failure.cause.value, "step": failure.step} | words)
 
     def recovered(self, event: Recovered) -> None:
         where = "memory" if event.memory else "disk"

@@ -28,11 +28,11 @@ from tangram.resilience.nodes import ElsewhereError, Nodes
 from tangram.resilience.policy import Cause, Failure, Limits, lost_capacity, verdict
 from tangram.resilience.rescue import rescue_alone, saved
 from tangram.resilience.seen import MEMORY, FailureLog, Recovered, Seen
-from tangram.resilience.tiers import Tiers, memory_of
+from tangram.resilience.tiers import Tiers, id_of, memory_of
 from tangram.tracing.settings import fresh_folder
 from tangram.training.observe.events import CheckpointSaved, Note, SaveFailed, StopRequested
 from tangram.training.run.environment import ReportedElsewhere, refuse_too_many
-from tangram.training.run.launch import RankError, run_ranks
+from tangram.training.run.launch import ENOUGH, RankError, run_ranks
 from tangram.training.run.rank import RankJob, RankReport, Snapshots, packing_of, train_rank
 from tangram.training.run.run_folder import CHECKPOINTS
 from tangram.training.run.signals import POLITE, interrupt, on_signals
@@ -42,9 +42,9 @@ from tangram.training.step.loop import Trained
 __all__ = ["Recovered", "Settings", "supervised"]
 
 OnEvent = Callable[[object], None]
-MORE_MEMORY = "for more, a container's --shm-size, or another folder with --memory"
 LEFT_OUT = "left out: "
 """How a save begins that came while the one before was being written: of snapshots no failure."""
+MORE_MEMORY = "for more, a container's --shm-size, or another folder with --memory"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class _Run:
     """Checkpoints that no attempt came to a step from: their paths, or on several nodes their ids."""
     apart: bool = False
     """Whether something happened here of which other nodes do not know yet."""
+    full: str = ""
+    """Why memory takes no more snapshots of this attempt."""
     newest: CheckpointSaved | None = None
     """The newest snapshot of this attempt."""
     stopping: bool = False
@@ -124,7 +126,7 @@ class _Run:
         if self.settings.snapshot_every != 0 and memory is None:
             self.on_event(Note("this system has no /dev/shm: without snapshots in memory, checkpoints go to the disk"))
         self.tiers = Tiers(memory, folder / CHECKPOINTS)
-        keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
+        self.keep = keep = (f"last={plan.checkpoint.keep}", *plan.checkpoint.also)
         self.promoter: Promoter | Carrier
         if self.nodes is None or memory is None:
             self.promoter = Promoter(self.tiers.disk, keep)
@@ -149,7 +151,7 @@ class _Run:
                         raise
                     assert resume is not None
                     # As a damaged one: its copy on the disk may do, or an older one.
-                    self.bad.add(str(resume) if self.nodes is None else _id(resume))
+                    self.bad.add(str(resume) if self.nodes is None else id_of(resume))
                     self.on_event(Note(f"cannot go on from {resume}: {error}"))
                     resume = self._newest()
                     if resume is None:
@@ -218,7 +220,7 @@ class _Run:
         return report
 
     def _attempt(self, resume: Path | None) -> RankReport:
-        self.attempts, self.newest = self.attempts + 1, None
+        self.attempts, self.newest, self.full = self.attempts + 1, None, ""
         try:
             memory = self.tiers.attempt(self.attempts)
         except OSError as error:
@@ -236,20 +238,25 @@ class _Run:
         snapshots = memory and Snapshots(memory, self.settings.snapshot_every, nodes and nodes.place)
         job = replace(self.job, resume=resume, snapshots=snapshots, trace=trace)
         job = replace(job, spent=self.seen.spent(), reached=self.seen.reached)
+        if resume is not None and resume.parent == self.tiers.disk:
+            self.seen.promoted = read_marker(resume).step
         self.seen.begin(
             "the beginning" if resume is None else "the disk" if resume.parent == self.tiers.disk else MEMORY
         )
-        results = run_ranks(
-            train_rank,
-            job,
-            world=job.plan.ranks if nodes is None else nodes.among(self.attempts),
-            on_event=self._hear,
-            device=job.plan.run.device,
-            on_start=self._started,
-            spare=True,
-            trace=trace,
-        )
-        return results[0]
+        world = job.plan.ranks if nodes is None else nodes.among(self.attempts)
+        try:
+            hear, begun, device = self._hear, self._started, job.plan.run.device
+            report = run_ranks(
+                train_rank, job, world=world, on_event=hear, device=device, on_start=begun, spare=True, trace=trace
+            )[0]
+        except UserError:  # nor does the disk take the state
+            if not self.full or self.stopping:
+                raise
+            report = None
+        if self.full and not self.stopping and (report is None or report.trained.stopped == "signal"):
+            raise _SnapshotsEnd(self.full)
+        assert report is not None
+        return report
 
     def _stopped(self, error: Exception) -> RankReport:
         """Of ranks that had been asked to stop and were lost: they are not started again, and the newest state goes to
@@ -270,7 +277,7 @@ class _Run:
         now, step = time.monotonic(), self.seen.reached
         self.seen.failed_at = now
         if isinstance(error, RankError):
-            failure = Failure(Cause.RAISED if error.details else Cause.KILLED, str(error), step, now)
+            failure = Failure(Cause(error.how), str(error), step, now)
         else:
             failure = Failure(Cause.STORE, str(error), step, now)
             self.promoter.close()  # which may be at the very one; no more come
@@ -292,7 +299,8 @@ class _Run:
                 many = "" if self.nodes is None else ", on the nodes that are left without that one"
                 why += f"; with --min-ranks N it goes on with fewer{many}"
             if isinstance(error, RankError):
-                raise RankError(error.rank, self.job.plan.ranks, f"{error.error}; {why}", error.details) from error
+                words = f"{error.error}; {why}"
+                raise RankError(error.rank, self.job.plan.ranks, words, error.details, error.how) from error
             raise UserError(f"{failure.words}; {why}")
         self.tiers.settle()
         resume = self._newest()
@@ -312,7 +320,7 @@ class _Run:
             self.log.recovered(event)
         self.on_event(event)
 
-    def _hear(self, event: object) -> None:
+    def _hear(self, event: object) -> str | None:
         self.pass_on()
         match event:
             case StopRequested():
@@ -322,12 +330,25 @@ class _Run:
                 self._snapshot(event)
             case SaveFailed() if self.tiers.memory is not None:
                 if not event.reason.startswith(LEFT_OUT):
-                    raise _SnapshotsEnd(f"snapshots in memory have ended: {event.reason} ({MORE_MEMORY})")
+                    self.full = self.full or f"snapshots in memory have ended: {event.reason} ({MORE_MEMORY})"
+                    if self.nodes is not None:
+                        raise _SnapshotsEnd(self.full)
+                    self.promoter.close()  # so that what is older is on the disk before the state of the last step
+                    self.pass_on()
+                    self.promoter = Promoter(self.tiers.disk, self.keep)
+                    return ENOUGH
             case _:
                 self.seen(event)
+        return None
 
     def _snapshot(self, event: CheckpointSaved) -> None:
         """A snapshot in memory; those that the plan wants on the disk, or the first after them, are brought there."""
+        if self.full:
+            self.newest = event
+            if Path(event.path).parent == self.tiers.disk:
+                self.seen.promoted, self.newest = event.step, None
+                self.on_event(event)
+            return
         self.seen.blocked += event.blocked_seconds
         every = self.job.plan.checkpoint.every_steps
         self.newest = event
@@ -377,11 +398,3 @@ class _Run:
         tokens, seconds = sum(one.tokens for one in steps.values()), max(one.seconds for one in steps.values())
         trained = replace(report.trained, losses=losses, tokens=tokens, seconds=seconds)
         return replace(report, trained=trained, first=first)
-
-
-def _id(path: Path) -> str:
-    """Of a checkpoint; its path where it does not say."""
-    try:
-        return read_marker(path).id
-    except UserError:
-        return str(path)

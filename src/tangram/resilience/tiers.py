@@ -44,6 +44,14 @@ def memory_of(run: Path, memory: Path | None = None) -> Path | None:
     return place / f"tangram-{os.getuid()}-{digest}"
 
 
+def id_of(path: Path) -> str:
+    """Of a checkpoint; its path where it does not say."""
+    try:
+        return read_marker(path).id
+    except UserError:
+        return str(path)
+
+
 class Written(Protocol):
     """When a checkpoint was written."""
 

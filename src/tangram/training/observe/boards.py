@@ -30,8 +30,8 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT
 class Board(Protocol):
     """Shows scalars."""
 
-    def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
-        """Of a step. `first`: the first step of this process group."""
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Of a step."""
         ...
 
     def close(self) -> None:
@@ -43,8 +43,11 @@ class Boards:
     """Takes in the events of a run; those that are no figures are passed over. A board that cannot be written, as on a
     full disk, stops no run: that is said, and it is left out."""
 
-    def __init__(self, folder: Path, plan: Plan, tell: Callable[[object], None] = lambda event: None) -> None:
-        """`folder`: of the run. Raises UserError where a library is missing, or a board cannot be reached.
+    def __init__(
+        self, folder: Path, plan: Plan, tell: Callable[[object], None] = lambda event: None, after: int = 0
+    ) -> None:
+        """`folder`: of the run; `after`: the step that it goes on from. Raises UserError where a library is
+        missing, or a board cannot be reached.
 
         Here, before the run trains, that of the report at its end is looked for, too.
         """
@@ -53,7 +56,7 @@ class Boards:
         self._tell = tell
         try:
             for name in plan.run.boards:
-                self._boards.append(BOARDS[name](folder, plan))
+                self._boards.append(BOARDS[name](folder, plan, after))
         except BaseException:
             self.close()
             raise
@@ -63,7 +66,7 @@ class Boards:
     def __call__(self, event: object) -> None:
         match event:
             case StepDone():
-                self._write(event.step, self._of_step(event), event.first)
+                self._write(event.step, self._of_step(event))
                 self._before, self._evaluated = event, None
             case Evaluated():
                 self._evaluated = event
@@ -100,17 +103,17 @@ class Boards:
         more = {"memory/rss_mb": event.rss_mb, "train/router_loss": event.router_loss, "train/dropped": event.dropped}
         return scalars | {name: x for name, x in more.items() if x} | _under("train", event.figures)
 
-    def _write(self, step: int, scalars: Mapping[str, float], first: int = 1) -> None:
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
         for board in [*self._boards]:
             with self._left_out(board):
-                board.write(step, scalars, first)
+                board.write(step, scalars)
 
 
 class WeightsAndBiases:
     """A run of W&B, which a job that is resumed goes on with; where to and how is said by wandb's own variables, as
     WANDB_PROJECT and WANDB_MODE=offline."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan, after: int) -> None:
         """Raises UserError where wandb begins no run, as without a login."""
         need(("wandb",), "boards")
         import wandb  # loads slowly
@@ -126,7 +129,7 @@ class WeightsAndBiases:
             raise UserError(f"wandb begins no run ({why}): wandb login, or WANDB_MODE=offline") from None
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Its own count of steps only rises, and that of a resumed job may not: so the step is a number beside."""
         self._run.log({**scalars, "step": step})
 
@@ -138,7 +141,7 @@ class OpenTelemetry:
     """Gauges `tangram.train.loss` and so on, sent to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names, as often as
     OTEL_METRIC_EXPORT_INTERVAL says and at the end."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan, after: int) -> None:
         """Raises UserError where nobody says where the collector is."""
         need(("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "boards")
         if not any(os.environ.get(name) for name in ENDPOINTS):
@@ -154,7 +157,7 @@ class OpenTelemetry:
         self._provider = MeterProvider([reader], Resource.create(of_run), shutdown_on_exit=False)
         self._meter, self._gauges, self._open = self._provider.get_meter("tangram"), dict[str, Any](), True
 
-    def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """The newest of each, with the step as a gauge of its own."""
         for name, value in {**scalars, "step": step}.items():
             if name not in self._gauges:
@@ -181,15 +184,15 @@ class TensorBoard:
     gone, as TensorBoard has it, so that a curve does not run twice over the same steps.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan, after: int) -> None:
         """`folder`: of the run."""
-        self._folder, self._plan = folder / BOARD_FOLDER, plan
+        self._folder, self._plan, self._after = folder / BOARD_FOLDER, plan, after
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: SummaryWriter | None = None
 
-    def write(self, step: int, scalars: Mapping[str, float], first: int) -> None:
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._writer = self._open(first)
+            self._writer = self._open()
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
@@ -198,17 +201,17 @@ class TensorBoard:
             self._writer.close()
             self._writer = None
 
-    def _open(self, first: int) -> "SummaryWriter":
+    def _open(self) -> "SummaryWriter":
         from torch.utils.tensorboard import SummaryWriter  # loads slowly, and fails without the extra
 
-        resumed = first if first > 1 else None
-        writer = SummaryWriter(str(self._folder), purge_step=resumed, flush_secs=FLUSH_SECONDS)
+        gone = self._after + 1 if self._after or any(self._folder.iterdir()) else None
+        writer = SummaryWriter(str(self._folder), purge_step=gone, flush_secs=FLUSH_SECONDS)
         # What its thread raises comes again from the next call; the interpreter would print a stack trace, too.
         before = threading.excepthook
         threading.excepthook = lambda of: before(of) if type(of.thread).__name__ != "_AsyncWriterThread" else None
         # Indented by four, TensorBoard's Markdown shows it as it is written.
         text = "".join(f"    {line}" for line in dumps(self._plan).splitlines(keepends=True))
-        writer.add_text("plan", text, first - 1)
+        writer.add_text("plan", text, self._after)
         return writer
 
 

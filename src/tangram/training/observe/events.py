@@ -3,7 +3,7 @@
 The steps of a run as lines of JSON, `steps.jsonl` in its folder: what a person plots, and runs are compared by;
 and what was counted of experts, `experts.jsonl`.
 
-A run that goes on appends; of a step that was done twice the last line holds.
+A run that goes on removes the lines of later steps than its state is of, and appends.
 """
 
 from __future__ import annotations
@@ -187,8 +187,14 @@ class StepsFile:
     """Writes the steps, evaluations and counts of experts that it is called with. What cannot be written (a full disk)
     stops no run: it is told once, by an event."""
 
-    def __init__(self, folder: Path, on_event: Callable[[object], None]) -> None:
+    def __init__(self, folder: Path, on_event: Callable[[object], None], after: int = 0) -> None:
+        """`after`: the step that the run goes on from. What was written of later ones is of no state any more."""
         self._folder, self._on_event, self._told = folder, on_event, False
+        for file in (FILE, EXPERTS):
+            try:
+                _forget_after(folder / file, after)
+            except OSError as error:
+                on_event(Note(f"{file} keeps steps after step {after}, which are done again ({error.strerror})"))
 
     def __call__(self, event: object) -> None:
         match event:
@@ -232,6 +238,25 @@ def append_line(file: Path, row: Mapping[str, Any]) -> None:
             stream.seek(0)
             stream.truncate(stream.read().rfind(b"\n") + 1)
         stream.write(json.dumps(row).encode() + b"\n")
+
+
+def _forget_after(file: Path, step: int) -> None:
+    """Remove the lines of later steps, and no others, whatever they are. Raises OSError."""
+    if not file.exists():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if not _step_of(line) > step]
+    if len(kept) < len(lines):
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_bytes(b"".join(kept))
+        partial.replace(file)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # half a line, or somebody's own
+        return 0.0
 
 
 def read_steps(folder: Path) -> dict[int, dict[str, float]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tangram.checkpoint.store.commits import read_marker
 from tangram.errors import UserError
 from tangram.hardware.host.machine import describe, versions
 from tangram.models.building.build import Source, build_on_meta
@@ -36,7 +37,7 @@ from tangram.training.data import (
 )
 from tangram.training.mesh.layout_to_torch import cuts_of
 from tangram.training.observe.boards import BOARD_FOLDER, Boards
-from tangram.training.observe.events import Doing, Note, Record, StepsFile, TableEvent
+from tangram.training.observe.events import CheckpointSaved, Doing, Note, Record, StepsFile, TableEvent
 from tangram.training.observe.summary import Summary, summarise
 from tangram.training.observe.text_tables import count
 from tangram.training.parallel.apply import freeze
@@ -110,8 +111,9 @@ def run_here(job: RankJob, on_event: OnEvent) -> RankReport:
 def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: OnEvent, run: Run) -> Summary | Stopped:
     """Train as planned; leave checkpoints, export, report and summary in the job's folder."""
     show(chosen, ready, job.resume, on_event)
-    record, boards = Record(), Boards(job.folder, chosen.plan, on_event)
-    steps = StepsFile(job.folder, on_event)
+    after = 0 if job.resume is None else read_marker(job.resume).step
+    record, boards = Record(), Boards(job.folder, chosen.plan, on_event, after)
+    steps = StepsFile(job.folder, on_event, after)
     known: dict[str, Any] = {
         "model": ready.source.name,
         "parameters": ready.parameters,
@@ -133,6 +135,8 @@ def train_job(job: RankJob, chosen: ChosenPlan, ready: PreparedJob, on_event: On
             on_event(Doing("starting the ranks"))
             report = run(job, everybody)
             ended = report.trained.stopped
+            if job.resume is not None and newest(job.folder / CHECKPOINTS) == job.resume:  # no step was left
+                send(CheckpointSaved(after, str(job.resume), 0.0, 0.0, asynchronous=False))
         except RankError as failure:  # its stack trace goes to a file
             with contextlib.suppress(OSError):  # of a disk that is full, say
                 (job.folder / FAILURE_FILE).write_text(f"{failure}\n\n{failure.details}", encoding="utf-8")

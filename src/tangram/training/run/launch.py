@@ -48,26 +48,28 @@ from tangram.training.run.fork_server import (
     give_way_in_memory,
     signals_deferred,
 )
-from tangram.training.run.signals import POLITE, UNKNOWN, Stop, death, first_line, interrupt, on_signals
+from tangram.training.run.signals import POLITE, UNKNOWN, How, Stop, death, first_line, interrupt, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 
 LAST_WORDS_SECONDS = 0.5  # after one rank failed: how long to listen for an earlier error of another rank
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+ENOUGH = "enough"
 _KILLED = float("-inf")  # when a rank failed that was killed: before whatever others say
 
 
 class RankError(Exception):
     """A rank died: which one, its first error as one sentence, and the stack trace when there is one."""
 
-    def __init__(self, rank: int, world: int, error: str, details: str) -> None:
+    def __init__(self, rank: int, world: int, error: str, details: str, how: How | None = None) -> None:
         super().__init__(f"rank {rank} of {world} ended the job: {error}")
         self.rank, self.world, self.error = rank, world, error
+        self.how: How = how or ("raised" if details else "killed")
         self.details = details.encode(errors="backslashreplace").decode()  # names of files may be no text
 
     def __reduce__(self) -> Any:
-        return type(self), (self.rank, self.world, self.error, self.details)
+        return type(self), (self.rank, self.world, self.error, self.details, self.how)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class _Failure:
     error: str
     details: str
     by_user: bool
+    how: How = "raised"
 
 
 def threads_of_a_rank(world: int) -> int:
@@ -120,11 +123,8 @@ def threads_of_a_rank(world: int) -> int:
 
 @contextlib.contextmanager
 def computing_as_a_rank(world: int) -> Generator[None]:
-    """Give this process the threads of one rank for a while.
-
-    It then adds up in the order a rank does; and on a machine that others use too, more threads than free cores wait
-    for each other so long that one of them alone is several times faster.
-    """
+    """Give this process the threads of one rank for a while: it adds up in the order a rank does, and on a machine that
+    others use, more threads than free cores wait for each other so long that one alone is several times faster."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads_of_a_rank(world))
     try:
@@ -150,7 +150,7 @@ class _Job(Generic[Result]):
     watch: Watch | None = None
     kills: int = 0  # of processes, as memory ran out, by then
 
-    def listen(self, on_event: Callable[[object], None], timeout: float | None = None) -> None:
+    def listen(self, on_event: Callable[[object], object], timeout: float | None = None) -> None:
         """Take in what there is to hear now: one message of each rank that has one, and the wish to stop."""
         for line in wait([self.wishes, *self.lines], timeout):
             assert isinstance(line, Connection)
@@ -164,7 +164,8 @@ class _Job(Generic[Result]):
                 self._hang_up(line, rank)
                 continue
             if isinstance(message, _Event):
-                on_event(message.value)
+                if on_event(message.value) == ENOUGH:
+                    self._pass_on(ENOUGH)
             elif isinstance(message, _Request):
                 note = f"rank {rank} was sent {message.signal}: stopping after this step"
                 self._tell_to_stop(message.signal, on_event, note)
@@ -173,12 +174,15 @@ class _Job(Generic[Result]):
             elif isinstance(message, _Failure):
                 self.failures.setdefault(rank, message)
 
-    def _tell_to_stop(self, name: str, on_event: Callable[[object], None], note: str) -> None:
+    def _tell_to_stop(self, name: str, on_event: Callable[[object], object], note: str) -> None:
         """Pass the wish on, once: the same signal may have reached the parent and several ranks."""
         if self.stopping:
             return
         self.stopping = True
         on_event(StopRequested(note))
+        self._pass_on(name)
+
+    def _pass_on(self, name: str) -> None:
         for order in self.orders:
             with contextlib.suppress(OSError):  # a rank that is done
                 order.send(name)
@@ -189,19 +193,19 @@ class _Job(Generic[Result]):
         (process := self.processes[rank]).join()
         if rank not in self.results and rank not in self.failures:
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
-            how = death(process.exitcode, memory=memory_kills() > self.kills)
-            self.failures[rank] = _Failure(_KILLED, how, "", by_user=False)
+            words, how = death(process.exitcode, memory=memory_kills() > self.kills)
+            self.failures[rank] = _Failure(_KILLED, words, "", by_user=False, how=how)
 
-    def look(self, on_event: Callable[[object], None]) -> None:
+    def look(self, on_event: Callable[[object], object]) -> None:
         """A hang is a failure of the rank that is to blame."""
         fresh, hang = self.watch.look() if self.watch is not None else ([], None)
         for one in fresh:
             on_event(Note(one.text))
         if hang is not None:
             details = "\n".join(line for one in hang.findings for line in (one.text, *one.details))
-            self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False)
+            self.failures[hang.rank] = _Failure(_KILLED, hang.sentence, details, by_user=False, how="hang")
 
-    def drain(self, on_event: Callable[[object], None]) -> None:
+    def drain(self, on_event: Callable[[object], object]) -> None:
         """End every process and hear the events that ranks had told of by then: of a step, say, that a snapshot has."""
         self.end()
         for line in self.lines:
@@ -236,7 +240,7 @@ def run_ranks(
     payload: Payload,
     *,
     world: int | Among,
-    on_event: Callable[[object], None],
+    on_event: Callable[[object], object],
     device: str = "auto",
     on_start: Callable[[Sequence[int]], None] = lambda processes: None,
     spare: bool = False,
@@ -244,9 +248,10 @@ def run_ranks(
 ) -> list[Result]:
     """Run `task(rank, payload)` on `world` processes joined in the default process group; their results in rank order.
 
-    Whatever a task emits reaches `on_event` in the caller's thread; `on_start` is given the processes' numbers. The
-    first rank to fail ends all: a `UserError` is raised as it is, anything else as `RankError`, as is a hang of ranks
-    that are traced, and what has ended those of another machine. With `spare` each has a process that waits for a job.
+    Whatever a task emits reaches `on_event` in the caller's thread; where that gives ENOUGH, ranks stop after their
+    step. `on_start` is given the processes' numbers. The first rank to fail ends all: a `UserError` is raised as it is,
+    anything else as `RankError`, as is a hang of ranks that are traced, and what has ended those of another machine.
+    With `spare` each has a process that waits for a job.
     """
     among = world if isinstance(world, Among) else Among(world)
     pick_device(device, 0, len(among.ranks))  # a mesh that does not fit is refused before anything starts
@@ -290,7 +295,7 @@ def run_ranks(
     return [job.results[index] for index in among.ranks]
 
 
-def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: int) -> None:
+def _raise_first(job: _Job[Result], on_event: Callable[[object], object], world: int) -> None:
     """Raise the earliest failure, after a short wait for one that was earlier but slower to be told."""
     if not job.failures:
         return
@@ -303,7 +308,7 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], None], world: i
     first = job.say_in_trace(rank, first)
     if first.by_user:
         raise UserError(first.error)
-    raise RankError(rank, world, first.error, first.details)
+    raise RankError(rank, world, first.error, first.details, first.how)
 
 
 @dataclass(frozen=True)
@@ -374,18 +379,14 @@ def _store(start: _Start) -> dist.Store:
 
 
 def _send(line: Connection, message: object) -> None:
-    """Send the bytes themselves.
-
-    `Connection.send` gives tensors as memory that the parent fetches from this process: which may have ended by then.
-    """
+    """Send the bytes themselves: `Connection.send` gives tensors as memory that the parent fetches from this process,
+    which may have ended by then."""
     line.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def _leave_together(met: dist.Store, index: int, world: int) -> None:
-    """Wait until every rank is done with its task.
-
-    A rank that is gone breaks what the others still do with its connections: a group that is being made, a message on
-    its way. Where one of them fails instead, the parent ends this one, too: hence a wait of any length.
+    """Wait until every rank is done with its task: one that is gone breaks what the others still do with its
+    connections, as a message on its way. Where one of them fails, the parent ends this one: hence a wait of any length.
     """
     met.set(f"done/{index}", "")
     met.wait([f"done/{rank}" for rank in range(world)], timedelta(days=365))

@@ -190,18 +190,24 @@ def train_rank(rank: Rank, job: RankJob) -> RankReport:
             rank.emit(Note(words))
 
     tell(Doing("the first step"))
-    first = state.progress.step
+    first, before = state.progress.step, state.progress
     with profiled(job.folder / "profile" if job.profile else None, rank.index, rank.device) as after_step:
         often = plan.checkpoint.every_steps if to.every is None else to.every  # beside the pace, what the plan wants
         hooks = loop.Hooks(rank.emit, rank.stop.requested, after_step, job.folder, often, job.spent, job.reached)
         with explained(model.module, state.optimiser, job.memory):
             trained = loop.train_steps(model, state, corpus, checkpointer, hooks, job.costs)
     rank.trace.phase(Phase.CHECKPOINT)
-    checkpointer.save(state, wait=True)
+    on_disk = job.resume is not None and job.resume.parent == job.folder / CHECKPOINTS
+    last = checkpointer
+    if not (on_disk and state.progress == before):  # else it would be written a second time
+        checkpointer.save(state, wait=True)
+        if memory and to.node is None and not checkpointer.has(state):  # it takes no more: the disk may
+            last = Checkpointer(job.folder / CHECKPOINTS, plan, world)
+            last.save(state, wait=True)
     rank.trace.phase(Phase.EVALUATION)
-    for event in checkpointer.close():
+    for event in (*checkpointer.close(), *(last.close() if last is not checkpointer else ())):
         rank.emit(event)
-        if isinstance(event, SaveFailed) and event.step == state.progress.step:
+        if isinstance(event, SaveFailed) and event.step == state.progress.step and not last.has(state):
             raise UserError(f"the last checkpoint could not be written: {event.reason}")
     stopped = trained.stopped == "signal"
     return RankReport(

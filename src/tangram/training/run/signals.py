@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from tangram.relayout.exchange.peers import lost_peer
 from tangram.training.observe.text_tables import printable
@@ -109,17 +109,21 @@ LESS_MEMORY = "lower data.micro_batch or data.sequence, or recompute blocks (run
 UNKNOWN = 255  # what multiprocessing takes for the exit code of a process whose fork server is gone
 
 
-def death(exitcode: int | None, *, memory: bool = False) -> str:
+How = Literal["raised", "killed", "memory", "hang"]
+"""What ended a rank: an error of its own, somebody, the kernel as memory ran out, or that it stood still."""
+
+
+def death(exitcode: int | None, *, memory: bool = False) -> tuple[str, How]:
     """How a process without last words ended. `memory`: whether the kernel has ended one meanwhile as that ran out."""
     if exitcode == UNKNOWN:
-        return "it ended without an error message, after the process that it was forked from had been killed"
+        return "it ended without an error message, after the process that it was forked from had been killed", "killed"
     if exitcode == -signal.SIGKILL:
         if memory:
-            return f"killed by the kernel, as memory ran out: {LESS_MEMORY}"
-        return "killed by signal 9, as the kernel does when memory runs out"
+            return f"killed by the kernel, as memory ran out: {LESS_MEMORY}", "memory"
+        return "killed by signal 9, as the kernel does when memory runs out", "killed"
     if exitcode is not None and exitcode < 0:
-        return f"killed by signal {-exitcode}"
-    return f"exited with code {exitcode} without an error message"
+        return f"killed by signal {-exitcode}", "killed"
+    return f"exited with code {exitcode} without an error message", "killed"
 
 
 LONGEST = 2000  # letters of an error's sentence

@@ -195,6 +195,10 @@ class Checkpointer:
         except UserError as error:  # a state that no checkpoint can hold; all ranks have the same
             self._tell(SaveFailed(step, str(error)))
 
+    def has(self, state: JobState) -> bool:
+        """Whether this step was saved, alike on all ranks; after `save` with `wait`."""
+        return self._last == state.progress.step
+
     def due(self) -> bool:
         """Whether this rank's pace wants a save after the step that begins now; called before each step."""
         if self._pace is None or self._saver is None:
