@@ -51,14 +51,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Gemma 3": {
         "model_type": "gemma3_text",
         **GROUPED,
-        "sliding_window": 8,
+        "sliding_window": 20,
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 4,
     },
     "GPT-OSS": {
         "model_type": "gpt_oss",
         **GROUPED,
-        "sliding_window": 8,
+        "sliding_window": 20,
         "num_local_experts": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         **MIXTURE,
