@@ -28,7 +28,6 @@ _RULES: Sequence[tuple[str, int]] = (
     (r"num_channels|in_channels|in_chans|num_encoder_blocks|num_labels|n_groups|mamba_n_groups|ngroups", 0),
     (r"n_group|num_expert_group", 2),
     (r"topk_group", 1),
-    (r"sliding_window|attention_chunk_size", 12),  # shorter than a row of inputs, longer than half of it
     (r"num_pos_feats", 16),
     (r"dim_bbox_projection|latent_query_num", 8),
     (r"index_topk|qk_head_dim", 16),
