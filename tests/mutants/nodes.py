@@ -262,12 +262,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "what launchers that were killed had copied stays in the folder of a run for ever", (_KILLED_COPY,),
     ),
     Mutant(
-        "copied-twice-at-once", "resilience/supervise.py",
-        "            self.promoter.close()  # which may be at the very one; no more come\n", "",
-        "a snapshot that is being copied as memory fills is copied beside that, too",
-        (_RUN + "what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for",),
-    ),
-    Mutant(
         "due-but-gone", "resilience/supervise.py",
         "if self.promoter.offer(event, disk=disk) and disk:", "if self.promoter.offer(event, disk=disk) or disk:",
         "where the snapshot that is due is gone none goes to the disk until the next is due",
@@ -345,11 +339,5 @@ MUTANTS: tuple[Mutant, ...] = (
         "                    return ENOUGH\n", "                    raise _SnapshotsEnd(self.full)\n",
         "where memory takes no snapshot, all steps since the last one are done again",
         (_RUN + "where_memory_is_full_checkpoints_go_to_the_disk",),
-    ),
-    Mutant(
-        "older-after-newer", "resilience/supervise.py",
-        "                    self.promoter.close()  # so", "                    pass  # so",
-        "an older snapshot comes to the disk after the state of the last step, and is taken for the newest",
-        (_RUN + "what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for",),
     ),
 )

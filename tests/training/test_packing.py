@@ -291,8 +291,8 @@ def test_one_rank_that_says_no_decides_for_all() -> None:
     assert asked == [True, True]
 
 
-@pytest.mark.parametrize(("asked", "calls"), [("auto", 2), ("packed", 2), ("single", 1)])
-def test_a_model_is_called_once_for_each_question(asked: Any, calls: int) -> None:
+@pytest.mark.parametrize(("packing", "calls"), [("auto", 2), ("packed", 2), ("single", 1)])
+def test_a_model_is_called_once_for_each_probe(packing: Any, calls: int) -> None:
     """A derived model derives a program for each size of its inputs, and for what has gradients and what has none."""
     model = build("llama", "sdpa", **SIZES)
     kinds: list[tuple[torch.Size, bool]] = []
@@ -301,6 +301,6 @@ def test_a_model_is_called_once_for_each_question(asked: Any, calls: int) -> Non
         kinds.append((kwargs["input_ids"].shape, torch.is_grad_enabled()))
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    settle(model, asked, None, lambda mine: mine)
+    settle(model, packing, None, lambda mine: mine)
     assert len(kinds) == len({*kinds}) == calls
     assert all(p.grad is None for p in model.parameters())
