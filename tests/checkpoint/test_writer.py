@@ -1,6 +1,7 @@
 """The writers of a save agree through its folder: one that is late, dead, replaced or unable keeps nobody waiting."""
 
 import dataclasses
+import errno
 import os
 import shutil
 import socket
@@ -48,11 +49,13 @@ class Desk:
         return self._thread
 
     def done(self) -> tuple[str, str]:
+        self.waited = False
         while True:
             received = self.channel.receive(60)
             assert received is not None
             if "done" in received[0]:
                 break
+            self.waited |= "waiting" in received[0]
         assert self._thread is not None
         self._thread.join()
         return str(received[0]["path"]), str(received[0]["reason"])
@@ -214,6 +217,44 @@ def test_one_in_the_place_of_one_that_had_written_waits_on(desks: Desks, order: 
     third.begin(order)
     assert [desk.done()[0] for desk in (first, second, third, again)] == [order.path] * 4
     check(order.path, order, 0)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_others_hear_of_one_that_has_no_room_to_say_why(
+    index: int, desks: Desks, order: Order, monkeypatch: pytest.MonkeyPatch
+):
+    """As where memory fills and stays full: an empty file is all that it takes. Its first waited for ten minutes."""
+    real = rank_parts.write_file
+
+    def full(file: Path, data: bytes) -> None:
+        if data and file.stem.endswith(f"-{index:05d}"):
+            file.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file, data)
+
+    monkeypatch.setattr(rank_parts, "write_file", full)
+    some = [desks.new(number) for number in range(WRITERS)]
+    for desk in some:
+        desk.begin(order, retries=0)
+    reasons = [desk.done() for desk in some]
+    assert reasons[index][1].startswith(f"rank {index} cannot write: No space left")
+    others = {reason for number, (_, reason) in enumerate(reasons) if number != index}
+    heard = f"rank {index} has no room to write, nor to say why"
+    assert others <= {heard, "it was given up; the first rank says why"}, "the first removes the folder"
+    assert index == 0 or reasons[0][1] == heard
+
+
+def test_a_first_that_can_leave_nothing_waits_for_nobody(desks: Desks, order: Order, monkeypatch: pytest.MonkeyPatch):
+    """As on a disk that is read-only since: nobody can leave a word there, and it waited for ten minutes."""
+
+    def read_only(file: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(rank_parts, "write_file", read_only)
+    first = desks.new(0)
+    first.begin(order, retries=0)
+    assert "Read-only file system" in first.done()[1]
+    assert not first.waited
 
 
 def test_who_looks_while_the_folder_is_closing_sees_no_failure(order: Order, tmp_path: Path):

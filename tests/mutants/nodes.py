@@ -340,4 +340,23 @@ MUTANTS: tuple[Mutant, ...] = (
         "where memory takes no snapshot, all steps since the last one are done again",
         (_RUN + "where_memory_is_full_checkpoints_go_to_the_disk",),
     ),
+    Mutant(
+        "older-after-newer", "resilience/supervise.py",
+        "                    self.promoter.close()  # so", "                    pass  # so",
+        "an older snapshot comes to the disk after the state of the last step, and is taken for the newest",
+        (_RUN + "what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for",),
+    ),
+    Mutant(
+        "no-room-no-word", "checkpoint/saving/writer_process.py",
+        'reason if tries < 20 else ""', "reason",
+        "the first writer waits ten minutes for one whose disk has no room to say that it is full",
+        ("tests/checkpoint/test_writer.py::test_the_others_hear_of_one_that_has_no_room_to_say_why",),
+    ),
+    Mutant(
+        "waits-on-a-read-only-disk", "checkpoint/saving/writer_process.py",
+        "            if self._leave_failure(partial, _reason(error)):\n",
+        "            self._leave_failure(partial, _reason(error))\n            if True:\n",
+        "the first writer waits ten minutes for words that a read-only disk does not take",
+        ("tests/checkpoint/test_writer.py::test_a_first_that_can_leave_nothing_waits_for_nobody",),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -248,6 +249,55 @@ def test_where_memory_is_full_checkpoints_go_to_the_disk(
     ), seen.notes
     assert 0 < first < 20
     assert [marker.step for _, marker in committed(folder / "checkpoint")] == [first, 20, 40, STEPS]
+
+
+def test_what_is_on_its_way_to_the_disk_as_memory_fills_is_waited_for(
+    text: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was begun a second time beside that, in the same folder."""
+    small, copying, twice = text.parent / "small_too", threading.Lock(), list[Path]()
+    awaited, close = threading.Event(), carrier.Promoter.close
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system takes a mount, which this user may not")
+
+    def slow(path: Path, folder: Path) -> Path:
+        if not copying.acquire(blocking=False):
+            twice.append(path)
+            return promote(path, folder)
+        try:
+            with (small / "others").open("xb", buffering=0) as full:
+                while not awaited.wait(1e-4):  # whatever is given back meanwhile is taken, too
+                    with contextlib.suppress(OSError):
+                        full.write(bytes(4096))
+            return promote(path, folder)
+        finally:
+            copying.release()
+
+    def closed(promoter: carrier.Promoter) -> None:
+        awaited.set()
+        close(promoter)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiers, "SHARED", small)
+        patched.setattr(carrier, "promote", slow)
+        patched.setattr(carrier.Promoter, "close", closed)
+        patched.setattr("tangram.resilience.rescue.promote", slow)
+        seen, folder = Run(), text.parent / "filled"
+        try:
+            run(job_of(folder, text, **TABLES), seen)
+        finally:
+            subprocess.run(["umount", small], check=True)
+    assert any("snapshots in memory have ended" in note and "No space left" in note for note in seen.notes), seen.notes
+    assert not twice
+    assert seen.losses == undisturbed.losses
+    assert [one.lost_steps for one in seen.recovered] == [0]
+    steps = [marker.step for _, marker in committed(folder / "checkpoint")]
+    assert steps == sorted(steps), "what was on its way is older than the state that ranks brought to the disk"
+    assert {20, STEPS} < {*steps}
 
 
 def test_what_the_plan_wants_on_the_disk_is_there_however_seldom_snapshots_are(text: Path, undisturbed: Run) -> None:

@@ -266,8 +266,16 @@ def leave_part(partial: Path, writer: int, part: RankPart) -> None:
 
 
 def leave_failure(partial: Path, writer: int, reason: str) -> None:
-    """Say in the folder under way that this writer cannot."""
-    _appear(partial / f"failed-{writer:05d}.json", json.dumps({"reason": reason}).encode())
+    """Say in the folder under way that this writer cannot. Without a reason the file is empty: a full disk takes it."""
+    _appear(partial / f"failed-{writer:05d}.json", json.dumps({"reason": reason}).encode() if reason else b"")
+
+
+def left_failure(partial: Path) -> str:
+    """Why the first writer that has said so cannot; empty where none has."""
+    for file in sorted(partial.glob("failed-*.json")):
+        text = file.read_text()
+        return json.loads(text)["reason"] if text else f"rank {int(file.stem[7:])} has no room to write, nor to say why"
+    return ""
 
 
 def _appear(file: Path, data: bytes) -> None:
@@ -280,9 +288,8 @@ def _appear(file: Path, data: bytes) -> None:
 
 def complete_parts(partial: Path, writers: Iterable[int]) -> list[RankPart] | None:
     """The parts of all writers, or None while some are missing. Raises OSError with the reason of one that cannot."""
-    failed = sorted(partial.glob("failed-*.json"))
-    if failed:
-        raise OSError(json.loads(failed[0].read_text())["reason"])
+    if reason := left_failure(partial):
+        raise OSError(reason)
     files = [partial / f"part-{writer:05d}.json" for writer in writers]
     if not all(file.exists() for file in files):
         return None

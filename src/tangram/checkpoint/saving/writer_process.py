@@ -10,7 +10,6 @@ removed when every writer has been heard and the next one's folder is there: so 
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import threading
@@ -193,10 +192,12 @@ class SaveWriter:
         except Exception as error:  # noqa: BLE001  whatever it is, the other writers wait to hear of it
             with contextlib.suppress(OSError):
                 (partial / f"part-{self._files.index:05d}.json").unlink()  # it has no part in what failed
-            self._leave_failure(partial, _reason(error))
-            # The next attempt removes this folder, so first the others have to be done in it, well or not.
-            with contextlib.suppress(_FailedError):
-                self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in together[1:]) or None)
+            # The next attempt removes this folder, so first the others have to be done in it, well or not. On a disk
+            # that is read-only since, they can leave no word in it either.
+            if self._leave_failure(partial, _reason(error)):
+                with contextlib.suppress(_FailedError):
+                    others = together[1:]
+                    self._until(partial, order.limit, lambda: all(self._heard(partial, i) for i in others) or None)
             raise _FailedError(_reason(error)) from None
 
     def _follow(self, order: Order, folders: list[Path]) -> tuple[str, str, list[str]]:
@@ -265,20 +266,22 @@ class SaveWriter:
             ended.set()
         self._say({"bytes": found.nbytes})
 
-    def _leave_failure(self, partial: Path, reason: str) -> None:
-        """Say why in the folder, if that can be done: on a full disk another may make room first.
+    def _leave_failure(self, partial: Path, reason: str) -> bool:
+        """Say why in the folder: on a full disk another may make room first. If there is none, only that it is so, or
+        the first would wait until nothing had moved for long. False where not even that can be left, or nobody waits.
 
         Who has been heard already leaves nothing more there: the first may be removing the folder.
         """
-        for _ in range(20):
+        for tries in range(21):
             try:
                 if not self._heard(partial, self._files.index):
-                    rank_parts.leave_failure(partial, self._files.index, reason)
-                return
-            except FileNotFoundError:  # the folder is gone: nobody waits
-                return
+                    rank_parts.leave_failure(partial, self._files.index, reason if tries < 20 else "")
+                return True
+            except FileNotFoundError:  # the folder is gone
+                return False
             except OSError:
                 time.sleep(0.1)
+        return False
 
     def _heard(self, partial: Path, writer: int) -> bool:
         return any((partial / f"{kind}-{writer:05d}.json").exists() for kind in ("part", "failed"))
@@ -339,9 +342,8 @@ def _reason(error: Exception) -> str:
 def _refuse_failed(partial: Path) -> None:
     """Raise _FailedError with what a writer has left as the reason why it cannot."""
     with contextlib.suppress(FileNotFoundError):  # it goes with its folder, which may be closing at this moment
-        for file in sorted(partial.iterdir()):
-            if file.name.startswith("failed-"):
-                raise _FailedError(json.loads(file.read_text())["reason"])
+        if reason := rank_parts.left_failure(partial):
+            raise _FailedError(reason)
 
 
 def _verdict(order: Order, partial: Path) -> Path | None:
