@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from transformers import OPTConfig, OPTForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import MambaConfig, MambaForCausalLM, OPTConfig, OPTForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tangram.errors import UserError
 from tangram.training.mesh.local_parts import NO_PARTS
@@ -36,6 +37,15 @@ def test_layers_that_are_left_out_at_random_are_said_to_be() -> None:
     model = OPTForCausalLM(config)
     model(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
     with pytest.raises(UserError, match=r"left out at random.*set model.change.layerdrop = 0"):
+        local_gradients(model, NO_PARTS)
+
+
+def test_adapters_that_a_model_goes_past_are_said_to_be() -> None:
+    """Mamba multiplies by the weight of a layer that it does not call; "all-linear" names it, too."""
+    config = MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=4, time_step_rank=2)
+    model = inject_adapter_in_model(LoraConfig(target_modules=["dt_proj", "x_proj"]), MambaForCausalLM(config))
+    model(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+    with pytest.raises(UserError, match=r'without calling it, past its adapters: lora.exclude = \["dt_proj"\]'):
         local_gradients(model, NO_PARTS)
 
 

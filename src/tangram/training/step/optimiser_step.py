@@ -140,12 +140,16 @@ def local_gradients(
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if missing := next((name for name, p in trained if p.grad is None and name not in used), None):
-        raise UserError(f'the parameter "{missing}" got no gradient: {_why_none(model)}')
+        raise UserError(f'the parameter "{missing}" got no gradient: {_why_none(model, missing)}')
     found = [(name, used[name] if name in used else local_gradient(name, p, plain)) for name, p in trained]
     return [one._replace(cut=0) if name in elsewhere else one for name, one in found]
 
 
-def _why_none(model: nn.Module) -> str:
+def _why_none(model: nn.Module, name: str) -> str:
+    layer, beside, _ = name.partition(".lora_")
+    if beside:
+        own = layer.rpartition(".")[2]
+        return f'the model uses the weight of {layer} without calling it, past its adapters: lora.exclude = ["{own}"]'
     drops = layer_drops(model)
     if not drops:
         return "name it in model.freeze if the loss does not depend on it"
