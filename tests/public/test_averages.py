@@ -81,20 +81,22 @@ def test_an_average_that_comes_first(own: str, other: str, trained: bool, tmp_pa
     assert all(torch.equal(made[name], value + 1) for name, value in weights.items())
 
 
-def test_an_average_in_a_file_of_torch_save(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("key", ["opt", "optimizer"])
+@pytest.mark.parametrize("average", ["ema", "state_dict"])
+def test_an_average_in_a_file_of_torch_save(average: str, key: str, tmp_path: Path, capsys: Capture) -> None:
     """facebookresearch/DiT#83: files have a model, its average, what an optimiser keeps and settings."""
     module = save("llama", tmp_path / "hf")
     weights = module.state_dict()
     optimiser = torch.optim.AdamW(module.parameters())
     sum(one.sum() for one in module.parameters()).backward()  # pyright: ignore[reportAttributeAccessIssue]
     optimiser.step()
-    state = {"model": weights, "ema": {name: value + 1 for name, value in weights.items()}, "args": {"lr": 1e-4}}
-    torch.save({**state, "opt": optimiser.state_dict()}, tmp_path / "one.pt")
+    state = {"model": weights, average: {name: value + 1 for name, value in weights.items()}, "args": {"lr": 1e-4}}
+    torch.save({**state, key: optimiser.state_dict()}, tmp_path / "one.pt")
     command = ["checkpoint", "convert", str(tmp_path / "one.pt"), str(tmp_path / "out"), "--to", "hf"]
     command += ["--config", str(tmp_path / "hf"), "--part"]
     assert main([*command, "lost"]) == 2
-    assert "has no tensor under lost. but under model, ema, opt" in capsys.readouterr().err
-    assert main([*command, "ema"]) == 0
+    assert f"has no tensor under lost. but under model, {average}, {key}" in capsys.readouterr().err
+    assert main([*command, average]) == 0
     made = load_file(tmp_path / "out/model.safetensors")
     assert set(made) == set(weights)
     assert all(torch.equal(made[name], value + 1) for name, value in weights.items())

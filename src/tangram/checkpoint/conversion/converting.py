@@ -140,6 +140,9 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     if source.states and all(name.endswith(tuple(f".{state}" for state in source.states)) for name in source.specs):
         raise UserError(f'"{source.path}" has states of an optimiser and no weights: give the checkpoint of the model')
     small = small_of(options.config) if options.config else dict(source.small)
+    if options.part is None and source.several and not small:
+        keys = " and ".join(source.several)
+        raise UserError(f'"{source.path}" has several state dicts, {keys}: say which with --part {source.several[0]}')
     source = source if options.part is None else part_under(source, options.part)
     left, inner = (), None
     if options.adapters:

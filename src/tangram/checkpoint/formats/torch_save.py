@@ -59,6 +59,8 @@ class _Parts:
     skipped: tuple[str, ...]
     keyed: bool = True
     """Whether the model is under a key of its own."""
+    several: tuple[str, ...] = ()
+    """The keys, where there are several of them."""
 
 
 def is_torch(path: Path) -> bool:
@@ -86,8 +88,8 @@ def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
     params = {name: unsharded(name, place)[0] for name, place in places.items()}
     trained = OptimiserStates()
     skipped = [*found.skipped, *parts.skipped]
-    for key, tree in parts.optimisers.items():
-        trained = optimiser_of(tree, key, maps, params, parts.lead)
+    for key, states in parts.optimisers.items():
+        trained = optimiser_of(states, key, maps, params, parts.lead)
         skipped += trained.skipped
     for name, place in trained.places.items():
         if name in places:
@@ -97,7 +99,7 @@ def open_path(path: Path, maps: Maps) -> OpenCheckpoint:
     if parts.keyed:
         uncut = _uncut(path, maps, tree)
         return replace(opened, states=trained.states, objects=trained.objects(parts.step), uncut=uncut)
-    return model_part(opened, dcp.NAMING, skipped)
+    return replace(model_part(opened, dcp.NAMING, skipped), several=parts.several)
 
 
 def _uncut(path: Path, maps: Maps, tree: Any) -> OpenCheckpoint | None:
@@ -153,7 +155,7 @@ def _parts(tree: Any, path: Path) -> _Parts:
     fields = _inside(cast("Mapping[Any, Any]", tree))
     keys = [key for key in MODELS if isinstance(fields.get(key), Mapping) and _has_tensors(fields[key])]
     if len(keys) > 1:
-        raise UserError(f'"{path}" has several state dicts, {" and ".join(keys)}: save the one that is meant alone')
+        return _Parts(fields, "", {}, None, (), keyed=False, several=tuple(keys))
     if not keys:
         module = next((fields[key] for key in MODELS if isinstance(fields.get(key), Opaque)), None)
         if module is not None and not tensor_kind(module):

@@ -43,3 +43,5 @@ class OpenCheckpoint:
     """Tensors that are there and are not the model's, nor states of it."""
     uncut: "OpenCheckpoint | None" = None
     """With what is in `beside`, by the names that are stored; None where nothing is."""
+    several: tuple[str, ...] = ()
+    """Keys of state dicts of which none is known to be the model that is meant."""
