@@ -45,30 +45,37 @@ def test_without_marks_transformers_own_plan_counts(capsys: pytest.CaptureFixtur
 
 
 def test_an_encoder_with_a_decoder(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("t5", "--mesh", "tp=2", "--set", "num_layers=1", "--set", "num_decoder_layers=1", "--sequence", "8")
-    marks = ("--mark", "*.{q,k,v}.weight: o/tp i", "--mark", "*.o.weight: o i/tp")
+    words = ("prophetnet", "--mesh", "tp=2", *(w for one in PROPHETS for w in ("--set", one)), "--sequence", "8")
+    marks = ("--mark", "*.{query,key,value}_proj.weight: o/tp i", "--mark", "*.out_proj.weight: o i/tp")
     told = said(capsys, *words, *marks)
-    assert "decoder.block.0.layer.1.EncDecAttention.q.weight" in told
+    assert "prophetnet.decoder.layers.0.cross_attn.query_proj.weight" in told
     hint = said(capsys, *words, code=2)
     assert "nor has transformers a tensor-parallel plan of it" in hint
     assert "--choose --cluster" in hint
 
 
+PROPHETS = ("num_encoder_layers=1", "num_decoder_layers=1")
+
+
 def test_marks_are_chosen_by_the_command_that_a_model_without_any_is_sent_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = transformers.T5Config(num_layers=1, num_decoder_layers=1, decoder_start_token_id=0)
     with torch.device("meta"):
-        model = transformers.T5ForConditionalGeneration(one)
-        ids = torch.ones(2, 512, dtype=torch.long)
+        model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(num_hidden_layers=1))
+        ids = torch.ones(2, 64, dtype=torch.long)
     with pytest.raises(UserError, match="no mark names the axis tp") as error:
         tangram.derive(model, "tp=2", inputs={"input_ids": ids, "labels": ids})
     command = shlex.split(str(error.value).split("`")[1])
-    assert command[:7] == ["tangram", "shard", "t5", "--batch", "2", "--sequence", "512"]
+    assert command[:7] == ["tangram", "shard", "modernbert", "--batch", "2", "--sequence", "64"]
     typed = [str(tmp_path / "own.marks") if word == "FILE" else word for word in command[2:]]
-    said(capsys, *typed, "--set", "num_layers=1", "--set", "num_decoder_layers=1")
+    said(capsys, *typed, "--set", "num_hidden_layers=1")
     marks = read_marks(tmp_path / "own.marks")
     assert tangram.derive(model, "tp=2", marks, inputs={"input_ids": ids, "labels": ids}).parameters
+
+
+def test_a_type_without_any_such_head_is_made_by_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "dpr"}')
+    assert "give the FILE.py:function that makes it" in said(capsys, str(tmp_path), "--mesh", "tp=2", code=2)
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

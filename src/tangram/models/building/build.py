@@ -216,8 +216,9 @@ def _read_config(file: Path, known: Collection[str]) -> PreTrainedConfig:
     if not isinstance(kind, str):
         raise UserError(f'"{file}" names no model_type, so what it configures is unknown')
     if kind not in known:
-        what = "causal language model" if known is CAUSAL else "model"
-        hint = ": tangram.parallelize takes such a model in a loop of your own"
+        what = "causal language model" if known is CAUSAL else "language or image model"
+        own = "tangram.parallelize takes such a model in a loop of your own"
+        hint = f": {own if known is CAUSAL else 'give the FILE.py:function that makes it'}"
         hint = hint if kind in cast("Mapping[str, Any]", CONFIG_MAPPING) else did_you_mean(kind, known, listed=False)
         raise UserError(f'"{file}" has the model_type "{kind}", which this transformers has no {what} for{hint}')
     try:

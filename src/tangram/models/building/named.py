@@ -23,12 +23,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from tangram.errors import UserError
@@ -203,7 +205,13 @@ HEADS = (
         AutoModelForImageTextToText,
         _tokens_and_pixels,
     ),
+    Head(cast("Mapping[str, str]", MODEL_FOR_MASKED_LM_MAPPING_NAMES), AutoModelForMaskedLM, _tokens),
 )
+
+
+def is_named(kind: str) -> bool:
+    """Whether a type of model has one of these heads, so that its name is enough."""
+    return any(kind in head.known for head in HEADS)
 
 
 def _own(path: str, function: str) -> Callable[[int, int], tuple[nn.Module, Inputs]]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.models.building.named import is_named
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.fold import folded
 from tangram.models.capturing.graph import Graph
@@ -83,6 +84,7 @@ def refuse_idle_axes(found: Derived, model: nn.Module) -> None:
     """Raise UserError for an axis of several ranks that no mark names: they would all compute the same."""
     named = {over.axis for over in found.axes}
     kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = kind if kind and is_named(kind) else None
     shapes = [value.shape for _, value in found.folded.graph.of_kind("input") if len(value.shape) == 2]
     sizes = " --batch {} --sequence {}".format(*shapes[0]) if kind and shapes else ""
     choose = (
