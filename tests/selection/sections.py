@@ -43,15 +43,15 @@ SECTIONS = (
 )
 
 
-def due(changed: Iterable[str], turn: int) -> list[Section]:
-    """What runs at a turn for a change of these files. A change of what pins the versions runs everything."""
+def due(changed: Iterable[str], number: int) -> list[Section]:
+    """What runs at a commit of this number for a change of these files: all, if they pin the versions."""
     changed = list(changed)
     if "constraints.txt" in changed:
         return list(SECTIONS)
     return [
         section
         for section in SECTIONS
-        if turn % section.every == section.offset or any(file.startswith(section.paths) for file in changed)
+        if number % section.every == section.offset or any(file.startswith(section.paths) for file in changed)
     ]
 
 
@@ -60,7 +60,7 @@ def main(words: list[str]) -> None:
     chosen: Iterable[Section] = SECTIONS
     if "--all" not in words and history.is_repository(root):
         latest = [file for file, age in history.changed(root, history.base(root)).items() if not age]
-        chosen = due(latest, history.turn(root))
+        chosen = due(latest, history.number_of(root))
     print(" ".join(section.name for section in chosen))
 
 

@@ -6,7 +6,7 @@ not counted; so what is said here is the latest that it can be.
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.selection import history
 from tests.selection.choose import units_of
@@ -16,15 +16,17 @@ from tests.selection.history import Commit
 from tests.selection.sections import SECTIONS
 
 
-def last(line: Sequence[Commit], every: int, turn: int) -> Commit | None:
-    """The latest commit of a line (the latest first) whose turn it was."""
-    return next((commit for commit in line if commit.number % every == turn), None)
+def last(line: Sequence[Commit], every: int, turn: int, of: Callable[[int], int] = int) -> Commit | None:
+    """The latest commit of a line (the latest first) whose turn it was, by what its number stands for."""
+    return next((commit for commit in line if of(commit.number) % every == turn), None)
 
 
 def table_of(line: Sequence[Commit], units: Counter[int], new: int) -> list[str]:
     """The lines of the report: what had its turn longest ago comes first. `units`: how many have a turn."""
     head = line[0].number if line else 0
-    rows = [(last(line, TURNS, turn), f"{count} units of turn {turn}") for turn, count in units.items()]
+    rows = [
+        (last(line, TURNS, turn, history.turn_of), f"{count} units of turn {turn}") for turn, count in units.items()
+    ]
     rows += [(last(line, s.every, s.offset), f"make {s.name}") for s in SECTIONS]
     rows.sort(key=lambda row: row[0].number if row[0] else 0)
     out = [f"{'last turn':12}{'commit':12}{'commits ago':14}what"]
