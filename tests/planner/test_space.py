@@ -19,14 +19,23 @@ from tangram.planner.cost.calibration import PARTS
 from tangram.planner.cost.memory import memory, needs
 from tangram.planner.cost.step_time import scaled, seconds
 from tangram.planner.legality.engine import LAID, RULES, legal, reasons
-from tangram.planner.legality.enumerate import Able, Request, expanded, meshes, of_mesh, remade, scheduled
+from tangram.planner.legality.enumerate import (
+    NEVER_QUICKER,
+    Able,
+    Request,
+    expanded,
+    meshes,
+    of_mesh,
+    remade,
+    scheduled,
+)
 from tangram.planner.search import branch_and_bound as searching
 from tangram.planner.search.branch_and_bound import exhaustive, search, some_fits
 from tangram.planner.search.evaluate import CutRequest
 from tangram.planner.space.framework_profiles import framework, frameworks
 from tangram.planner.space.grid import Grid, grid, joined
 from tangram.planner.space.optimisers_and_offload import offloads_of
-from tangram.planner.space.schedule_formulas import SCHEDULES
+from tangram.planner.space.schedule_formulas import SCHEDULES, code
 from tangram.planner.space.setting import Setting
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
@@ -257,14 +266,25 @@ def test_no_configuration_of_a_branch_needs_less_than_its_floor(
     outline, devices, batch, sequence = drawn
     schedules = tuple(one.name for one in SCHEDULES)
     request = Request(min(devices, 8), batch, sequence, schedules=schedules, able=ABLE[less], **wider)
-    for mesh in meshes(outline, request):
-        branches = of_mesh(outline, request, mesh, bound=True)
-        floors = searching.floors(CutRequest(outline, SETTING, 80e9, None, request.able), request, branches)
-        for i, floor in enumerate(floors.tolist()):
-            g = laid_out(outline, request, branches.take(slice(i, i + 1)))
-            g = joined([g, *(replace(g, ahead=g.ahead + 1, behind=g.behind + more) for more in (0, 1))])
-            g = replace(g, recompute=np.where(g.recompute == 0, ALL_AGAIN[less], g.recompute))
-            assert not len(g) or needs(outline, g, SETTING).min() >= floor
+    rows = [of_mesh(outline, request, mesh, bound=True) for mesh in meshes(outline, request)]
+    if not any(map(len, rows)):
+        return
+    branches = joined(rows)
+    floors = searching.floors(CutRequest(outline, SETTING, 80e9, None, request.able), request, branches)
+    of_branch = dict(zip(kept_by(branches), floors.tolist(), strict=True))
+    assert len(of_branch) == len(branches)
+    g = laid_out(outline, request, branches)
+    g = joined([g, *(replace(g, ahead=g.ahead + 1, behind=g.behind + more) for more in (0, 1))])
+    g = replace(g, recompute=np.where(g.recompute == 0, ALL_AGAIN[less], g.recompute))
+    assert (needs(outline, g, SETTING) >= [of_branch[key] for key in kept_by(g)]).all()
+
+
+def kept_by(g: Grid) -> list[tuple[float, ...]]:
+    """What all configurations of a branch have in common, by the schedule that is the quickest of its kind."""
+    quickest = {code(name): code(quick) for name, quick in NEVER_QUICKER.items()}
+    names = ("pipeline", "tensor", "context", "data", "ulysses", "expert", "expert_tensor", "micro")
+    schedules = [quickest.get(one, one) for one in g.schedule.tolist()]
+    return list(zip(*(getattr(g, name).tolist() for name in names), schedules, strict=True))
 
 
 @given(DRAWN, WIDER, st.sampled_from(["", "recompute", "zero-3", "zero"]))

@@ -20,7 +20,7 @@ from tangram.planner.local.strategies import Strategy, plan_of
 from tangram.schema.files import load
 from tangram.training.data import prepare, tokens_of
 from tangram.training.state.build_model import source_of
-from tests.training.tuning_tasks import Traced, run_each, write_folder
+from tests.training.tuning_tasks import VOCABULARY, Traced, run_each, write_folder
 
 STEPS, HALF = 4, 2
 WORDS = "model.embed_tokens.weight"
@@ -32,7 +32,7 @@ WAYS: Mapping[str, Strategy] = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Traced]]:
-    folder = write_folder(tmp_path_factory.mktemp("tied"), tied=True)
+    folder = write_folder(tmp_path_factory.mktemp("tied"), tied=True, fields={"vocab_size": VOCABULARY - 1})
     weights = load_file(folder / "chat-model" / "model.safetensors")
     assert "lm_head.weight" not in weights
     assert weights[WORDS].shape[0] % 2

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tangram.schema.plan import Plan
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, tokenizer_of
-from tests.training.tuning_tasks import Traced, adapted, by_adamw, conversations, write_folder
+from tests.training.tuning_tasks import VOCABULARY, Traced, adapted, by_adamw, conversations, write_folder
 
 Mistake = Literal["", "sides swapped", "no squared temperature", "mask shifted", "own teacher", "padding counted"]
 PADDED = 7
@@ -26,7 +26,7 @@ PADDED = 7
 def write_taught(folder: Path, *, padded: int = 0, tied: bool = False, family: str = "qwen3") -> Path:
     """A chat model, a wider and deeper one of the same tokenizer, conversations of unequal lengths, and a job of six
     lines. `padded`: the teacher's classes beyond the student's; `family`: the teacher's."""
-    write_folder(folder, tied=tied)
+    write_folder(folder, tied=tied, fields={"vocab_size": VOCABULARY - 1} if padded else {})  # of ranks' unequal parts
     vocabulary = AutoModelForCausalLM.from_pretrained(folder / "chat-model").config.vocab_size
     fields = {"vocab_size": vocabulary + padded, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
     fields["attention_dropout"] = 0.5  # which it computes without

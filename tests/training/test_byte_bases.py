@@ -30,7 +30,8 @@ from tests.training.tuning_tasks import Traced, oracle, planned_by, run_each, wr
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
 Key = tuple[str, str]
-SET = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+SET = {"data.sequence": "88", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+"""All rows are cut to one length, as a derived model has a program for each."""
 WAYS: Mapping[str, Strategy] = {
     "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),
     "fsdp": Strategy("FSDP", "dp=2", ("dp",), shard="dp"),

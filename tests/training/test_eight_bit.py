@@ -31,7 +31,7 @@ from tangram.training.updates.ruled_optimiser import RuledOptimiser
 from tangram.training.updates.update_rules import BLOCK, DECODED_AT_ONCE
 from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, tokenizer_of
-from tests.training.tuning_tasks import Traced, counted_for, run_each, run_in_turn, write_folder
+from tests.training.tuning_tasks import VOCABULARY, Traced, counted_for, run_each, run_in_turn, write_folder
 
 # ---------------------------------------------------------------- the arithmetic
 
@@ -185,7 +185,7 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_folder(tmp_path_factory.mktemp("eight"))
+    folder = write_folder(tmp_path_factory.mktemp("eight"), fields={"vocab_size": VOCABULARY - 1})
     model = write_chat(folder / "wide", fields=WIDE)
     tokenizer_of(model)
     (model / "chat_template.jinja").write_text(CHATML)

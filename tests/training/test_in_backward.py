@@ -16,7 +16,7 @@ from tangram.training.run.launch import RankError
 from tests.training import test_optimisers
 from tests.training.test_optimisers import CASES, HALF, planned, run_all
 from tests.training.test_stochastic_rounding import LOW
-from tests.training.tuning_tasks import write_folder
+from tests.training.tuning_tasks import VOCABULARY, write_folder
 
 ALL = {"optimiser.clip_norm": "inf", "data.global_batch": "2"}
 EARLY = {**ALL, "optimiser.in_backward": "true"}
@@ -41,7 +41,7 @@ folder = test_optimisers.folder
 def tied(folder: Path) -> Path:
     """Where the folder has a model whose head is its embedding, too."""
     (folder / "tied").mkdir()
-    write_folder(folder / "tied", tied=True)
+    write_folder(folder / "tied", tied=True, fields={"vocab_size": VOCABULARY - 1})
     job = folder / "tied" / "sft.toml"
     job.write_text(job.read_text().replace("lora.rank = 4\n", ""))
     return folder

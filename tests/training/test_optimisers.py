@@ -17,7 +17,7 @@ from tangram.planner.local.strategies import TENSOR, ModelAxis, Strategy, plan_o
 from tangram.schema.files import load
 from tangram.schema.plan import Plan
 from tangram.training.data import open_corpus, sample_ids, tokens_of
-from tests.training.tuning_tasks import Traced, conversations, counted_for, loss_of, run_each, write_folder
+from tests.training.tuning_tasks import VOCABULARY, Traced, conversations, counted_for, loss_of, run_each, write_folder
 
 STEPS, HALF = 8, 4
 SET = {
@@ -56,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("optimisers")
     for name, family in (("dense", "qwen3"), ("moe", "qwen3_moe")):
         (folder / name).mkdir()
-        write_folder(folder / name, family=family, fields=MOE if name == "moe" else {})
+        write_folder(
+            folder / name, family=family, fields={"vocab_size": VOCABULARY - 1, **(MOE if name == "moe" else {})}
+        )
         job = folder / name / "sft.toml"
         job.write_text(job.read_text().replace("lora.rank = 4\n", ""))
     return folder

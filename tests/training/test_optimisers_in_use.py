@@ -22,7 +22,7 @@ from tangram.training.run.launch import run_ranks
 from tests.training.optimiser_tasks import Astray, with_a_bad_step
 from tests.training.small import SMALL_MODEL, small_plan, write_text
 from tests.training.test_stochastic_rounding import LOW
-from tests.training.tuning_tasks import counted_for, run_each, write_folder
+from tests.training.tuning_tasks import VOCABULARY, counted_for, run_each, write_folder
 
 STEPS, HALF, BF16 = 3, 1, "bfloat16"
 WIDE = {"preset": "qwen3-1m", "change": {**SMALL_MODEL, "hidden_size": 128, "intermediate_size": 256, "head_dim": 128}}
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("in-use")
     for name, fields in MODELS.items():
         (folder / name).mkdir()
-        write_folder(folder / name, fields=fields)
+        write_folder(folder / name, fields={"vocab_size": VOCABULARY - 1, **fields})
         job = folder / name / "sft.toml"
         if name != "adapters":
             job.write_text(job.read_text().replace("lora.rank = 4\n", ""))

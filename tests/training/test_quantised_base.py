@@ -163,7 +163,8 @@ def test_a_part_stands_for_the_part(cut: str) -> None:
 # ---------------------------------------------------------------- on ranks
 
 
-SET = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+SET = {"data.sequence": "88", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+"""All rows are cut to one length, as a derived model has a program for each."""
 STEPS = 6
 WAYS: Mapping[str, Strategy] = {
     "one": Strategy("one process", "dp=1", ("dp",), shard="dp"),

@@ -25,7 +25,8 @@ from tests.training.tuning_tasks import Traced, planned_by, run_each, write_fold
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
-SET = {"data.sequence": "96", "data.global_batch": "4", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+SET = {"data.sequence": "88", "data.global_batch": "4", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
+"""All rows are cut to one length, as a derived model has a program for each."""
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}  # rows of blocks of 128 of which one is short
 STEPS, HALF = 3, 1
 WAYS: Mapping[str, Strategy] = {

@@ -26,6 +26,7 @@ from tests.house.doc_blocks import ROOT, blocks_of, commands_of
 from tests.training.small import SMALL_MODEL
 from tests.training.tuning_tasks import (
     STEPS,
+    VOCABULARY,
     Traced,
     assert_as_expected,
     oracle,
@@ -55,7 +56,7 @@ SHORT = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("tuning"))
+    return write_folder(tmp_path_factory.mktemp("tuning"), fields={"vocab_size": VOCABULARY - 1})
 
 
 @pytest.fixture(scope="module")

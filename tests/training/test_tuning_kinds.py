@@ -22,6 +22,7 @@ from tangram.schema.tuning import LoraPlan
 from tangram.training.data import tokens_of
 from tangram.training.state.build_model import build_unsharded, source_of
 from tests.training.tuning_tasks import (
+    VOCABULARY,
     Traced,
     assert_as_expected,
     oracle,
@@ -71,7 +72,7 @@ FROZEN: Mapping[str, tuple[str, ...]] = {"A as drawn": ("*.lora_A.*",)}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen 2: queries, keys and values have biases."""
-    return write_folder(tmp_path_factory.mktemp("kinds"), family="qwen2")
+    return write_folder(tmp_path_factory.mktemp("kinds"), family="qwen2", fields={"vocab_size": VOCABULARY - 1})
 
 
 def _plan(folder: Path, lora: LoraPlan, way: str, frozen: tuple[str, ...] = ()) -> Plan:

@@ -43,6 +43,7 @@ from tests.training.chat import write_chat
 from tests.training.data.test_chat import CHATML, TURNS, tokenizer_of
 
 STEPS = 30
+VOCABULARY = 260
 Named = dict[str, npt.NDArray[np.float32]]
 """No tensors: those that a rank sends are gone with it."""
 
@@ -64,8 +65,13 @@ class Traced:
 def write_folder(
     folder: Path, *, tied: bool = False, family: str = "qwen3", fields: Mapping[str, Any] = MappingProxyType({})
 ) -> Path:
-    """A chat model of random weights, conversations, and the job of six lines."""
-    model = write_chat(folder / "chat-model", fields={"tie_word_embeddings": tied, **fields}, family=family)
+    """A chat model of random weights, conversations, and the job of six lines.
+
+    It has a row more than there are tokens, so that two ranks have equal parts of its vocabulary: of ranks with unequal
+    ones each kind is rehearsed, which takes most of the time. It is odd in `test_tuning.py` and the optimisers' tests.
+    """
+    fields = {"tie_word_embeddings": tied, "vocab_size": VOCABULARY, **fields}
+    model = write_chat(folder / "chat-model", fields=fields, family=family)
     tokenizer_of(model)
     (model / "chat_template.jinja").write_text(CHATML)
     (folder / "rows").mkdir()

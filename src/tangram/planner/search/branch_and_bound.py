@@ -40,6 +40,8 @@ __all__ = ["BestConfigurations", "bounds_of", "exhaustive", "floors", "least_of"
 Floats = NDArray[np.float64]
 FIRST, BLOCK = 32, 2048
 """Branches that are looked at together: few at first, until something is known that others have to be quicker than."""
+TOGETHER = 4096
+"""Configurations that are tried together, of which others need not be quicker."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,21 @@ def exhaustive(
     outline: Outline, request: Request, setting: Setting, limit: float, most: int = 10, scales: Scales = None
 ) -> BestConfigurations:
     """The same by trying everything."""
-    every = ((0.0, of_mesh(outline, request, mesh)) for mesh in meshes(outline, request))
+    every = _together(of_mesh(outline, request, mesh) for mesh in meshes(outline, request))
     wanted = CutRequest(outline, setting, limit, scales, request.able)
-    return _take(wanted, most, 0, every, lambda rows, last, room: rows, whole=True)
+    return _take(wanted, most, 0, ((0.0, rows) for rows in every), lambda rows, last, room: rows, whole=True)
+
+
+def _together(grids: Iterator[Grid]) -> Iterator[Grid]:
+    """The same rows in fewer grids: each call of numpy takes a while, however few rows it is for."""
+    some: list[Grid] = []
+    for g in grids:
+        some.append(g)
+        if sum(map(len, some)) >= TOGETHER:
+            yield joined(some)
+            some = []
+    if some:
+        yield joined(some)
 
 
 def quickest(wanted: CutRequest, g: Grid) -> Grid:

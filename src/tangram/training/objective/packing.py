@@ -119,6 +119,7 @@ def balanced(length: int, parts: int) -> Tensor:
 
 
 PROBED = 8  # tokens of each of the two documents
+_ROWS = 4 * PROBED - 1  # of both questions, for which a derived model then needs one program
 SAME_SWAPPED = 8.0  # units in the last place of the largest logit; nothing but the order of sums may differ
 SAME_ALONE = 0.1  # relative, of norms; a token that stands at another place differs by much more
 
@@ -187,7 +188,7 @@ def why_not_causal(
     Every place of a row is asked at once: row r of a batch counts the logits up to place r only, and what they owe to
     the embeddings of the tokens after it must be exactly zero. `positions`: whether training gives position ids. All
     ranks that share its parameters call this together; gradients are None afterwards. Costs one pass, forward and
-    backward, of at most (4 * `PROBED` - 1) * 2 * `PROBED` tokens: a derived model has a program for each size.
+    backward, of (4 * `PROBED` - 1) * 2 * `PROBED` tokens: a derived model has a program for each size.
     """
     device = device or next(model.parameters()).device
     length = 2 * PROBED
@@ -244,8 +245,9 @@ def respects_documents(
 
     The model is called as in training: position ids that begin anew, no attention mask. Alone is what stands first in
     its row, of a model that is causal, which `why_not_causal` asks. All ranks that share its parameters call this
-    together and get the same answer; gradients are None afterwards. Costs one pass of 4 rows of 16 tokens. A model in
-    which no token sees an earlier one (weights that are zero) cannot be judged: False.
+    together and get the same answer; gradients are None afterwards. Costs one pass of as many tokens as
+    `why_not_causal` asks about, of which a derived model so has the program already. A model in which no token sees an
+    earlier one (weights that are zero) cannot be judged: False.
     """
     if not _takes_positions(model):
         return False
@@ -254,7 +256,7 @@ def respects_documents(
     one_S, other_S, document_S = ids_S[:PROBED], ids_S[PROBED:-PROBED], ids_S[-PROBED:]
     changed_S = torch.cat([other_S[:1], document_S[1:]])
     pairs = ((one_S, document_S), (other_S, document_S), (document_S, other_S), (changed_S, other_S))
-    inputs_BS = torch.stack([torch.cat(pair) for pair in pairs])
+    inputs_BS = torch.stack([torch.cat(pair) for pair in pairs])[torch.arange(_ROWS) % len(pairs)]
     positions_BS = torch.arange(PROBED, device=device).repeat(2).expand_as(inputs_BS)
     counted_BS = torch.zeros_like(inputs_BS, dtype=torch.bool)
     counted_BS[0, PROBED:] = True
@@ -267,7 +269,7 @@ def respects_documents(
         model.train(was_training)
         model.zero_grad(set_to_none=True)
     owed_S = None if owed_BS is None else owed_BS[0]
-    (behind_one_SV, behind_other_SV), (alone_SV, changed_SV) = logits_BSV[:2, PROBED:], logits_BSV[2:, :PROBED]
+    (behind_one_SV, behind_other_SV), (alone_SV, changed_SV) = logits_BSV[:2, PROBED:], logits_BSV[2:4, :PROBED]
     if owed_S is not None and bool((owed_S[:PROBED] != 0).any()):
         return False
     if not bool((alone_SV[1:] != changed_SV[1:]).any()):
