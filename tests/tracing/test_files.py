@@ -380,6 +380,32 @@ def test_each_time_that_a_run_goes_on_it_has_a_trace_of_its_own(tmp_path: Path) 
     assert read(tmp_path)[0].live.step == 8, "the newest is read"
 
 
+def test_of_each_attempt_it_is_said_how_it_ended_and_each_can_be_shown(tmp_path: Path) -> None:
+    for attempt, steps in enumerate((3, 8, 5), 1):
+        folder = fresh_folder(tmp_path)
+        recorder = write(folder, 0, steps, run=bytes([attempt]) * 16, world=1)
+        if attempt == 1:
+            Watch(TraceSettings(folder, b"\1" * 16)).end("rank 0 of 1 ended the job: killed by signal 9", dead=0)
+        recorder.close(End.FINISHED if attempt == 3 else End.FAILED)
+    shutil.copytree(tmp_path / "trace", tmp_path / "trace-kept")  # somebody's own: no attempt
+    newest = report(tmp_path)
+    assert (newest.folder.name, newest.state) == ("trace-3", "ended well, after step 5")
+    first = "attempt 1 ended badly: rank 0 of 1 ended the job: killed by signal 9 (--attempt 1 shows it)"
+    second = "attempt 2 ended in step 8 with an error on rank 0 (--attempt 2 shows it)"
+    assert newest.notes == ("this is attempt 3 of 3", first, second)
+    old = report(reading.trace_folder(tmp_path, 1))
+    assert (old.state, old.findings[0].kind) == ("ended badly: rank 0 of 1 ended the job: killed by signal 9", "died")
+    assert old.notes[0] == "this is attempt 1 of 3"
+    assert old.notes[2] == "attempt 3 ended well, after step 5 (--attempt 3 shows it)"
+    with pytest.raises(UserError, match=r"has traces of 3 attempts: none is number 4$"):
+        reading.trace_folder(tmp_path, 4)
+    for _ in range(5):
+        write(fresh_folder(tmp_path), 0, 2, world=1)
+    notes = report(tmp_path).notes
+    assert notes[:2] == ("this is attempt 8 of 8", "of 7 others only how the last 5 ended is shown")
+    assert [note.split()[1] for note in notes[2:]] == ["3", "4", "5", "6", "7"]
+
+
 def test_a_look_tells_what_a_whole_reading_tells(tmp_path: Path) -> None:
     write(tmp_path, 0, 40)
     write(tmp_path, 1, 20)

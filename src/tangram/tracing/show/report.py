@@ -19,7 +19,7 @@ from tangram.tracing.blame import findings, lifeless
 from tangram.tracing.files.format import End, Kind
 from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.finding import Finding
-from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
+from tangram.tracing.reading import VERDICT, RankTrace, attempts, missing, read, trace_folder
 from tangram.tracing.slow import coords_of, own_times
 from tangram.tracing.spikes import spike_findings
 from tangram.tracing.watch import outside_of
@@ -28,6 +28,8 @@ MOST_ROWS = 64
 """Ranks that are shown, those with findings first."""
 MOST_KINDS = 6
 """Kinds of calls that are named."""
+MOST_ATTEMPTS = 5
+"""The newest others of a run that are told of."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def _state(traces: Sequence[RankTrace], alive: bool) -> str:
     where = _step_words(traces)
     if done == len(traces):
         return f"ended well, after {where}"
-    if alive:
+    if alive and any(trace.live.end is End.RUNNING for trace in traces):
         return f"runs, in {where}"
     failed = [trace.rank for trace in traces if trace.live.end is End.FAILED]
     return f"ended in {where}" + (f" with an error on {rank_words(failed)}" if failed else ", without a word")
@@ -128,7 +130,7 @@ def _step_words(traces: Sequence[RankTrace]) -> str:
 
 
 def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
-    notes: list[str] = []
+    notes = _attempts(folder)
     if (folder / VERDICT).exists() and verdict_of(folder) is None:
         notes.append(
             f"{VERDICT} is cut off or foreign: why the run ended is worked out anew, of the ranks' files alone"
@@ -152,6 +154,29 @@ def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, 
     if clocks and max(clocks.values()) - min(clocks.values()) > 60e9 and len(clocks) > 1:
         notes.append("the clocks of hosts are apart by minutes: times of one host are not held against another's")
     return tuple(notes)
+
+
+def _attempts(folder: Path) -> list[str]:
+    """Of a run that was begun, or went on, several times: which of them this trace is of, and how the others ended."""
+    every = attempts(folder.parent)
+    if folder not in every or len(every) < 2:
+        return []
+    others = [(number, path) for number, path in enumerate(every, 1) if path != folder]
+    notes = [f"this is attempt {every.index(folder) + 1} of {len(every)}"]
+    if len(others) > MOST_ATTEMPTS:
+        notes.append(f"of {len(others)} others only how the last {MOST_ATTEMPTS} ended is shown")
+    return notes + [f"attempt {n} {_ended(path)} (--attempt {n} shows it)" for n, path in others[-MOST_ATTEMPTS:]]
+
+
+def _ended(folder: Path) -> str:
+    """How another attempt ended, or that it runs."""
+    if (verdict := verdict_of(folder)) is not None:
+        return f"ended badly: {verdict[0]}"
+    try:
+        traces = read(folder)
+    except UserError as error:
+        return f"cannot be read: {error}"
+    return _state(traces, outside_of(traces, time.monotonic_ns()).now is not None)
 
 
 def _lacks_names(trace: RankTrace) -> bool:
