@@ -10,7 +10,7 @@ import pytest
 from bench._tracing import jobs
 from bench._tracing.jobs import BUSY, EVALUATES, LAYERS, PAUSE, SAVES, SLOW, Case, train
 from tangram.errors import UserError
-from tangram.tracing.blame import STILL_SECONDS
+from tangram.tracing.absent import STILL_SECONDS
 from tangram.tracing.files.format import CHECKED, End, Kind
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import read

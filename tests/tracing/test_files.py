@@ -21,7 +21,8 @@ import torch
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
 from tangram.tracing import reading
-from tangram.tracing.blame import Outside, calls_of_step, findings, lifeless
+from tangram.tracing.absent import Outside
+from tangram.tracing.blame import calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
     AXES_AT_MOST,
     CHUNK_HEADER,
@@ -378,6 +379,26 @@ def test_each_time_that_a_run_goes_on_it_has_a_trace_of_its_own(tmp_path: Path) 
     write(fresh_folder(tmp_path), 0, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace-2"]
     assert read(tmp_path)[0].live.step == 8, "the newest is read"
+
+
+def test_a_rank_that_ends_says_when(tmp_path: Path) -> None:
+    """So that who was ended for its failure is told from who died before it and was the cause."""
+    recorder, now = write(tmp_path, 0, 3), time.monotonic_ns()
+    recorder.close(End.FAILED)
+    write(tmp_path, 1, 3)
+    traces = read(tmp_path)
+    assert traces[0].live.beat >= now
+    gone = Outside(gone=frozenset({1}))
+    assert [one.kind for one in findings(traces, gone)] == [], "it still ran when the other had failed"
+    write_beat(tmp_path, 1, now - 1)
+    assert [(one.kind, one.ranks) for one in findings(read(tmp_path), gone)] == [("died", (1,))]
+
+
+def write_beat(folder: Path, rank: int, beat: int) -> None:
+    """Have a rank's heart have beaten for the last time then."""
+    with (folder / file_of(rank, "ring")).open("r+b") as file:
+        file.seek(LIVE_AT)
+        file.write(struct.pack("<Q", beat))
 
 
 def test_of_each_attempt_it_is_said_how_it_ended_and_each_can_be_shown(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import UserError
-from tangram.tracing.blame import STILL_SECONDS, Outside, deviations, findings, lifeless, noted_by, peers_without
+from tangram.tracing.absent import STILL_SECONDS, Outside
+from tangram.tracing.blame import deviations, findings, lifeless, noted_by, peers_without
 from tangram.tracing.files import stacks
 from tangram.tracing.files.format import PATIENT, End, Phase
 from tangram.tracing.finding import WAITED_FOR, Finding
