@@ -385,13 +385,41 @@ def test_a_rank_that_ends_says_when(tmp_path: Path) -> None:
     """So that who was ended for its failure is told from who died before it and was the cause."""
     recorder, now = write(tmp_path, 0, 3), time.monotonic_ns()
     recorder.close(End.FAILED)
-    write(tmp_path, 1, 3)
+    write(tmp_path, 1, 3)._heart.stop()  # pyright: ignore[reportPrivateUsage]
     traces = read(tmp_path)
     assert traces[0].live.beat >= now
     gone = Outside(gone=frozenset({1}))
     assert [one.kind for one in findings(traces, gone)] == [], "it still ran when the other had failed"
     write_beat(tmp_path, 1, now - 1)
     assert [(one.kind, one.ranks) for one in findings(read(tmp_path), gone)] == [("died", (1,))]
+
+
+def test_who_waits_for_a_late_rank_is_not_late(tmp_path: Path) -> None:
+    """All ranks call together, and pairs of them before that: it is rank 1 that keeps all others waiting."""
+    ranks = [write(tmp_path, rank, 3, world=4) for rank in range(4)]
+    every = [one.group("1", "dp tp", [0, 1, 2, 3]) for one in ranks]
+    pairs = [one.group("2", "tp", [1, 2] if rank in (1, 2) else [0, 3]) for rank, one in enumerate(ranks)]
+
+    def calls_pair(rank: int, seconds: float) -> None:
+        number = ranks[rank].enter(pairs[rank], 0, 64, torch.float32, -1)
+        since = ranks[rank].waits(number)
+        time.sleep(seconds)
+        ranks[rank].waited(number, pairs[rank], 0, since)
+
+    def gives_up(rank: int) -> None:
+        ranks[rank].waits(ranks[rank].enter(every[rank], 0, 64, torch.float32, -1))
+        ranks[rank].close(End.FAILED)
+
+    for rank in (0, 3):
+        calls_pair(rank, 0.0)
+        gives_up(rank)
+    calls_pair(2, 0.5)
+    calls_pair(1, 0.0)
+    for rank in (1, 2):
+        gives_up(rank)
+    (one,) = findings(read(tmp_path), Outside(still_ns=0.25e9))
+    assert (one.kind, one.ranks, one.axes) == ("absent", (1,), "dp tp")
+    assert re.search(r"came to all-reduce over dp tp .* 0\.\d s after the others, who had given up", one.text), one.text
 
 
 def write_beat(folder: Path, rank: int, beat: int) -> None:
