@@ -133,4 +133,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "of a run that has recovered the attempt that failed cannot be shown",
         ("tests/tracing/test_files.py::test_of_each_attempt_it_is_said_how_it_ended_and_each_can_be_shown",),
     ),
+    Mutant(
+        "perfetto-from-the-first-step", "tracing/show/perfetto.py",
+        "(*begins, *trace.rows[\"begin\"][:1])", "trace.rows[\"begin\"][:1]",
+        "what a rank did before its first step has times below zero",
+        ("tests/tracing/test_page.py::test_perfetto_gets_steps_phases_and_waits_of_the_ranks_that_are_named",),
+    ),
 )

@@ -51,11 +51,13 @@ from tangram.tracing.watch import Hang, Watch, watched
 RUN = b"r" * 16
 
 
-def write(folder: Path, rank: int, steps: int, run: bytes = RUN, world: int = 2, slow_ms: int = 0) -> Recorder:
-    """A rank's trace of steps with two calls each, made without any rank."""
+def write(folder: Path, rank: int, steps: int, run: bytes = RUN, world: int = 2, start_calls: int = 0) -> Recorder:
+    """A rank's trace of steps with two calls each, made without any rank; `start_calls`: before the first."""
     files = TraceFiles(folder, run, rank, world)
     recorder = Recorder(files, {"mesh": "dp=2", "stages": []})
     group = recorder.group("0", "dp", [0, 1])
+    for _ in range(start_calls):
+        recorder.waited(number := recorder.enter(group, 0, 8, torch.float32, -1), group, 0, recorder.waits(number))
     for step in range(1, steps + 1):
         recorder.step(step)
         for phase in (Phase.FORWARD, Phase.BACKWARD):
