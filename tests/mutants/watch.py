@@ -139,4 +139,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "what a rank did before its first step has times below zero",
         ("tests/tracing/test_page.py::test_perfetto_gets_steps_phases_and_waits_of_the_ranks_that_are_named",),
     ),
+    Mutant(
+        "top-ends-at-a-failure", "tracing/show/report.py",
+        "return RECOVERS if (folder / FAILURES).exists() else SETTLES", "return 0.0",
+        "who watches a run that recovers sees it end at its first failure",
+        ("tests/tracing/test_files.py::test_who_looks_at_a_run_sees_its_next_attempt",),
+    ),
 )

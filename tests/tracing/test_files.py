@@ -45,7 +45,7 @@ from tangram.tracing.files.stacks import SIGNAL
 from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
-from tangram.tracing.show.report import report, top
+from tangram.tracing.show.report import looks, report, top
 from tangram.tracing.watch import Hang, Watch, watched
 
 RUN = b"r" * 16
@@ -455,6 +455,26 @@ def test_of_each_attempt_it_is_said_how_it_ended_and_each_can_be_shown(tmp_path:
     notes = report(tmp_path).notes
     assert notes[:2] == ("this is attempt 8 of 8", "of 7 others only how the last 5 ended is shown")
     assert [note.split()[1] for note in notes[2:]] == ["3", "4", "5", "6", "7"]
+
+
+def test_who_looks_at_a_run_sees_its_next_attempt(tmp_path: Path) -> None:
+    write(fresh_folder(tmp_path), 0, 3, world=1)
+    seen = looks(tmp_path, 0.01)
+    assert not next(seen).over
+    Watch(TraceSettings(tmp_path / "trace", RUN)).end("rank 0 of 1 ended the job: killed by signal 9", dead=0)
+    (tmp_path / "failures.jsonl").write_text("{}\n")
+    assert next(seen).over
+    assert next(seen).lines[0].startswith("ended badly: rank 0 of 1"), "it is not over yet"
+    recorder = write(fresh_folder(tmp_path), 0, 2, run=b"n" * 16, world=1)
+    again = next(seen)
+    assert (again.over, "trace-2" in again.title) == (False, True)
+    recorder.close(End.FINISHED)
+    assert [one.over for one in seen] == [True], "what ended well is not begun again"
+    shutil.rmtree(tmp_path / "trace-2")
+    assert [one.over for one in looks(tmp_path, 0.01)] == [True], "nor is what nobody saw run"
+    shutil.rmtree(tmp_path / "trace")
+    with pytest.raises(UserError, match="has no trace"):
+        next(looks(tmp_path, 0.01))
 
 
 def test_a_look_tells_what_a_whole_reading_tells(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`tangram trace`: what ranks did, and which of them is to blame; `tangram top`: what they do now."""
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +88,7 @@ def top(
     json: Annotated[bool, typer.Option("--json", help="Look once, and print one JSON document on stdout.")] = False,
 ) -> None:
     """Show what each rank does now, the slowest first, until the run is over."""
-    from tangram.tracing.show.report import HEADERS  # loads torch
+    from tangram.tracing.show.report import HEADERS, looks  # loads torch
     from tangram.tracing.show.report import top as look
     from tangram.training.observe.text_tables import drawn
 
@@ -97,14 +96,10 @@ def top(
     if json:
         print_json(found.as_json())
         return
-    if once or found.over or not sys.stdout.isatty():
+    if once or not sys.stdout.isatty():
         print_table(found.title, HEADERS, found.rows)
         print("".join(f"{line}\n" for line in found.lines), end="")
         return
     with Live(console=Console(), auto_refresh=False) as live:
-        while True:
+        for found in looks(folder, seconds):
             live.update(Group(drawn(found.title, HEADERS, found.rows), *found.lines), refresh=True)
-            if found.over:
-                return
-            time.sleep(seconds)
-            found = look(folder)

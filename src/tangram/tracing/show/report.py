@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.planner.cost.goodput import FILE as FAILURES
 from tangram.tracing.blame import findings, lifeless
 from tangram.tracing.files.format import End, Kind
 from tangram.tracing.files.stacks import rank_words
@@ -282,6 +284,40 @@ def top(folder: Path, shown: int = SHOWN) -> Top:
     title = f"{folder}: {len(running)} of {traces[0].world} ranks run, {_step_words(traces)}{more}"
     spikes = tuple(one.text for one in spike_findings(traces)[-SPIKES:])
     return Top(title, rows, not running, (*([f"ended badly: {verdict[0]}"] if verdict else []), *spikes))
+
+
+def looks(folder: Path, seconds: float) -> Iterator[Top]:
+    """Look at a run each so many seconds until it is over; one that ended badly may be begun again, which is waited
+    for. Raises UserError where there is no trace, or none any more."""
+    alive, torn = -math.inf, 0
+    while True:
+        try:
+            newest = trace_folder(folder)
+            found, torn = top(newest), 0
+        except UserError:  # ranks of the next attempt are just making their files
+            torn += 1
+            if torn > TORN:
+                raise
+        else:
+            yield found
+            now = time.monotonic()
+            alive = alive if found.over else now
+            if found.over and (newest == folder or now - alive >= _patience(newest)):
+                return
+        time.sleep(seconds)
+
+
+TORN = 5
+"""Looks in a row that find no whole trace, after which there is none."""
+RECOVERS, SETTLES = 60.0, 5.0
+"""Seconds until the next attempt begins at most, where somebody recovers the run, and until it is known whether."""
+
+
+def _patience(newest: Path) -> float:
+    """For how many seconds a run may yet go on after an attempt: `tangram launch` notes each failure."""
+    if verdict_of(newest) is None:
+        return 0.0
+    return RECOVERS if (newest.parent / FAILURES).exists() else SETTLES
 
 
 def _own(trace: RankTrace) -> float:
