@@ -104,7 +104,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/tracing/test_files.py::test_a_recording_without_a_collective_says_why",),
     ),
     Mutant(
-        "death-of-who-was-ended", "tracing/absent.py",
+        "death-of-who-was-ended", "tracing/stops.py",
         "trace.live.beat > min(failed, default=trace.live.beat)", "trace.live.beat < 0",
         "a rank that torchrun ends, as others have waited for it in vain, is said to have died",
         ("tests/tracing/test_files.py::test_a_rank_that_ends_says_when",),
@@ -116,13 +116,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/tracing/test_files.py::test_a_rank_that_ends_says_when",),
     ),
     Mutant(
-        "late-is-not-absent", "tracing/absent.py",
+        "late-is-not-absent", "tracing/stops.py",
         "if one.own - usual > outside.still_ns", "if one.own < 0",
         "nobody is named where a rank came to a call that others had given up waiting in",
         ("tests/public/test_hangs.py::test_a_rank_for_whom_others_have_waited_in_vain_is_named",),
     ),
     Mutant(
-        "waits-are-late", "tracing/absent.py",
+        "waits-are-late", "tracing/stops.py",
         "np.where(some[\"kind\"] == Kind.EXIT, 0, np.diff(times))", "np.diff(times)",
         "a rank that has waited for the one that is late is late, too",
         ("tests/tracing/test_files.py::test_who_waits_for_a_late_rank_is_not_late",),

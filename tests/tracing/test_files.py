@@ -21,7 +21,6 @@ import torch
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
 from tangram.tracing import reading
-from tangram.tracing.absent import Outside
 from tangram.tracing.blame import calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
     AXES_AT_MOST,
@@ -46,6 +45,7 @@ from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
 from tangram.tracing.show.report import looks, report, top
+from tangram.tracing.stops import Outside
 from tangram.tracing.watch import Hang, Watch, watched
 
 RUN = b"r" * 16

@@ -19,23 +19,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tangram.tracing.absent import (
-    STILL_SECONDS,
-    UNKNOWN,
-    Outside,
-    absent_findings,
-    others_do,
-    outlived,
-    where_is,
-    where_was,
-)
 from tangram.tracing.files.format import End, Kind, Phase
 from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
 from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks, steps_without
 from tangram.tracing.spikes import spike_findings
-from tangram.tracing.stops import so_far, stood_findings
+from tangram.tracing.stops import (
+    STILL_SECONDS,
+    UNKNOWN,
+    Outside,
+    absent_findings,
+    others_do,
+    outlived,
+    so_far,
+    stood_findings,
+    where_is,
+    where_was,
+)
 from tangram.tracing.unlike import not_finite, unlike_calls, unlike_replicas
 
 WORTH = 0.01
