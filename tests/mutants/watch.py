@@ -141,7 +141,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "top-ends-at-a-failure", "tracing/show/report.py",
-        "return RECOVERS if (folder / FAILURES).exists() else SETTLES", "return 0.0",
+        "return RECOVERS if (newest.parent / FAILURES).exists() else SETTLES", "return 0.0",
         "who watches a run that recovers sees it end at its first failure",
         ("tests/tracing/test_files.py::test_who_looks_at_a_run_sees_its_next_attempt",),
     ),
