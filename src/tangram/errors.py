@@ -4,6 +4,8 @@ It lies below all rooms, so that each may raise it and the command line can tell
 code 2) from a fault of Tangram's own (a stack trace, which belongs in a bug report).
 """
 
+import os
+
 
 class UserError(Exception):
     """Something the user asked for cannot be done as asked; the message is one clear sentence that says what to do."""
@@ -12,7 +14,8 @@ class UserError(Exception):
 def sentence(error: BaseException) -> str:
     """An error in one sentence, without a trace."""
     if isinstance(error, OSError) and error.strerror:
-        return f'"{error.filename}": {error.strerror}' if error.filename else error.strerror
+        where = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        return f'"{where}": {error.strerror}' if where else error.strerror
     if isinstance(error, UserError):
         return str(error)
     lines = str(error).strip().splitlines()

@@ -103,4 +103,46 @@ MUTANTS: tuple[Mutant, ...] = (
         "a program whose groups were made before the recording is said to have nothing wrong",
         ("tests/tracing/test_files.py::test_a_recording_without_a_collective_says_why",),
     ),
+    Mutant(
+        "death-of-who-was-ended", "tracing/stops.py",
+        "trace.live.beat > min(failed, default=trace.live.beat)", "trace.live.beat < 0",
+        "a rank that torchrun ends, as others have waited for it in vain, is said to have died",
+        ("tests/tracing/test_files.py::test_a_rank_that_ends_says_when",),
+    ),
+    Mutant(
+        "ends-without-a-beat", "tracing/files/heart.py",
+        "self._over.set()\n        self._beat()", "self._over.set()",
+        "the end of a rank seems to be before that of one that was killed and made it fail",
+        ("tests/tracing/test_files.py::test_a_rank_that_ends_says_when",),
+    ),
+    Mutant(
+        "late-is-not-absent", "tracing/stops.py",
+        "if one.own - usual > outside.still_ns", "if one.own < 0",
+        "nobody is named where a rank came to a call that others had given up waiting in",
+        ("tests/public/test_hangs.py::test_a_rank_for_whom_others_have_waited_in_vain_is_named",),
+    ),
+    Mutant(
+        "waits-are-late", "tracing/stops.py",
+        "np.where(some[\"kind\"] == Kind.EXIT, 0, np.diff(times))", "np.diff(times)",
+        "a rank that has waited for the one that is late is late, too",
+        ("tests/tracing/test_files.py::test_who_waits_for_a_late_rank_is_not_late",),
+    ),
+    Mutant(
+        "newest-attempt-alone", "tracing/reading.py",
+        "return below[attempt - 1]", "return below[-1]",
+        "of a run that has recovered the attempt that failed cannot be shown",
+        ("tests/tracing/test_files.py::test_of_each_attempt_it_is_said_how_it_ended_and_each_can_be_shown",),
+    ),
+    Mutant(
+        "perfetto-from-the-first-step", "tracing/show/perfetto.py",
+        "(*begins, *trace.rows[\"begin\"][:1])", "trace.rows[\"begin\"][:1]",
+        "what a rank did before its first step has times below zero",
+        ("tests/tracing/test_page.py::test_perfetto_gets_steps_phases_and_waits_of_the_ranks_that_are_named",),
+    ),
+    Mutant(
+        "top-ends-at-a-failure", "tracing/show/report.py",
+        "return RECOVERS if (newest.parent / FAILURES).exists() else SETTLES", "return 0.0",
+        "who watches a run that recovers sees it end at its first failure",
+        ("tests/tracing/test_files.py::test_who_looks_at_a_run_sees_its_next_attempt",),
+    ),
 )

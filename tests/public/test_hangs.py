@@ -10,12 +10,20 @@ huggingface/trl#7310               ranks gather the metrics that each has seen, 
 NVIDIA/Megatron-LM#4910            of a save some ranks gather where others add up
 modelscope/ms-swift#9188           the first rank goes on saving alone, and then gathers from ranks that have ended
 bo-ke/llm-internal-medicine#45     a rank without metrics returns before it gathers those of all
+JIA-Lab-research/LongLoRA#45       the first rank prepares the data for longer than the others wait for it
+hiyouga/LlamaFactory#2424          the same, and whoever started the ranks ends it once the others have failed
+pytorch/pytorch#97191              a rank adds up more elements than the others
+NVIDIA/apex#18                     ranks go through the types of their gradients in unlike orders
+sgl-project/sglang#33289           ranks decide by themselves: some gather, and one broadcasts
+meta-pytorch/torchrec#4149         ranks call over two groups in unlike orders
 
 The loops are written here; torch's own timeout ends them, and the report is asked for afterwards.
 """
 
 import os
+import re
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -36,6 +44,8 @@ from tests.ranks import start_failing
 
 Step = Callable[[int, int], None]
 STEPS, ODD = 6, 4
+WAITS, PREPARES = 4, 6
+"""Seconds."""
 
 
 def _plain(rank: int, step: int) -> None:
@@ -108,6 +118,48 @@ def gathers_unless_empty(rank: int, step: int) -> None:
         dist.all_gather_object([None] * 3, {"norm": 1})
 
 
+def more_elements(rank: int, step: int) -> None:
+    dist.all_reduce(torch.ones(2_000_000 if rank == 0 else 1_000_000))
+
+
+def types_in_turn(rank: int, step: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16)[:: 1 if rank == 2 else -1]:
+        dist.all_reduce(torch.ones(4000, dtype=dtype))
+
+
+def gathers_or_broadcasts(rank: int, step: int) -> None:
+    if rank == 1 and step == ODD:
+        dist.broadcast(torch.ones(64), 0)
+    else:
+        dist.all_gather(list(torch.empty(3, 64)), torch.ones(64))
+
+
+def over_two_groups(rank: int) -> Step:
+    rows, columns = dist.new_group([0, 1]), dist.new_group([1, 2])
+
+    def step(own: int, number: int) -> None:
+        groups = [(rows, (0, 1)), (columns, (1, 2))]
+        for group, ranks in groups[:: -1 if own == 1 and number == ODD else 1]:
+            if own in ranks:
+                dist.all_reduce(torch.ones(8), group=group)
+
+    return step
+
+
+def prepares(rank: int) -> Step:
+    if rank == 0:
+        time.sleep(PREPARES)
+    dist.barrier()
+    return _plain
+
+
+def prepares_until_ended(rank: int) -> Step:
+    if rank == 0:
+        time.sleep(PREPARES)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return prepares(rank)
+
+
 def fsdp(rank: int) -> Step:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -134,7 +186,7 @@ def ddp(rank: int) -> Step:
     return step
 
 
-MADE = (ddp, fsdp)
+MADE = (ddp, fsdp, over_two_groups, prepares, prepares_until_ended)
 """What makes its step once there are ranks."""
 
 
@@ -144,7 +196,7 @@ def run(rank: int, world: int, folder: Path, what: Any) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     with suppress(RuntimeError, ValueError), tracing.record(folder / "trace", mesh=f"dp={world}") as recording:
         store = f"file://{folder}/store"
-        limit = timedelta(seconds=4)
+        limit = timedelta(seconds=WAITS)
         dist.init_process_group(recording.backend, init_method=store, rank=rank, world_size=world, timeout=limit)
         step: Step = what(rank) if what in MADE else what
         for number in range(1, (ODD if rank == 1 and what in (fewer, ddp) else STEPS) + 1):
@@ -226,3 +278,36 @@ def test_different_numbers_of_validation_batches_under_fsdp_are_seen(tmp_path: P
     first = found(tmp_path, fsdp)[0]
     assert (first.kind, first.ranks, first.step) == ("unlike", (1,), ODD)
     assert "all-gather" in first.text
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (
+            prepares,
+            r"came to barrier over dp \(.*\) \d\.\d s after the others, who had given up: until then it was in start$",
+        ),
+        (prepares_until_ended, r"has not joined .* barrier .*: it was in start, and was ended after they had failed$"),
+    ],
+    ids=["late", "ended"],
+)
+def test_a_rank_for_whom_others_have_waited_in_vain_is_named(what: Any, words: str, tmp_path: Path) -> None:
+    """JIA-Lab-research/LongLoRA#45, hiyouga/LlamaFactory#2424"""
+    (one,) = found(tmp_path, what)
+    assert (one.kind, one.ranks, one.step, one.axes) == ("absent", (0,), 0, "dp")
+    assert re.search(words, one.text), one.text
+
+
+@pytest.mark.parametrize(
+    ("what", "odd", "kind", "step"),
+    [
+        (more_elements, 0, "unlike", 1),
+        (types_in_turn, 2, "unlike", 1),
+        (gathers_or_broadcasts, 1, "extra", ODD),
+        (over_two_groups, 1, "reordered", ODD),
+    ],
+)
+def test_a_rank_that_calls_otherwise_is_named(what: Any, odd: int, kind: str, step: int, tmp_path: Path) -> None:
+    """pytorch/pytorch#97191, NVIDIA/apex#18, sgl-project/sglang#33289, meta-pytorch/torchrec#4149"""
+    first = found(tmp_path, what)[0]
+    assert (first.kind, first.ranks, first.step) == (kind, (odd,), step)

@@ -10,12 +10,12 @@ import pytest
 from bench._tracing import jobs
 from bench._tracing.jobs import BUSY, EVALUATES, LAYERS, PAUSE, SAVES, SLOW, Case, train
 from tangram.errors import UserError
-from tangram.tracing.blame import STILL_SECONDS
 from tangram.tracing.files.format import CHECKED, End, Kind
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import read
 from tangram.tracing.settings import TraceSettings
 from tangram.tracing.show.report import TraceReport, report
+from tangram.tracing.stops import STILL_SECONDS
 from tangram.training.observe.events import Note
 from tangram.training.run.launch import RankError, run_ranks
 

@@ -21,7 +21,7 @@ import torch
 from bench._tracing.faults import other_clock
 from tangram.errors import UserError
 from tangram.tracing import reading
-from tangram.tracing.blame import Outside, calls_of_step, findings, lifeless
+from tangram.tracing.blame import calls_of_step, findings, lifeless
 from tangram.tracing.files.format import (
     AXES_AT_MOST,
     CHUNK_HEADER,
@@ -44,17 +44,20 @@ from tangram.tracing.files.stacks import SIGNAL
 from tangram.tracing.reading import VERDICT, Peek, read, read_rank
 from tangram.tracing.recorder import Recorder
 from tangram.tracing.settings import TraceSettings, fresh_folder
-from tangram.tracing.show.report import report, top
+from tangram.tracing.show.report import looks, report, top
+from tangram.tracing.stops import Outside
 from tangram.tracing.watch import Hang, Watch, watched
 
 RUN = b"r" * 16
 
 
-def write(folder: Path, rank: int, steps: int, run: bytes = RUN, world: int = 2, slow_ms: int = 0) -> Recorder:
-    """A rank's trace of steps with two calls each, made without any rank."""
+def write(folder: Path, rank: int, steps: int, run: bytes = RUN, world: int = 2, start_calls: int = 0) -> Recorder:
+    """A rank's trace of steps with two calls each, made without any rank; `start_calls`: before the first."""
     files = TraceFiles(folder, run, rank, world)
     recorder = Recorder(files, {"mesh": "dp=2", "stages": []})
     group = recorder.group("0", "dp", [0, 1])
+    for _ in range(start_calls):
+        recorder.waited(number := recorder.enter(group, 0, 8, torch.float32, -1), group, 0, recorder.waits(number))
     for step in range(1, steps + 1):
         recorder.step(step)
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -378,6 +381,100 @@ def test_each_time_that_a_run_goes_on_it_has_a_trace_of_its_own(tmp_path: Path) 
     write(fresh_folder(tmp_path), 0, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace-2"]
     assert read(tmp_path)[0].live.step == 8, "the newest is read"
+
+
+def test_a_rank_that_ends_says_when(tmp_path: Path) -> None:
+    """So that who was ended for its failure is told from who died before it and was the cause."""
+    recorder, now = write(tmp_path, 0, 3), time.monotonic_ns()
+    recorder.close(End.FAILED)
+    write(tmp_path, 1, 3)._heart.stop()  # pyright: ignore[reportPrivateUsage]
+    traces = read(tmp_path)
+    assert traces[0].live.beat >= now
+    gone = Outside(gone=frozenset({1}))
+    assert [one.kind for one in findings(traces, gone)] == [], "it still ran when the other had failed"
+    write_beat(tmp_path, 1, now - 1)
+    assert [(one.kind, one.ranks) for one in findings(read(tmp_path), gone)] == [("died", (1,))]
+
+
+def test_who_waits_for_a_late_rank_is_not_late(tmp_path: Path) -> None:
+    """All ranks call together, and pairs of them before that: it is rank 1 that keeps all others waiting."""
+    ranks = [write(tmp_path, rank, 3, world=4) for rank in range(4)]
+    every = [one.group("1", "dp tp", [0, 1, 2, 3]) for one in ranks]
+    pairs = [one.group("2", "tp", [1, 2] if rank in (1, 2) else [0, 3]) for rank, one in enumerate(ranks)]
+
+    def calls_pair(rank: int, seconds: float) -> None:
+        number = ranks[rank].enter(pairs[rank], 0, 64, torch.float32, -1)
+        since = ranks[rank].waits(number)
+        time.sleep(seconds)
+        ranks[rank].waited(number, pairs[rank], 0, since)
+
+    def gives_up(rank: int) -> None:
+        ranks[rank].waits(ranks[rank].enter(every[rank], 0, 64, torch.float32, -1))
+        ranks[rank].close(End.FAILED)
+
+    for rank in (0, 3):
+        calls_pair(rank, 0.0)
+        gives_up(rank)
+    calls_pair(2, 0.5)
+    calls_pair(1, 0.0)
+    for rank in (1, 2):
+        gives_up(rank)
+    (one,) = findings(read(tmp_path), Outside(still_ns=0.25e9))
+    assert (one.kind, one.ranks, one.axes) == ("absent", (1,), "dp tp")
+    assert re.search(r"came to all-reduce over dp tp .* 0\.\d s after the others, who had given up", one.text), one.text
+
+
+def write_beat(folder: Path, rank: int, beat: int) -> None:
+    """Have a rank's heart have beaten for the last time then."""
+    with (folder / file_of(rank, "ring")).open("r+b") as file:
+        file.seek(LIVE_AT)
+        file.write(struct.pack("<Q", beat))
+
+
+def test_of_each_attempt_it_is_said_how_it_ended_and_each_can_be_shown(tmp_path: Path) -> None:
+    for attempt, steps in enumerate((3, 8, 5), 1):
+        folder = fresh_folder(tmp_path)
+        recorder = write(folder, 0, steps, run=bytes([attempt]) * 16, world=1)
+        if attempt == 1:
+            Watch(TraceSettings(folder, b"\1" * 16)).end("rank 0 of 1 ended the job: killed by signal 9", dead=0)
+        recorder.close(End.FINISHED if attempt == 3 else End.FAILED)
+    shutil.copytree(tmp_path / "trace", tmp_path / "trace-kept")  # somebody's own: no attempt
+    newest = report(tmp_path)
+    assert (newest.folder.name, newest.state) == ("trace-3", "ended well, after step 5")
+    first = "attempt 1 ended badly: rank 0 of 1 ended the job: killed by signal 9 (--attempt 1 shows it)"
+    second = "attempt 2 ended in step 8 with an error on rank 0 (--attempt 2 shows it)"
+    assert newest.notes == ("this is attempt 3 of 3", first, second)
+    old = report(reading.trace_folder(tmp_path, 1))
+    assert (old.state, old.findings[0].kind) == ("ended badly: rank 0 of 1 ended the job: killed by signal 9", "died")
+    assert old.notes[0] == "this is attempt 1 of 3"
+    assert old.notes[2] == "attempt 3 ended well, after step 5 (--attempt 3 shows it)"
+    with pytest.raises(UserError, match=r"has traces of 3 attempts: none is number 4$"):
+        reading.trace_folder(tmp_path, 4)
+    for _ in range(5):
+        write(fresh_folder(tmp_path), 0, 2, world=1)
+    notes = report(tmp_path).notes
+    assert notes[:2] == ("this is attempt 8 of 8", "of 7 others only how the last 5 ended is shown")
+    assert [note.split()[1] for note in notes[2:]] == ["3", "4", "5", "6", "7"]
+
+
+def test_who_looks_at_a_run_sees_its_next_attempt(tmp_path: Path) -> None:
+    write(fresh_folder(tmp_path), 0, 3, world=1)
+    seen = looks(tmp_path, 0.01)
+    assert not next(seen).over
+    Watch(TraceSettings(tmp_path / "trace", RUN)).end("rank 0 of 1 ended the job: killed by signal 9", dead=0)
+    (tmp_path / "failures.jsonl").write_text("{}\n")
+    assert next(seen).over
+    assert next(seen).lines[0].startswith("ended badly: rank 0 of 1"), "it is not over yet"
+    recorder = write(fresh_folder(tmp_path), 0, 2, run=b"n" * 16, world=1)
+    again = next(seen)
+    assert (again.over, "trace-2" in again.title) == (False, True)
+    recorder.close(End.FINISHED)
+    assert [one.over for one in seen] == [True], "what ended well is not begun again"
+    shutil.rmtree(tmp_path / "trace-2")
+    assert [one.over for one in looks(tmp_path, 0.01)] == [True], "nor is what nobody saw run"
+    shutil.rmtree(tmp_path / "trace")
+    with pytest.raises(UserError, match="has no trace"):
+        next(looks(tmp_path, 0.01))
 
 
 def test_a_look_tells_what_a_whole_reading_tells(tmp_path: Path) -> None:

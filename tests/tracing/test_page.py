@@ -9,11 +9,11 @@ import pytest
 from bench._tracing.synthetic import Cluster, Planted, write
 from tangram.cli import main
 from tangram.errors import UserError
-from tangram.tracing.files.format import Phase
+from tangram.tracing.files.format import End, Phase
 from tangram.tracing.show.compare import compare
 from tangram.tracing.show.page import write_page
 from tangram.tracing.show.perfetto import export
-from tangram.tracing.show.report import top
+from tangram.tracing.show.report import report, top
 from tests.tracing import test_files
 from tests.training.browser import browser
 
@@ -104,15 +104,19 @@ def test_a_page_of_real_calls_draws_lanes_and_escapes_what_it_is_told(tmp_path: 
 
 def test_perfetto_gets_steps_phases_and_waits_of_the_ranks_that_are_named(tmp_path: Path) -> None:
     for rank in range(3):
-        test_files.write(tmp_path / "trace", rank, 6, world=3)
+        recorder = test_files.write(tmp_path / "trace", rank, 6, world=3, start_calls=1)
+        recorder.close(End.FINISHED)
     path = tmp_path / "out.json"
     count = export(tmp_path, path, "0,2")
     events = json.loads(path.read_text())["traceEvents"]
     assert len(events) == count
     assert {event["pid"] for event in events} == {0, 2}
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
-    assert [one["name"] for one in spans if one["cat"] == "step"] == [f"step {n}" for n in range(1, 6)]
-    assert sum(one["cat"] == "wait" for one in spans) == 12
+    assert [one["name"] for one in spans if one["cat"] == "step"] == [f"step {n}" for n in range(1, 7)]
+    assert sum(one["cat"] == "wait" for one in spans) == 13
+    assert min(event["ts"] for event in events if "ts" in event) >= 0, "what was called before the first step, too"
+    memory = [event["args"]["memory MB"] for event in events if event["ph"] == "C" and event["pid"] == 2]
+    assert f"{max(memory):,.0f}" == report(tmp_path).rows[2][-1]
     assert all(one["ts"] >= 0 and one["dur"] >= 0 for one in spans)
     assert any(one["name"].startswith("all-reduce over dp") for one in spans)
     for wrong, said in (("0,7", "rank 7 is not there"), ("x", "no rank")):

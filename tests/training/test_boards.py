@@ -110,7 +110,7 @@ def test_a_board_that_cannot_be_written_stops_no_run(tmp_path: Path, capfd: pyte
     board.close()
     (note,) = told
     assert isinstance(note, Note)
-    assert note.text.startswith("TensorBoard lacks what comes now, for it cannot be written: ")
+    assert note.text.startswith(f'TensorBoard lacks what comes now, for it cannot be written: "{tmp_path}')
     assert "Traceback" not in capfd.readouterr().err
 
 

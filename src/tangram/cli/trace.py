@@ -1,7 +1,6 @@
 """`tangram trace`: what ranks did, and which of them is to blame; `tangram top`: what they do now."""
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,10 @@ from rich.live import Live
 
 from tangram.cli.output import print_json, print_table
 
+Attempt = Annotated[
+    int,
+    typer.Option(min=0, help="Which of the times that the run was begun or went on, from 1; 0: the last."),
+]
 trace = typer.Typer(help="Say what the ranks of a run did, and which is to blame for what went wrong.")
 
 
@@ -20,11 +23,14 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
     details: Annotated[bool, typer.Option("--details", help="Say, too, what the other ranks did, and stacks.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at, too: every rank, step and call.")] = None,
+    attempt: Attempt = 0,
 ) -> None:
     """Say of each rank what it did and how long it waited, and who died, stands still, strayed or is slow."""
+    from tangram.tracing.reading import trace_folder
     from tangram.tracing.show.page import write_page
     from tangram.tracing.show.report import report as made  # loads torch
 
+    folder = trace_folder(folder, attempt)
     found = made(folder) if html is None else write_page(html, folder)
     if json:
         print_json(found.as_json())
@@ -46,11 +52,13 @@ def export(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, or of its trace.")],
     perfetto: Annotated[Path, typer.Option(help="Write a file for ui.perfetto.dev and chrome://tracing.")],
     ranks: Annotated[str, typer.Option(help="Only these ranks, as 0,3,8.")] = "",
+    attempt: Attempt = 0,
 ) -> None:
     """Write a trace for another program to show."""
+    from tangram.tracing.reading import trace_folder
     from tangram.tracing.show.perfetto import export as made
 
-    print(f"{made(folder, perfetto, ranks):,} events in {perfetto}: open it in ui.perfetto.dev")
+    print(f"{made(trace_folder(folder, attempt), perfetto, ranks):,} events in {perfetto}: open it in ui.perfetto.dev")
 
 
 @trace.command()
@@ -80,7 +88,7 @@ def top(
     json: Annotated[bool, typer.Option("--json", help="Look once, and print one JSON document on stdout.")] = False,
 ) -> None:
     """Show what each rank does now, the slowest first, until the run is over."""
-    from tangram.tracing.show.report import HEADERS  # loads torch
+    from tangram.tracing.show.report import HEADERS, looks  # loads torch
     from tangram.tracing.show.report import top as look
     from tangram.training.observe.text_tables import drawn
 
@@ -88,14 +96,10 @@ def top(
     if json:
         print_json(found.as_json())
         return
-    if once or found.over or not sys.stdout.isatty():
+    if once or not sys.stdout.isatty():
         print_table(found.title, HEADERS, found.rows)
         print("".join(f"{line}\n" for line in found.lines), end="")
         return
     with Live(console=Console(), auto_refresh=False) as live:
-        while True:
+        for found in looks(folder, seconds):
             live.update(Group(drawn(found.title, HEADERS, found.rows), *found.lines), refresh=True)
-            if found.over:
-                return
-            time.sleep(seconds)
-            found = look(folder)

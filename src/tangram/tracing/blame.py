@@ -3,7 +3,7 @@
 a rank that died, or stands still      its heart has stopped while those of others beat
 a call that was not the one due        the rank said so itself, when it happened
 ranks that learned unlike sequences    of one group, compared call by call
-ranks that have not joined             the others of their group wait in a call that these have not begun
+ranks that have not joined             the others of their group wait in a call that these have not begun, or waited
 replicas that differ                   in the bits of weights that they both hold
 a part that is not finite              of a rank's own loss or gradient, or first given to others
 a loss or a gradient that jumps        beside the steps before it
@@ -16,42 +16,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tangram.tracing.files.format import End, Kind, Phase
-from tangram.tracing.files.stacks import Stack, grouped, rank_words
+from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.finding import Finding
 from tangram.tracing.reading import Call, Ranks, RankTrace
 from tangram.tracing.slow import Slow, peers_of, slow_links, slow_ranks, steps_without
 from tangram.tracing.spikes import spike_findings
-from tangram.tracing.stops import so_far, stood_findings
+from tangram.tracing.stops import (
+    STILL_SECONDS,
+    UNKNOWN,
+    Outside,
+    absent_findings,
+    others_do,
+    outlived,
+    so_far,
+    stood_findings,
+    where_is,
+    where_was,
+)
 from tangram.tracing.unlike import not_finite, unlike_calls, unlike_replicas
 
 WORTH = 0.01
 """Of a step: a rank that costs less is not slow."""
 MOST_COMPARED = 64
 """Ranks that each rank is compared with."""
-STILL_SECONDS = 3.0
-"""A heart that has not beaten for so long while another has: its process does not run."""
 
 
-@dataclass(frozen=True)
-class Outside:
-    """What is known of the ranks from outside of their traces."""
-
-    now: int | None = None
-    """Monotonic ns of the machine, while the run goes on; None: it has ended."""
-    gone: frozenset[int] = frozenset()
-    """Ranks whose process is not there any more, and that have not said that they end."""
-    stopped: frozenset[int] = frozenset()
-    """Ranks whose process a signal has stopped."""
-    stacks: Mapping[int, Stack] = field(default_factory=dict[int, Stack])
-    still_ns: float = STILL_SECONDS * 1e9
-    """A wait that has lasted for so long is no matter of a step."""
-
-
-def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[Finding]:
+def findings(traces: Sequence[RankTrace], outside: Outside = UNKNOWN) -> list[Finding]:
     """All that is wrong; nothing where all is well."""
     last = max((trace.live.step for trace in traces), default=0)
     strayed = deviations(traces)
@@ -59,7 +53,7 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
     still = _lifeless(traces, outside)
     # A call too many or too few makes ranks wait in the next step only, where it pairs with one of that.
     recent = any(one.step >= last - 1 for one in strayed)
-    absent = [] if still or recent else _absent(traces, outside)
+    absent = [] if still or recent else absent_findings(traces, outside)
     odd = _odd(traces) if (still or absent) and not now else []
     found = [*now, *odd, *still, *before, *([] if odd else [*unlike_calls(traces), *absent])]
     return [
@@ -70,26 +64,6 @@ def findings(traces: Sequence[RankTrace], outside: Outside = Outside()) -> list[
         *stood_findings(traces),
         *slow_rank_findings(traces),
     ]
-
-
-def _where(trace: RankTrace) -> str:
-    step = f" of step {trace.live.step}" if trace.live.step else ""
-    if trace.live.end is End.FINISHED:
-        return f"has come to its end after step {trace.live.step}"
-    if trace.failed and trace.waiting is None:
-        return f"has failed of {trace.failed} in {trace.live.phase.word}{step}"
-    if trace.waiting is not None:
-        return f"waits in {trace.waiting}{step}"
-    return f"is in {trace.live.phase.word}{step}"
-
-
-def _others(traces: Sequence[RankTrace], but: set[int]) -> tuple[str, ...]:
-    """What the other ranks do, those who do the same together."""
-    doing: dict[str, list[int]] = {}
-    for trace in traces:
-        if trace.rank not in but and trace.live.end is End.RUNNING:
-            doing.setdefault(_where(trace), []).append(trace.rank)
-    return tuple(f"{rank_words(ranks)} {what}" for what, ranks in sorted(doing.items(), key=lambda item: len(item[1])))
 
 
 def lifeless(traces: Sequence[RankTrace], outside: Outside) -> dict[int, str]:
@@ -111,7 +85,8 @@ def lifeless(traces: Sequence[RankTrace], outside: Outside) -> dict[int, str]:
 
 
 def _lifeless(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
-    found = lifeless(traces, outside)
+    dead = lifeless(traces, outside)
+    found = {one.rank: dead[one.rank] for one in traces if one.rank in dead and not outlived(one, traces, outside)}
     if not found or len(found) == len(traces) > 1:
         return []
     result: list[Finding] = []
@@ -120,10 +95,10 @@ def _lifeless(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
             what = found[trace.rank]
             call = _awaited(traces, {*found})
             said = "has died without a word" if what == "died" else _stands_still(trace.rank, outside)
-            text = f"rank {trace.rank} {said}; it {_was(trace)}"
+            text = f"rank {trace.rank} {said}; it {where_was(trace)}"
             text += f", and others wait for it in {call}" if call else ""
             axes, layer, line = (call.axes, call.site.layer, call.site.line) if call else ("", "", "")
-            others = _others(traces, {*found})
+            others = others_do(traces, {*found})
             finding = Finding(what, (trace.rank,), text, trace.live.step, axes, layer, line, others)
             result.append(so_far(finding, traces, outside.now) if what == "stopped" else finding)
     return result
@@ -134,10 +109,6 @@ def _stands_still(rank: int, outside: Outside) -> str:
     stack, stopped = outside.stacks.get(rank), rank in outside.stopped
     at = f" at {stack.lines[0]}" if stack and stack.lines else ""
     return "stands still: its " + ("process is stopped" if stopped or stack is None else f"interpreter is stuck{at}")
-
-
-def _was(trace: RankTrace) -> str:
-    return _where(trace).replace("waits", "waited", 1).replace("is in", "was in", 1)
 
 
 def _awaited(traces: Sequence[RankTrace], absent: set[int]) -> Call | None:
@@ -211,47 +182,6 @@ def _ranks_of(trace: RankTrace, one: Mapping[str, Any]) -> Ranks:
     return trace.groups.get(one["group"], {}).get("ranks", range(trace.world))
 
 
-def _absent(traces: Sequence[RankTrace], outside: Outside) -> list[Finding]:
-    """Ranks that others of their group have waited for, for some seconds, and that have not begun the call."""
-    by_rank = {trace.rank: trace for trace in traces}
-    waiting = [trace for trace in traces if trace.waiting is not None]
-    calls: dict[tuple[Ranks, str], Call] = {}
-    """Of each group, by its ranks and name, the last call that somebody waits in."""
-    long: dict[tuple[Ranks, str], bool] = {}
-    for trace in waiting:
-        call = trace.waiting
-        assert call is not None
-        known = calls.get((call.ranks, call.name))
-        if known is None or known.turn < call.turn:
-            calls[call.ranks, call.name] = call
-            long[call.ranks, call.name] = _waits_long(trace, traces, outside)
-    late: dict[int, Call] = {}
-    for group, call in calls.items():
-        for rank in call.ranks:
-            other = by_rank.get(rank)
-            # For who has ended nobody need wait long: it never comes.
-            ended = other is not None and _has_ended(other)
-            if other is not None and (long[group] or ended) and other.turns(call) < call.turn:
-                late.setdefault(rank, call)
-    # Who waits for another absent rank is late for that reason.
-    culprits = {rank: call for rank, call in late.items() if not _waits_for(by_rank[rank], late)} or late
-    result: list[Finding] = []
-    for rank, call in sorted(culprits.items()):
-        trace = by_rank[rank]
-        stack = outside.stacks.get(rank)
-        at = f" at {stack.lines[0]}" if stack and stack.lines else ""
-        text = f"rank {rank} has not joined the others in {call}: it {_where(trace)}{at}"
-        others = (*_others(traces, {rank}), *stack_lines(outside.stacks))
-        place = call.axes, call.site.layer, call.site.line
-        result.append(Finding("absent", (rank,), text, trace.live.step, *place, others))
-    return result
-
-
-def _has_ended(trace: RankTrace) -> bool:
-    """Whether a rank has come to its end, and not because somebody ended it by hand."""
-    return trace.live.end is not End.RUNNING and trace.failed not in ("KeyboardInterrupt", "SystemExit")
-
-
 def _odd(traces: Sequence[RankTrace]) -> list[Finding]:
     """The rank whose calls of a step that ranks are in are not those of its peers, as far as these have come."""
     for peers in peers_of(traces):
@@ -284,10 +214,10 @@ def _unlike(
     call = there[at][1] or here[at][1]
     assert call is not None  # both would have ended alike
     said, others = ("nothing more" if some[at][1] is None else str(some[at][1]) for some in (here, there))
-    where = _where(next(trace for trace in traces if trace.rank == one))
+    where = where_is(next(trace for trace in traces if trace.rank == one))
     text = f"rank {one} called {said} as call {at + 1} of step {step}, where rank {other} called {others}; it {where}"
     place = call.axes, call.site.layer, call.site.line
-    return Finding("unlike", (*odd,), text, step, *place, _others(traces, {*odd}))
+    return Finding("unlike", (*odd,), text, step, *place, others_do(traces, {*odd}))
 
 
 def _calls_until(trace: RankTrace, step: int) -> list[tuple[object, Call | None]] | None:
@@ -310,26 +240,6 @@ def calls_of_step(trace: RankTrace, step: int) -> list[tuple[object, Call]] | No
     some = events[(events["step"] == step) & (events["kind"] == Kind.ENTER)]
     calls = [trace.in_words(event) for event in some]
     return [((call.op, call.axes, call.nbytes, call.dtype), call) for call in calls]
-
-
-def _waits_long(trace: RankTrace, traces: Sequence[RankTrace], outside: Outside) -> bool:
-    """Whether a rank has waited for so long that it is no matter of a step; where the run ended, until then."""
-    event = trace.event(trace.live.waiting)
-    until = outside.now or max(one.live.beat for one in traces if one.host == trace.host)
-    return event is not None and trace.live.end is not End.FINISHED and until - int(event["time"]) > outside.still_ns
-
-
-def _waits_for(trace: RankTrace, late: Mapping[int, Call]) -> bool:
-    call = trace.waiting
-    return call is not None and any(rank in late and rank != trace.rank for rank in call.ranks)
-
-
-def stack_lines(stacks: Mapping[int, Stack]) -> tuple[str, ...]:
-    """Where ranks stand, outliers first."""
-    found: list[str] = []
-    for ranks, stack in grouped(stacks):
-        found += [f"{rank_words(ranks)}:", *(f"  {line}" for line in stack.lines)]
-    return tuple(found)
 
 
 def _why(one: Slow, computes: str, its: str) -> str:

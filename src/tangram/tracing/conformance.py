@@ -16,6 +16,7 @@ expected until two are equal in them, too: what is skipped, extra or reordered i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -44,6 +45,10 @@ class Key(NamedTuple):
     dtype: torch.dtype | None
     peer: int
     """Of what goes to or comes from one rank; -1: all."""
+
+
+_NONE = Key(-1, -1, -1, None, -1)
+"""Of no call."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,9 @@ class Cursor:
     """Whether steps have sizes of their own by nature."""
     loose: bool = False
     """Whether of some expected calls no size is."""
+    quick: Sequence[tuple[Key, int]] = ()
+    """Of each expected call its key and number, where that is all that is asked of it: in a step that has gone right so
+    far, of known sizes."""
 
     def due(self, key: tuple[object, ...], above: int = CALLERS) -> Expected | None:
         """The expected call, where it is this one; moves on. `key`: the fields of a `Key`.
@@ -130,7 +138,7 @@ class Cursor:
             return False
         if not self.strayed:
             self.learned = self.learned if self.loose else expected[: self.at]
-            self.strayed = True
+            self.strayed, self.quick = True, ()
         self.learned.append(one)
         return True
 
@@ -169,6 +177,12 @@ class Cursor:
         self.expected, self.loose = sequence, loose
         pairs = zip(sequence, [*sequence[1:], None], strict=True)
         self.alike = [b is not None and _fits(a.key, b.key) and _place(a) != _place(b) for a, b in pairs]
+        self._quicken()
+
+    def _quicken(self) -> None:
+        sure = self.strict and not self.loose and not self.strayed
+        by_place = zip(self.alike, self.expected or (), strict=True)
+        self.quick = [(_NONE if alike else one.key, one.number) for alike, one in by_place] if sure else ()
 
     def begin(self) -> None:
         """A step begins: what the last one was like decides what is expected of this one."""
@@ -178,8 +192,11 @@ class Cursor:
             self._learn()
         elif self.before is not None:
             self.before = None
-        self.learned, self.at, self.strayed, self.deviations = [], 0, False, 0
+        self.learned, self.at, self.deviations = [], 0, 0
         self.passed.clear()
+        if self.strayed:
+            self.strayed = False
+            self._quicken()
 
     def _learn(self) -> None:
         """Of the step that is over and the one before it."""

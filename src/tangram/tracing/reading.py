@@ -44,6 +44,7 @@ from tangram.tracing.sites import Site, call_words
 VERDICT = "verdict.json"
 """What whoever watched the ranks has found when the run ended badly."""
 _RING = re.compile(r"rank-(\d+)\.ring")
+_FOLDER = re.compile(r"trace(-\d+)?")
 
 
 Ranks = Sequence[int]
@@ -202,22 +203,26 @@ def op_word(op: int) -> str:
     return OPS[op] if op < len(OPS) else f"call {op}"
 
 
-def trace_folder(folder: Path | str) -> Path:
-    """The folder of the newest trace of a run, or the one that is given. Raises UserError where there is none."""
+def attempts(run: Path) -> list[Path]:
+    """The folders of a run's traces, in order: one for each time that it was begun, or went on."""
+    some = (path for path in run.glob("trace*") if _FOLDER.fullmatch(path.name) and any(path.glob("rank-*.ring")))
+    return sorted(some, key=lambda path: int(path.name.partition("-")[2] or 1))
+
+
+def trace_folder(folder: Path | str, attempt: int = 0) -> Path:
+    """The folder of the newest trace of a run, of its `attempt`-th from 1, or the one that is given. Raises UserError
+    where there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f'there is no folder "{folder}"')
-    below = sorted((p for p in folder.glob("trace*") if p.is_dir() and any(p.glob("rank-*.ring"))), key=_number)
-    if any(folder.glob("rank-*.ring")):
+    if any(folder.glob("rank-*.ring")) and not attempt:
         return folder
+    below = attempts(folder)
     if not below:
         raise UserError(f'"{folder}" has no trace: give the folder of a run that was traced (run.trace), or its trace')
-    return below[-1]
-
-
-def _number(path: Path) -> int:
-    digits = path.name.removeprefix("trace").removeprefix("-")
-    return int(digits) if digits.isdigit() else 1
+    if attempt > len(below):
+        raise UserError(f'"{folder}" has traces of {len(below)} attempts: none is number {attempt}')
+    return below[attempt - 1]
 
 
 def read(folder: Path | str) -> list[RankTrace]:

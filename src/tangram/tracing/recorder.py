@@ -92,7 +92,8 @@ class Recorder(Trace):
         self._pending = Pending()
         self._plan: PlanCheck | None = None
         self._plans = False  # whether this step's calls are held against the plan: there is no learned sequence yet
-        self._mark = self._begun = _now()
+        self._mark = self._begun = self._entered = _now()
+        self._away = 0  # of the time since it entered its phase what it has waited
         self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
         self._processor, self._cpu = Processor(), (0, 0)
         self.looks, self._bad, self._usual = False, (), set[int]()  # whether to look at what calls are given
@@ -116,15 +117,19 @@ class Recorder(Trace):
     def enter(self, group: int, op: int, nbytes: int, dtype: torch.dtype | None, peer: int) -> int:
         """A call of a collective begins, made by the caller's caller; the number of the event."""
         number = next(self._numbers)
-        turn = self._turns[group] = self._turns[group] + 1
-        key = group, op, nbytes, dtype, peer
+        turns = self._turns
+        turn = turns[group] = turns[group] + 1
+        site = 0
         if _thread() == self._thread:
-            one = self._cursor.due(key)
-            site = self._unexpected(Key(*key), caller(2)) if one is None else one.number
+            key, cursor = (group, op, nbytes, dtype, peer), self._cursor
+            at, quick = cursor.at, cursor.quick
+            if at < len(quick) and quick[at][0] == key:
+                cursor.at, site = at + 1, quick[at][1]
+            else:
+                one = cursor.due(key)
+                site = self._unexpected(Key(*key), caller(2)) if one is None else one.number
             self._calls += 1
-        else:
-            site = 0
-        at = HEADER_BYTES + (number % EVENTS) * 40
+        at = HEADER_BYTES + number % EVENTS * 40
         size = nbytes if nbytes > 0 else 0
         _EVENT(self._memory, at, number, _now(), size, site, turn, group, 1, op, self._step)
         return number
@@ -145,22 +150,21 @@ class Recorder(Trace):
         if _thread() == self._thread:
             if self._pending.until:
                 self._settle()
-            self._own[self._phase] += now - self._mark
-            self._mark = now
             self._waiting[0] = number
         return now
 
     def waited(self, number: int, group: int, op: int, since: int) -> None:
         """It has waited: the call has ended."""
         now = _now()
+        lasted = now - since
         if _thread() == self._thread:
-            self._waits[self._slots[group]] += now - since
+            self._waits[self._slots[group]] += lasted
+            self._away += lasted
             self._mark = now
             self._waiting[0] = 0
         event = next(self._numbers)
-        at = HEADER_BYTES + (event % EVENTS) * 40
-        turn = self._turns[group]
-        _EVENT(self._memory, at, event, now, now - since, number & 0xFFFFFFFF, turn, group, 2, op, self._step)
+        at, turn = HEADER_BYTES + event % EVENTS * 40, self._turns[group]
+        _EVENT(self._memory, at, event, now, lasted, number & 0xFFFFFFFF, turn, group, 2, op, self._step)
 
     def follows(self, number: int, group: int) -> None:
         """Somebody else will wait for a call that has begun, as torch's DDP, and tells nobody; `ended` follows."""
@@ -183,8 +187,9 @@ class Recorder(Trace):
         if (waited := self._pending.settle()) is not None:
             group, since, until = waited
             since = max(since, self._mark)
-            self._own[self._phase] += since - self._mark
-            self._waits[self._slots[group]] += max(0, until - since)
+            lasted = max(0, until - since)
+            self._waits[self._slots[group]] += lasted
+            self._away += lasted
             self._mark = max(since, until)
 
     def _unexpected(self, key: Key, start: FrameType) -> int:
@@ -357,8 +362,8 @@ class Recorder(Trace):
         """At the end of a phase, now: its own time, how long the thread ran in it, and how long it could have."""
         self._settle()
         now = _now()
-        self._own[self._phase] += now - self._mark
-        self._mark = now
+        self._own[self._phase] += now - self._entered - self._away
+        self._mark, self._entered, self._away = now, now, 0
         ran, ready = self._processor.since()
         if self._phase in COUNTED:
             self._cpu = self._cpu[0] + ran, self._cpu[1] + ready

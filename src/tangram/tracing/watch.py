@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tangram.errors import UserError
-from tangram.tracing.blame import STILL_SECONDS, Outside, deviations, findings, lifeless, noted_by, peers_without
+from tangram.tracing.blame import deviations, findings, lifeless, noted_by, peers_without
 from tangram.tracing.files import stacks
 from tangram.tracing.files.format import PATIENT, End, Phase
 from tangram.tracing.finding import WAITED_FOR, Finding
 from tangram.tracing.reading import VERDICT, Peek, RankTrace, read
 from tangram.tracing.settings import TraceSettings
+from tangram.tracing.stops import STILL_SECONDS, Outside
 
 LOOK_SECONDS = 0.5
 STACK_SECONDS = 1.0

@@ -28,8 +28,9 @@ class Heart:
         threading.Thread(target=self._beats, args=(self._beat(),), daemon=True, name="tangram-heartbeat").start()
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Beat for the last time: then the process has run, whatever becomes of it."""
         self._over.set()
+        self._beat()
 
     def _beat(self) -> tuple[int, int]:
         now = time.monotonic_ns(), time.process_time_ns()

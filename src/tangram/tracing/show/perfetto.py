@@ -11,7 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tangram.errors import UserError
+from tangram.tracing.files.format import Kind
 from tangram.tracing.reading import RankTrace, read
 from tangram.tracing.show.page import WAIT, spans_of
 from tangram.tracing.slow import coords_of
@@ -38,7 +41,7 @@ def export(folder: Path, path: Path, ranks: str = "") -> int:
 def write_perfetto(path: Path, traces: Sequence[RankTrace]) -> int:
     """Write the file, event by event; how many. Raises OSError."""
     offsets = {trace.host: trace.begun_wall - trace.begun for trace in reversed(traces)}
-    first = min((int(t.rows["begin"][0]) + offsets[t.host] for t in traces if len(t.rows)), default=0)
+    first = min((_begin(trace) + offsets[trace.host] for trace in traces), default=0)
     count = 0
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -48,6 +51,13 @@ def write_perfetto(path: Path, traces: Sequence[RankTrace]) -> int:
                 count += 1
         file.write("\n]}\n")
     return count
+
+
+def _begin(trace: RankTrace) -> int:
+    """When the first that is there of a rank began, by its own clock: before its first step, as of its start."""
+    events = trace.events
+    begins = events["time"] - np.where(events["kind"] == Kind.EXIT, events["size"], 0)
+    return min((int(one) for one in (*begins, *trace.rows["begin"][:1])), default=trace.begun)
 
 
 def events_of(trace: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
@@ -71,7 +81,7 @@ def events_of(trace: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
 
     for row in trace.rows:
         yield span(STEPS, f"step {row['step']}", "step", int(row["begin"]), int(row["nanoseconds"]))
-        memory = {"memory MB": round(int(row["memory_kb"]) / 1e3, 1)}
+        memory = {"memory MB": round(int(row["memory_kb"]) * 1024 / 1e6, 1)}
         yield {"name": "memory", "ph": "C", "pid": rank, "ts": (int(row["begin"]) - zero) / 1e3, "args": memory}
     for at, took, kind, text in spans_of(trace, 0):
         yield span(CALLS, text, "wait", at, took) if kind == WAIT else span(PHASES, text, "phase", at, took)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +16,12 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.planner.cost.goodput import FILE as FAILURES
 from tangram.tracing.blame import findings, lifeless
 from tangram.tracing.files.format import End, Kind
 from tangram.tracing.files.stacks import rank_words
 from tangram.tracing.finding import Finding
-from tangram.tracing.reading import VERDICT, RankTrace, missing, read, trace_folder
+from tangram.tracing.reading import VERDICT, RankTrace, attempts, missing, read, trace_folder
 from tangram.tracing.slow import coords_of, own_times
 from tangram.tracing.spikes import spike_findings
 from tangram.tracing.watch import outside_of
@@ -28,6 +30,8 @@ MOST_ROWS = 64
 """Ranks that are shown, those with findings first."""
 MOST_KINDS = 6
 """Kinds of calls that are named."""
+MOST_ATTEMPTS = 5
+"""The newest others of a run that are told of."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def _state(traces: Sequence[RankTrace], alive: bool) -> str:
     where = _step_words(traces)
     if done == len(traces):
         return f"ended well, after {where}"
-    if alive:
+    if alive and any(trace.live.end is End.RUNNING for trace in traces):
         return f"runs, in {where}"
     failed = [trace.rank for trace in traces if trace.live.end is End.FAILED]
     return f"ended in {where}" + (f" with an error on {rank_words(failed)}" if failed else ", without a word")
@@ -128,7 +132,7 @@ def _step_words(traces: Sequence[RankTrace]) -> str:
 
 
 def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, ...]:
-    notes: list[str] = []
+    notes = _attempts(folder)
     if (folder / VERDICT).exists() and verdict_of(folder) is None:
         notes.append(
             f"{VERDICT} is cut off or foreign: why the run ended is worked out anew, of the ranks' files alone"
@@ -152,6 +156,29 @@ def _notes(folder: Path, traces: Sequence[RankTrace], shown: int) -> tuple[str, 
     if clocks and max(clocks.values()) - min(clocks.values()) > 60e9 and len(clocks) > 1:
         notes.append("the clocks of hosts are apart by minutes: times of one host are not held against another's")
     return tuple(notes)
+
+
+def _attempts(folder: Path) -> list[str]:
+    """Of a run that was begun, or went on, several times: which of them this trace is of, and how the others ended."""
+    every = attempts(folder.parent)
+    if folder not in every or len(every) < 2:
+        return []
+    others = [(number, path) for number, path in enumerate(every, 1) if path != folder]
+    notes = [f"this is attempt {every.index(folder) + 1} of {len(every)}"]
+    if len(others) > MOST_ATTEMPTS:
+        notes.append(f"of {len(others)} others only how the last {MOST_ATTEMPTS} ended is shown")
+    return notes + [f"attempt {n} {_ended(path)} (--attempt {n} shows it)" for n, path in others[-MOST_ATTEMPTS:]]
+
+
+def _ended(folder: Path) -> str:
+    """How another attempt ended, or that it runs."""
+    if (verdict := verdict_of(folder)) is not None:
+        return f"ended badly: {verdict[0]}"
+    try:
+        traces = read(folder)
+    except UserError as error:
+        return f"cannot be read: {error}"
+    return _state(traces, outside_of(traces, time.monotonic_ns()).now is not None)
 
 
 def _lacks_names(trace: RankTrace) -> bool:
@@ -257,6 +284,40 @@ def top(folder: Path, shown: int = SHOWN) -> Top:
     title = f"{folder}: {len(running)} of {traces[0].world} ranks run, {_step_words(traces)}{more}"
     spikes = tuple(one.text for one in spike_findings(traces)[-SPIKES:])
     return Top(title, rows, not running, (*([f"ended badly: {verdict[0]}"] if verdict else []), *spikes))
+
+
+def looks(folder: Path, seconds: float) -> Iterator[Top]:
+    """Look at a run each so many seconds until it is over; one that ended badly may be begun again, which is waited
+    for. Raises UserError where there is no trace, or none any more."""
+    alive, torn = -math.inf, 0
+    while True:
+        try:
+            newest = trace_folder(folder)
+            found, torn = top(newest), 0
+        except UserError:  # ranks of the next attempt are just making their files
+            torn += 1
+            if torn > TORN:
+                raise
+        else:
+            yield found
+            now = time.monotonic()
+            alive = alive if found.over else now
+            if found.over and (newest == folder or now - alive >= _patience(newest)):
+                return
+        time.sleep(seconds)
+
+
+TORN = 5
+"""Looks in a row that find no whole trace, after which there is none."""
+RECOVERS, SETTLES = 60.0, 5.0
+"""Seconds until the next attempt begins at most, where somebody recovers the run, and until it is known whether."""
+
+
+def _patience(newest: Path) -> float:
+    """For how many seconds a run may yet go on after an attempt: `tangram launch` notes each failure."""
+    if verdict_of(newest) is None:
+        return 0.0
+    return RECOVERS if (newest.parent / FAILURES).exists() else SETTLES
 
 
 def _own(trace: RankTrace) -> float:

@@ -278,7 +278,8 @@ def _trace(trace: TraceReport | None) -> str:
         "Medians over steps, the first left out. <code>tangram trace report --html</code> shows every step and call."
     )
     lead = f'<p class="soft lead">{words} {escape(trace.basis[:1].upper() + trace.basis[1:])}.</p>'
-    return section("Ranks", lead, findings_as_html(trace), ranks_as_html(trace))
+    notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in trace.notes)
+    return section("Ranks", lead, findings_as_html(trace), notes, ranks_as_html(trace))
 
 
 def _sample(sample: str | None) -> str:
