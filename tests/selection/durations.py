@@ -21,8 +21,8 @@ IN_COMMON = 0.3
 WHOLE = ("tests/training/test_tuning.py",)
 """Files that are not: the first of their tests starts, outside of fixtures, what the others look at too."""
 
-TOGETHER = ("tests/training/oracle/",)
-"""What ranks measure for all files of these folders takes longer than the files do: they have one turn."""
+TOGETHER = tuple(f"tests/training/oracle/test_{name}" for name in ("golden", "resume", "strategies"))
+"""What ranks measure for all of these files takes longer than the files do: they have one turn."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def read_record(path: Path) -> list[Spent]:
 
 
 def _lightest(load: Sequence[float], name: str, units: Iterable[Unit]) -> int:
-    """The turn with least to do, or that of those whose fixtures the unit shares."""
-    for folder in TOGETHER:
-        if name.startswith(folder):
-            return next((unit.turn for unit in units if unit.name.startswith(folder)), load.index(min(load)))
-    return load.index(min(load))
+    """The turn with least to do, or that of those whose fixture the unit shares."""
+    lightest = load.index(min(load))
+    if not name.startswith(TOGETHER):
+        return lightest
+    return next((unit.turn for unit in units if unit.name.startswith(TOGETHER)), lightest)
 
 
 def function(test: str) -> str:

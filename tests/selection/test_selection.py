@@ -16,6 +16,7 @@ from tests.selection import history, sections, status
 from tests.selection.choose import CHANGED, EARLIER, NEAR, NEW, TURN, Selection, choose, sample
 from tests.selection.cpu import tree_seconds
 from tests.selection.durations import (
+    TOGETHER,
     TURNS,
     WHOLE,
     Spent,
@@ -213,10 +214,10 @@ def test_units_keep_their_turn_and_new_ones_get_the_lightest(tmp_path: Path) -> 
 
 
 def test_files_with_a_long_fixture_in_common_have_one_turn() -> None:
-    oracle = [Spent(f"tests/training/oracle/test_{n}.py::t", 20.0, 1.0, 0.0) for n in range(4)]
+    oracle = [Spent(f"{name}.py::t", 20.0, 1.0, 0.0) for name in TOGETHER]
     others = [Spent(f"tests/training/test_{n}.py::t", 20.0, 1.0, 0.0) for n in range(9)]
     units = make_table([*oracle, *others], {})
-    assert len({unit.turn for unit in units if "oracle" in unit.name}) == 1
+    assert len({unit.turn for unit in units if unit.name.startswith(TOGETHER)}) == 1
     assert len({unit.turn for unit in units}) == TURNS
 
 

@@ -380,6 +380,9 @@ def test_harm_is_found(saved: tuple[Path, JobState], harm: Callable[[Path], Any]
 def test_a_torn_one_is_passed_over(saved: tuple[Path, JobState], harm: Callable[[Path], Any]) -> None:
     path, state = saved
     state.progress = Progress(90)
+    with torch.no_grad():  # else its file is that of the one before, which would be torn, too
+        for parameter in state.model.parameters():
+            parameter.add_(1)
     later = save(path.parent, state)
     assert newest(path.parent) == later
     harm(later)

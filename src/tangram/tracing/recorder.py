@@ -92,8 +92,7 @@ class Recorder(Trace):
         self._pending = Pending()
         self._plan: PlanCheck | None = None
         self._plans = False  # whether this step's calls are held against the plan: there is no learned sequence yet
-        self._mark = self._begun = self._entered = _now()
-        self._away = 0  # of the time since it entered its phase what it has waited
+        self._mark = self._begun = _now()
         self._own, self._waits = [0] * len(Phase), [0] * AXES_AT_MOST
         self._processor, self._cpu = Processor(), (0, 0)
         self.looks, self._bad, self._usual = False, (), set[int]()  # whether to look at what calls are given
@@ -150,6 +149,8 @@ class Recorder(Trace):
         if _thread() == self._thread:
             if self._pending.until:
                 self._settle()
+            self._own[self._phase] += now - self._mark
+            self._mark = now
             self._waiting[0] = number
         return now
 
@@ -159,7 +160,6 @@ class Recorder(Trace):
         lasted = now - since
         if _thread() == self._thread:
             self._waits[self._slots[group]] += lasted
-            self._away += lasted
             self._mark = now
             self._waiting[0] = 0
         event = next(self._numbers)
@@ -187,9 +187,8 @@ class Recorder(Trace):
         if (waited := self._pending.settle()) is not None:
             group, since, until = waited
             since = max(since, self._mark)
-            lasted = max(0, until - since)
-            self._waits[self._slots[group]] += lasted
-            self._away += lasted
+            self._own[self._phase] += since - self._mark
+            self._waits[self._slots[group]] += max(0, until - since)
             self._mark = max(since, until)
 
     def _unexpected(self, key: Key, start: FrameType) -> int:
@@ -362,8 +361,8 @@ class Recorder(Trace):
         """At the end of a phase, now: its own time, how long the thread ran in it, and how long it could have."""
         self._settle()
         now = _now()
-        self._own[self._phase] += now - self._entered - self._away
-        self._mark, self._entered, self._away = now, now, 0
+        self._own[self._phase] += now - self._mark
+        self._mark = now
         ran, ready = self._processor.since()
         if self._phase in COUNTED:
             self._cpu = self._cpu[0] + ran, self._cpu[1] + ready

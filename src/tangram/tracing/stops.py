@@ -239,6 +239,8 @@ def _late_findings(traces: Sequence[RankTrace], outside: Outside) -> list[Findin
         assert call is not None
         comings = {rank: _coming(by_rank[rank], call) for rank in call.ranks if rank in by_rank}
         came = {rank: one for rank, one in comings.items() if one is not None}
+        if not came:  # rings do not go back so far
+            continue
         usual = (
             float(np.median([one.own for one in came.values()])) if len(came) > 2 else min(o.own for o in came.values())
         )

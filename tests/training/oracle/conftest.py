@@ -6,7 +6,7 @@ import pytest
 
 from tests.training.oracle.cases import Case, cases
 from tests.training.oracle.trace import Trace
-from tests.training.oracle.warm import Measured, measure, once
+from tests.training.oracle.warm import Measured, Planted, measure, measure_mistakes, once
 
 Oracle = Callable[[Case], Trace]
 
@@ -14,6 +14,11 @@ Oracle = Callable[[Case], Trace]
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return once(tmp_path_factory, "oracle", measure)
+
+
+@pytest.fixture(scope="session")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    return once(tmp_path_factory, "mistakes", measure_mistakes)
 
 
 @pytest.fixture(scope="session")

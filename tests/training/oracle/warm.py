@@ -1,6 +1,7 @@
 """One start of four ranks, one of two, of three and of one serve all tests: starting processes costs seconds each time.
 
-What the ranks have measured is kept for the processes of pytest-xdist, of which the first does the work.
+What the ranks have measured is kept for the processes of pytest-xdist, of which the first does the work. Planted
+mistakes have a start of their own, so that they can have another turn.
 """
 
 import fcntl
@@ -22,7 +23,7 @@ from tests.training.oracle.cases import LONG, STEPS, Case, cases, write_models
 from tests.training.oracle.mistakes import COMPARED, MISTAKES
 from tests.training.oracle.mistakes_of_shards import REFUSED
 from tests.training.oracle.own import own_model
-from tests.training.oracle.ranks import Leg, Mistake, run_case, run_leg, world_of
+from tests.training.oracle.ranks import Leg, run_case, run_leg, world_of
 from tests.training.oracle.trace import Trace
 from tests.training.small import write_text
 
@@ -38,10 +39,8 @@ class Work:
     """What one start of some ranks does."""
 
     cases: Mapping[str, Case]
-    mistakes: Mapping[str, Mistake]
     leg: Leg | None
     folder: Path
-    refusals: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,23 +48,34 @@ class Done:
     """What came of it on one rank."""
 
     traces: Mapping[str, Trace]
-    wrong: Mapping[str, Trace]
     leg: Trace | None
-    refusals: Mapping[str, str]
 
 
 def work(rank: Rank, todo: Work) -> Done:
     """The task of the ranks."""
-    traces = {name: run_case(rank, case, todo.folder / "cases") for name, case in todo.cases.items()}
-    everything = cases(todo.folder / "text")
     return Done(
-        traces=traces,
-        wrong={
-            name: run_case(rank, everything[mistake.case], todo.folder / "mistakes", mistake)
-            for name, mistake in todo.mistakes.items()
-        },
+        traces={name: run_case(rank, case, todo.folder / "cases") for name, case in todo.cases.items()},
         leg=None if todo.leg is None else run_leg(rank, todo.leg, leg_folder(todo.folder, rank.world)),
-        refusals=refusals(rank, everything, todo.folder) if todo.refusals else {},
+    )
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What came of planted mistakes on one rank."""
+
+    traces: Mapping[str, Trace]
+    refusals: Mapping[str, str]
+
+
+def go_wrong(rank: Rank, folder: Path) -> Wrong:
+    """The task of the ranks that make mistakes."""
+    everything = cases(folder / "text")
+    return Wrong(
+        traces={
+            name: run_case(rank, everything[mistake.case], folder / "mistakes", mistake)
+            for name, mistake in MISTAKES.items()
+        },
+        refusals=refusals(rank, everything, folder),
     )
 
 
@@ -124,21 +134,33 @@ def measure(folder: Path, *, slow: bool = False) -> Measured:
         begun, save_at = place * PACE, (place + 1) * PACE
         todo = Work(
             cases={name: case for name, case in everything.items() if case.ranks == ranks and name in wanted},
-            mistakes=MISTAKES if ranks == 4 and not slow else {},
             leg=Leg(everything[leg], start, save_at, begun + (LONG if slow else 2 * PACE)),
             folder=folder,
-            refusals=ranks == 4 and not slow,
         )
         done[ranks] = run_ranks(work, todo, world=ranks, on_event=print, device="cpu")
         start = leg_folder(folder, ranks) / f"step-{save_at:08}"
     return Measured(folder, done)
 
 
+@dataclass(frozen=True)
+class Planted:
+    """What four ranks have measured of planted mistakes."""
+
+    folder: Path
+    done: list[Wrong]
+
+
+def measure_mistakes(folder: Path) -> Planted:
+    """Run every case in which a mistake is planted, with that."""
+    prepared(folder)
+    return Planted(folder, run_ranks(go_wrong, folder, world=4, on_event=print, device="cpu"))
+
+
 def measure_one(folder: Path, name: str) -> tuple[Case, list[Trace]]:
     """One of the slow cases by itself: what all its ranks have measured."""
     prepared(folder)
     case = cases(folder / "text", slow=True)[name]
-    todo = Work(cases={name: case}, mistakes={}, leg=None, folder=folder)
+    todo = Work(cases={name: case}, leg=None, folder=folder)
     done = run_ranks(work, todo, world=case.ranks, on_event=print, device="cpu")
     return case, [rank.traces[name] for rank in done]
 
