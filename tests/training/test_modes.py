@@ -9,8 +9,10 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.functional import leaky_relu, linear
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tangram.errors import UserError
 from tangram.models.building.twin import without_memory
@@ -140,6 +142,18 @@ def test_layers_may_be_thawed_one_by_one() -> None:
     model[-1].calls = cast(Any, 1)
     with pytest.raises(UserError, match=r"19\.calls was another one in each of 21 calls"):
         refuse_ever_new([*met, mode_of(model)])
+
+
+def test_a_copy_has_hidden_states_after_the_model_was_called() -> None:
+    """transformers puts its hooks into a model at a first call; a copy from before, told that it has them, had none."""
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    copy, before = without_memory(model), mode_of(model)
+    model(input_ids=torch.ones(1, 3, dtype=torch.long), output_hidden_states=True)
+    assert mode_of(model) == before
+    follow(copy, model)
+    ids = torch.ones(1, 3, dtype=torch.long, device="meta")
+    assert len(copy(input_ids=ids, output_hidden_states=True).hidden_states) == 3
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -41,8 +41,11 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _KEPT = (*_PLAIN, Enum, FunctionType, BuiltinFunctionType)
 _SETS = (set, frozenset)
 _CONTAINERS = (list, tuple, dict, *_SETS)
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"} | {"forward"}
-"""What torch keeps in every module; a forward is wrapped."""
+_NOT_FOLLOWED = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"} | {
+    "forward", "_output_capturing_hooks_installed",
+}  # fmt: skip
+"""What torch keeps in every module; a forward is wrapped; and whether a first call has had transformers put its hooks
+into this very module, for hidden states and the like."""
 _LIBRARIES = frozenset({"tangram", "torch", "transformers"})
 """Whose hooks come and go with what they do in a forward, and are no other way of the model's code."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -165,7 +168,7 @@ def _configured(path: str, one: Any, seen: set[int]) -> Iterable[tuple[str, Any]
     """What something has as a configuration, dataclass or namespace, and what these have, each once."""
     for name, x in cast("dict[str, Any]", vars(one)).items():
         if (
-            name in _OF_TORCH
+            name in _NOT_FOLLOWED
             or id(x) in seen
             or issubclass(type(x), (*_KEPT, partial, type))
             or not hasattr(x, "__dict__")
@@ -180,7 +183,7 @@ def _configured(path: str, one: Any, seen: set[int]) -> Iterable[tuple[str, Any]
 def _attributes(one: Any) -> Iterable[tuple[str, tuple[Any, ...]]]:
     """What says by its value how code goes on: its name, and what is compared."""
     for name, x in cast("dict[str, Any]", vars(one)).items():
-        if name not in _OF_TORCH and (compared := _compared(x)) is not None:
+        if name not in _NOT_FOLLOWED and (compared := _compared(x)) is not None:
             yield name, compared
 
 
