@@ -220,6 +220,40 @@ def test_layers_that_differ_are_of_different_kinds() -> None:
     assert [block.kind for block in stage.blocks] == [0, 1, 2, 1]
 
 
+def test_layers_are_of_one_kind_that_share_an_activation_and_make_equal_constants() -> None:
+    class Layer(nn.Module):
+        def __init__(self, act: nn.Module, bound: float) -> None:
+            super().__init__()
+            self.linear, self.act, self.bound = nn.Linear(4, 4), act, bound
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.maximum(self.act(self.linear(x)), torch.tensor([self.bound] * 4))
+
+    act = nn.GELU()
+    layers = [Layer(act, bound) for bound in (-0.1, -0.1, -0.1, -0.2, -0.1)]
+    named = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})  # as torchtitan's layers
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers = nn.Linear(4, 4), named
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers.values():
+                x = layer(x)
+            return x
+
+    sequence = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*layers))
+    for model, path, name in ((sequence, "1.", "input"), (Stack(), "layers.", "x")):
+        graph = folded(capture(model, {name: torch.randn(2, 4)}), block_names(model))
+        assert [block.path for block in graph.blocks] == [f"{path}{i}" for i in range(5)]
+        # The activation is the first layer's. The fourth has another bound.
+        assert [block.kind for block in graph.blocks] == [0, 1, 1, 2, 1]
+    assert block_names(nn.Sequential(*layers)) == [*"01234"]
+    assert block_names(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []  # no layers, but what one is made of
+
+
 def test_every_operator_belongs_to_a_call_of_a_run() -> None:
     graph = capture(*language("qwen3"))
     inside = [i for call in graph.calls for i in range(call.first, call.stop)]

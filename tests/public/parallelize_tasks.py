@@ -39,6 +39,23 @@ class Residual(nn.Module):
         return x + self.down(F.silu(self.up(self.norm(x))))
 
 
+class Bounded(Residual):
+    """A layer that has its activation from outside, and makes a bound anew at each call."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.minimum(x + self.down(self.act(self.up(self.norm(x)))), torch.tensor([1.5] * 8))
+
+
+def alike() -> nn.Module:
+    """Layers that share one activation."""
+    act = nn.GELU()
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[Bounded(act) for _ in range(3)]))
+
+
 class Shared(nn.Module):
     """Keys of which a part is one for all heads: made of a weight that no rank cuts, and expanded to heads that are."""
 
@@ -254,6 +271,7 @@ WORKS: Mapping[str, Work] = {
     "shared": Work(Shared, ("q.weight: n/tp h", "k.weight: n/tp h"), inputs=partial(of_x, width=16)),
     "recurrent": Work(Recurrent, ("up.weight: c/tp h", "mix.weight: c/tp _ k")),
     "one way": Work(Residual, ("norm: b/dp s h", *BLOCK), "dp=2 tp=1"),
+    "alike": Work(alike, ("*.up.weight: f/tp h", "*.down.weight: h f/tp"), inputs=partial(of_x, name="input")),
     "compiled": Work(Residual, BLOCK, compiled=True),
     "unused": Work(Unused, ("up.weight: f/tp h",), compiled=True),
     "partly": Work(

@@ -37,6 +37,11 @@ def test_sequences_that_ranks_do_not_divide(ranks: Ranks) -> None:
     _right(ranks, "odd")
 
 
+def test_layers_that_share_an_activation_and_make_constants(ranks: Ranks) -> None:
+    """huggingface/transformers shares activations so (openai-gpt): equal layers are folded, and each is run."""
+    assert {one.parts["1.2.up.weight"] for one in _right(ranks, "alike") if one.parts} == {(8, 8)}
+
+
 def test_what_all_heads_share_gets_the_gradients_of_all(ranks: Ranks) -> None:
     """pytorch/torchtitan#1373: a key that all heads share got the gradient of this rank's heads alone."""
     assert all(one.alike for one in _right(ranks, "shared"))

@@ -10,7 +10,7 @@ Trade-off: layers that a model calls twice, or whose nodes are not in one run, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, cast
@@ -21,8 +21,8 @@ from tangram.models.capturing.graph import Block, Graph, Ref
 def folded(graph: Graph, paths: Sequence[str]) -> Graph:
     """The graph with its blocks; `paths` are those of the modules that repeat (`costs.block_names`)."""
     forward = [i for i, node in enumerate(graph.nodes) if not node.backward]
-    owner = _owner(paths)
-    runs = [(path, [*nodes]) for path, nodes in groupby(forward, lambda i: owner(graph.nodes[i].module))]
+    owners = _owners(graph, paths)
+    runs = [(path, [*nodes]) for path, nodes in groupby(forward, owners.__getitem__)]
     times: dict[str, int] = {}
     for path, _ in runs:
         times[path] = times.get(path, 0) + 1
@@ -41,7 +41,12 @@ def folded(graph: Graph, paths: Sequence[str]) -> Graph:
     return replace(graph, blocks=tuple(blocks))
 
 
-def _owner(paths: Sequence[str]) -> Callable[[str], str]:
+def _owners(graph: Graph, paths: Sequence[str]) -> Sequence[str]:
+    """Of each node the path that it runs in, or "".
+
+    A module that several layers call, as one activation for all of them, has the path of the first, so who called it
+    counts, where that is known.
+    """
     known: dict[str, str] = {}
 
     def owner(module: str) -> str:
@@ -49,7 +54,12 @@ def _owner(paths: Sequence[str]) -> Callable[[str], str]:
             known[module] = next((p for p in paths if module == p or module.startswith(f"{p}.")), "")
         return known[module]
 
-    return owner
+    found = [owner(node.module) for node in graph.nodes]
+    outermost: list[str] = []
+    for run in graph.runs:
+        outermost.append((outermost[run.parent] if run.parent is not None else "") or owner(run.module))
+        found[run.first : run.stop] = [outermost[-1] or one for one in found[run.first : run.stop]]
+    return found
 
 
 def _last_use(graph: Graph) -> dict[int, int]:
@@ -70,6 +80,8 @@ def _signature(graph: Graph, nodes: range, takes: Sequence[int], gives: Sequence
         value = graph.values[v]
         standing = value.kind in ("parameter", "buffer")
         name = value.name.removeprefix(path) if standing else ""
+        if value.name in graph.constants:  # each layer makes its own, of the same numbers
+            name = repr(graph.constants[value.name].tolist())
         # What the model is given lies as it is given: a block that takes it is unlike one that takes another's result.
         return value.shape, value.stride, value.dtype, standing, value.kind == "input", name, value.trained
 

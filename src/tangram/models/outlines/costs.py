@@ -153,16 +153,26 @@ class ModelCosts:
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """The repeated blocks: the members of the outermost module lists that have parameters."""
+    """The repeated blocks: the members of the outermost module lists that have parameters.
+
+    A dict of modules (torchtitan's layers) or a Sequential is a list, too, where its members are blocks of one class.
+    """
     named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-    lists = {name: module for name, module in named if isinstance(module, nn.ModuleList)}
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    lists = {f"{name}." if name else "": module for name, module in named if _repeats(module)}
+    outer = [path for path in lists if not any(path != other and path.startswith(other) for other in lists)]
     return [
-        f"{name}.{key}"
-        for name in outer
-        for key, block in lists[name].named_children()
+        f"{path}{key}"
+        for path in outer
+        for key, block in lists[path].named_children()
         if any(True for _ in block.parameters())
     ]
+
+
+def _repeats(module: nn.Module) -> bool:
+    members = [*module.children()]
+    if not isinstance(module, nn.ModuleDict | nn.Sequential):
+        return isinstance(module, nn.ModuleList)
+    return len(members) > 1 and len({*map(type, members)}) == 1 and any(True for _ in members[0].children())
 
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:

@@ -193,6 +193,7 @@ class _Rehearsal:
         self.graph = self.found.folded.graph
         self.operators = Operators(self.found, rank)
         self.record = _Record(self.graph)
+        self._now = Now(program, self.bring, self.instead)
         self.sizes = {over.axis: over.k for over in self.found.axes}
         self.calls = {(c.run, (c.line, c.function, c.turn)): i for i, c in enumerate(self.graph.calls)}
         self.met: set[int] = set()
@@ -251,10 +252,9 @@ class _Rehearsal:
         if not action.why:
             action.why = self._another(call)
         before = self.record.ran = []
-        now = Now(self.program, self.bring, self.instead)
         if not action.why:
             try:
-                found = done(now, action, func, args, kwargs)
+                found = done(self._now, action, func, args, kwargs)
             except (RuntimeError, ValueError, TypeError) as error:
                 found, action.why = None, f"it fails on a part: {(str(error).splitlines() or [''])[0]}"
             else:
