@@ -81,7 +81,7 @@ def _signature(graph: Graph, nodes: range, takes: Sequence[int], gives: Sequence
         standing = value.kind in ("parameter", "buffer")
         name = value.name.removeprefix(path) if standing else ""
         if value.name in graph.constants:  # each layer makes its own, of the same numbers
-            name = repr(graph.constants[value.name].tolist())
+            name = repr(cast("Any", graph.constants[value.name]).tolist())
         # What the model is given lies as it is given: a block that takes it is unlike one that takes another's result.
         return value.shape, value.stride, value.dtype, standing, value.kind == "input", name, value.trained
 
