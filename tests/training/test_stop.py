@@ -61,7 +61,7 @@ def to_a_rank(program: subprocess.Popen[str], ranks: list[int], number: int) -> 
     [
         (to_parent, signal.SIGTERM, "stopping after this step (again to stop at once)"),
         (to_all, signal.SIGINT, "stopping after this step (again to stop at once)"),
-        (to_all, signal.SIGTERM, None),  # from the parent or a rank, whoever is first
+        (to_all, signal.SIGUSR1, None),  # from the parent or a rank, whoever is first
         (to_a_rank, signal.SIGTERM, " was sent SIGTERM: stopping after this step"),
     ],
 )

@@ -111,7 +111,7 @@ def _is_open(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def signals_deferred() -> Generator[None]:
-    """A process started here sees no SIGINT, for good, and no SIGTERM and no SIGHUP until it is ready for them.
+    """A process started here sees no SIGINT, for good, and none of the other polite signals until it is ready for them.
 
     So Ctrl-C, which a terminal sends to all, is the parent's alone, and none ends a rank that is still starting.
     """

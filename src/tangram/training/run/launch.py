@@ -5,8 +5,8 @@ its first error; the end of the pipe is the end of the process. So the parent wa
 port (the ranks meet in a file), no second channel for errors. A rank that finds its parent gone ends itself, so that
 killing the parent leaves no orphan and no file.
 
-The first Ctrl-C, SIGTERM or SIGHUP, to the parent, a rank or all of them, asks the ranks to stop after their step (see
-`tangram.training.run.signals`); they then return as at any other end. The second ends the job at once.
+The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, to the parent, a rank or all of them, asks the ranks to stop after their
+step (see `tangram.training.run.signals`); they then return as at any other end. The second ends the job at once.
 
 Trade-off: this launcher starts the ranks of one machine. Of more, torchrun or Slurm starts one on each.
 """
@@ -338,8 +338,8 @@ def _rank_main(
         give_way_in_memory()
         end_with_parent(start.store.parents[1])
         # Of a second signal, too, it is for the parent to make something.
-        with on_signals((signal.SIGTERM, signal.SIGHUP), stop.ask, again=stop.ask):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+        with on_signals(set(POLITE) - {signal.SIGINT}, stop.ask, again=stop.ask):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(POLITE) - {signal.SIGINT})
             torch.set_num_threads(threads_of_a_rank(len(ranks)))
             here = pick_device(start.device, index - ranks[0], len(ranks))
             if here.type != "cpu":

@@ -21,8 +21,8 @@ from tangram.relayout.exchange.peers import lost_peer
 from tangram.training.observe.text_tables import printable
 
 SAME_SECONDS = 0.5
-POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, the end of a job by its scheduler, and a terminal that has closed."""
+POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, the end of a job by its scheduler, a terminal that has closed, and a time limit near (`sbatch --signal`)."""
 
 
 class Stop:

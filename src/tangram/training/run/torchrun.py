@@ -219,8 +219,9 @@ def run_as_rank(
 ) -> Result:
     """Run `task(rank, payload)` as this rank of `world`, joined in the default process group; its own result.
 
-    On rank 0, whatever it emits reaches `on_event`; elsewhere events go nowhere. SIGINT, SIGTERM and SIGHUP ask to stop
-    after the step, the second of them ends the rank at once. An error that is no `UserError` is raised as `RankError`.
+    On rank 0, whatever it emits reaches `on_event`; elsewhere events go nowhere. SIGINT, SIGTERM, SIGHUP and SIGUSR1
+    ask to stop after the step, the second of them ends the rank at once. An error that is no `UserError` is raised as
+    `RankError`.
     """
     here = meeting.place
     if here.world != world:
