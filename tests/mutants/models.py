@@ -3,6 +3,8 @@
 from tests.mutants.mutant import Mutant
 
 _FIRST = "tests/training/test_models.py::test_first_values_are_those_of_transformers"
+_HOOKED = "tests/public/test_parallelize.py::test_a_parameter_with_a_hook_is_refused"
+_SHARED = "tests/models/test_capture.py::test_layers_are_of_one_kind_that_share_an_activation_and_make_equal_constants"
 _REASONS = "tests/models/test_reasons.py::test_layers_that_are_left_out_at_random"
 _COMPILED = "tests/sharding/derive/test_typed.py::test_a_model_that_was_compiled_before"
 _CODE = "tests/training/test_code_models.py"
@@ -35,6 +37,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "first-values-of-the-module-alone", "models/building/initial.py",
         "[path, *outer.get(path, ())]", "[path]",
         "what a module around sets is not: Mamba's steps begin at a bias of 0", (_FIRST,),
+    ),
+    Mutant(
+        "hooks-within-their-module", "models/capturing/capture.py",
+        "always_call=True, prepend=True)", "always_call=True)",
+        "what a hook behind a layer does is looked for in the layer, where it does not run",
+        ("tests/public/test_parallelize.py::test_hooks_that_change_what_modules_take_and_give",),
+    ),
+    Mutant(
+        "lost-hooks-of-parameters", "training/mesh/local_parts.py",
+        "                refuse_lost_hooks(names[whole], whole)\n", "",
+        "a parameter's own hook is gone with it, and its gradient is another", (_HOOKED,),
+    ),
+    Mutant(
+        "constants-by-their-number", "models/capturing/fold.py",
+        "if value.name in graph.constants:", "if False:",
+        "each layer makes a constant, so each is a kind of its own", (_SHARED,),
+    ),
+    Mutant(
+        "shared-modules-of-the-first-layer", "models/capturing/fold.py",
+        "[outermost[-1] or one for one in found[run.first : run.stop]]", "found[run.first : run.stop]",
+        "an activation that all layers call is the first one's, and no layer is in one run", (_SHARED,),
     ),
     Mutant(
         "first-values-outermost-first", "models/building/initial.py",
@@ -264,7 +287,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "modes-without-private-attributes", "training/mesh/modes.py",
-        "        if name not in _OF_TORCH and (", "        if name[0] != '_' and name not in _OF_TORCH and (",
+        "        if name not in _NOT_FOLLOWED and (", "        if name[0] != '_' and name not in _NOT_FOLLOWED and (",
         "a module that goes another way by an attribute of its own runs by the program of the way before",
         (_CHANGES,),
     ),

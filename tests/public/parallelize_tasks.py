@@ -56,6 +56,25 @@ def alike() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[Bounded(act) for _ in range(3)]))
 
 
+def hooked() -> nn.Module:
+    """A block with hooks of every kind that change what they see, some of them around what is in parts."""
+    model = Residual()
+    model.up.register_forward_pre_hook(lambda _, args: (args[0] + 1.0,), prepend=True)
+    model.up.register_forward_hook(lambda _, args, y: y * torch.linspace(0, 1, y.shape[-1]))
+    model.down.register_forward_hook(lambda _, args, kwargs, y: y - 0.5 * y.mean(0, keepdim=True), with_kwargs=True)
+    model.down.register_full_backward_hook(lambda _, inward, outward: (inward[0] * 2,))
+    model.register_forward_pre_hook(lambda _, args, kwargs: (args, {"x": kwargs["x"].cos()}), with_kwargs=True)
+    model.register_forward_hook(lambda _, args, y: y + y.std())
+    return model
+
+
+def with_hook_of_parameter() -> nn.Module:
+    """Whose weight doubles its gradient."""
+    model = Residual()
+    model.up.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
 class Shared(nn.Module):
     """Keys of which a part is one for all heads: made of a weight that no rank cuts, and expanded to heads that are."""
 
@@ -273,6 +292,9 @@ WORKS: Mapping[str, Work] = {
     "one way": Work(Residual, ("norm: b/dp s h", *BLOCK), "dp=2 tp=1"),
     "alike": Work(alike, ("*.up.weight: f/tp h", "*.down.weight: h f/tp"), inputs=partial(of_x, name="input")),
     "compiled": Work(Residual, BLOCK, compiled=True),
+    "hooked": Work(hooked, BLOCK),
+    "hooked, compiled": Work(hooked, BLOCK, compiled=True),
+    "hook of a parameter": Work(with_hook_of_parameter, BLOCK),
     "unused": Work(Unused, ("up.weight: f/tp h",), compiled=True),
     "partly": Work(
         lambda: nn.Sequential(nn.Linear(8, 8), Residual(), nn.LayerNorm(8)),

@@ -42,6 +42,18 @@ def test_layers_that_share_an_activation_and_make_constants(ranks: Ranks) -> Non
     assert {one.parts["1.2.up.weight"] for one in _right(ranks, "alike") if one.parts} == {(8, 8)}
 
 
+@pytest.mark.parametrize("name", ["hooked", "hooked, compiled"])
+def test_hooks_that_change_what_modules_take_and_give(ranks: Ranks, name: str) -> None:
+    """pytorch/pytorch#160083: compiled, a hook before a layer in parts raised an error; here hooks behind one did."""
+    _right(ranks, name)
+
+
+def test_a_parameter_with_a_hook_is_refused(ranks: Ranks) -> None:
+    """mindspore-ai/hyper-parallel#521: the parameter that took its place had none, and gradients were others."""
+    for own in ranks:
+        assert own["hook of a parameter"].refused.startswith("up.weight has a hook for its gradient")
+
+
 def test_what_all_heads_share_gets_the_gradients_of_all(ranks: Ranks) -> None:
     """pytorch/torchtitan#1373: a key that all heads share got the gradient of this rank's heads alone."""
     assert all(one.alike for one in _right(ranks, "shared"))

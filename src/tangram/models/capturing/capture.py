@@ -141,10 +141,11 @@ class _Recorder(Opening):
         self._grad = grad
         with ExitStack() as stack:
             for name, module in cast("Iterable[tuple[str, nn.Module]]", self._model.named_modules()):
-                if isinstance(module, Through):
-                    continue  # the place of a module that is not there
+                if isinstance(module, Through) or not name:
+                    continue  # the place of a module that is not there, or the model, of which the forward is run
                 stack.callback(module.register_forward_pre_hook(self._enter(name), with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
+                leave = self._leave(name)  # before other hooks: they run in the caller's code, as around a forward
+                stack.callback(module.register_forward_hook(leave, always_call=True, prepend=True).remove)
             stack.enter_context(fake)
             stack.enter_context(self)
             stack.enter_context(torch.inference_mode(False))
@@ -152,7 +153,9 @@ class _Recorder(Opening):
             buffers = {name: (id(one), one._version) for name, one in self._model.named_buffers()}
             versions = {name: p._version for name, p in self._model.named_parameters()}
             with self._log, listening(), ChecksHold():
-                output = self._model(**self._given)
+                self._enter("")(self._model, (), self._given)
+                output = self._model.forward(**self._given)  # hooks of the whole model see what it sees and gives
+                self._leave("")(self._model, (), output)
             changed, results = self._changed(buffers), named_results(output)
             found: Sequence[Tensor | None] = ()
             if loss is not None:

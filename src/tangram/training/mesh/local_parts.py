@@ -229,6 +229,7 @@ def as_dtensors(
             if not axes:
                 continue
             if whole not in made:  # a tied one stands in several modules, and stays one parameter
+                refuse_lost_hooks(names[whole], whole)
                 cutting = {axis: states[axis] for axis, _ in axes}
                 part = own_part(whole.data, cutting, mesh, coords)
                 placements = _placements(whole, cutting, axes) if names[whole] not in as_torch.plain else None
@@ -245,8 +246,19 @@ def as_dtensors(
                         stride=whole.stride(),
                     )
                     made[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+                vars(made[whole]).update(vars(whole))  # as `_no_weight_decay`, by which code tells parameters apart
             module.register_parameter(key, made[whole])
     return found
+
+
+def refuse_lost_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Raise UserError for a parameter with hooks for its gradient: the one that takes its place would have none."""
+    own = cast(Any, parameter)
+    if own._backward_hooks or getattr(own, "_post_accumulate_grad_hooks", None):
+        raise UserError(
+            f"{name} has a hook for its gradient, which its part on a rank would not have: register hooks of "
+            "parameters once the model is parallel"
+        )
 
 
 def _placements(whole: Tensor, cutting: States, axes: Sequence[tuple[str, int]]) -> tuple[Placement, ...] | None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard
 from tangram.planner.local.peak_memory import is_plain_ddp
 from tangram.schema.plan import Plan
 from tangram.training.mesh.layout_to_torch import ParameterCuts
+from tangram.training.mesh.local_parts import refuse_lost_hooks
 from tangram.training.mesh.mapped_tensors import mapped_like
 from tangram.training.mesh.world import World
 from tangram.training.mesh.written_parameters import fsdp_groups
@@ -45,6 +46,8 @@ def shard(
     if is_plain_ddp(plan):
         once, in_parts = plan.run.reduce_every == "step", plan.pipeline is not None
         return Replicas(model, world.devices.get_group("replicate"), once=once, in_parts=in_parts)
+    for name, parameter in model.named_parameters():
+        refuse_lost_hooks(name, parameter)
     dims = ("replicate", "shard") if world.devices["replicate"].size() > 1 else ("shard",)
 
     def place(parameter: nn.Parameter) -> Shard:
