@@ -45,6 +45,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/public/test_parallelize.py::test_hooks_that_change_what_modules_take_and_give",),
     ),
     Mutant(
+        "no-gradients-in-what-runs-again", "models/capturing/capture.py",
+        "following(again, self._values, self._differentiable)", "self._differentiable",
+        "what a reentrant checkpoint runs has no gradients at first, so ranks do not sum them when it runs again",
+        ("tests/public/test_parallelize.py::test_layers_that_run_without_gradients_at_first",),
+    ),
+    Mutant(
         "lost-hooks-of-parameters", "training/mesh/local_parts.py",
         "                refuse_lost_hooks(names[whole], whole)\n", "",
         "a parameter's own hook is gone with it, and its gradient is another", (_HOOKED,),

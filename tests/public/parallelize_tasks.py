@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertModel,
@@ -72,6 +73,28 @@ def with_hook_of_parameter() -> nn.Module:
     """Whose weight doubles its gradient."""
     model = Residual()
     model.up.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+class Reentrant(nn.Module):
+    """Layers that run without gradients at first, and again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(Residual() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = cast(Any, checkpoint)(layer, x, use_reentrant=True)
+        return x
+
+
+def transformers_own() -> nn.Module:
+    """A Llama of which transformers checkpoints the layers so."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
     return model
 
 
@@ -292,6 +315,8 @@ WORKS: Mapping[str, Work] = {
     "one way": Work(Residual, ("norm: b/dp s h", *BLOCK), "dp=2 tp=1"),
     "alike": Work(alike, ("*.up.weight: f/tp h", "*.down.weight: h f/tp"), inputs=partial(of_x, name="input")),
     "compiled": Work(Residual, BLOCK, compiled=True),
+    "reentrant": Work(Reentrant, ("*.up.weight: f/tp h", "*.down.weight: h f/tp")),
+    "reentrant of transformers": Work(transformers_own, (), inputs=of_ids),
     "hooked": Work(hooked, BLOCK),
     "hooked, compiled": Work(hooked, BLOCK, compiled=True),
     "hook of a parameter": Work(with_hook_of_parameter, BLOCK),

@@ -42,6 +42,12 @@ def test_layers_that_share_an_activation_and_make_constants(ranks: Ranks) -> Non
     assert {one.parts["1.2.up.weight"] for one in _right(ranks, "alike") if one.parts} == {(8, 8)}
 
 
+@pytest.mark.parametrize("name", ["reentrant", "reentrant of transformers"])
+def test_layers_that_run_without_gradients_at_first(ranks: Ranks, name: str) -> None:
+    """huggingface/transformers#34928 is got round by use_reentrant=True: gradients over ranks were not summed."""
+    _right(ranks, name, stepped=1e-4)  # of a gradient of nearly zero AdamW makes a step of full size
+
+
 @pytest.mark.parametrize("name", ["hooked", "hooked, compiled"])
 def test_hooks_that_change_what_modules_take_and_give(ranks: Ranks, name: str) -> None:
     """pytorch/pytorch#160083: compiled, a hook before a layer in parts raised an error; here hooks behind one did."""

@@ -27,6 +27,7 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.library import custom_op  # pyright: ignore[reportUnknownVariableType]
 from torch.overrides import TorchFunctionMode
@@ -40,6 +41,7 @@ _TANGRAM = str(Path(__file__).parents[2])
 _STAGES = str(Path(__file__).with_name("stages.py"))
 """Whose forwards stand in a model's place."""
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
 _MADE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 """Attributes of a tensor that are another tensor, which an operator makes."""
@@ -82,6 +84,13 @@ def computed_again(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def runs_again(frame: FrameType | None) -> bool:
+    """Whether what calls is in `torch.utils.checkpoint` of the reentrant kind: it has gradients when it runs again."""
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def line_of(frame: FrameType | None) -> str:

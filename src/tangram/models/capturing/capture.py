@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # pyright: ignore[reportU
 from tangram.errors import UserError
 from tangram.models.building.twin import dtype_of, fake_input, fake_twin, names_of_symbols, storage_of, with_values
 from tangram.models.capturing.answers import ASKING, Known
-from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, listening, named_results
+from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, listening, named_results, runs_again
 from tangram.models.capturing.custom import Customs
 from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, named_arguments, refs
 from tangram.models.capturing.opened import BACK, CUTTING, GROUPED, Opening, grouped, plain, plainly, unsaid
@@ -124,6 +124,8 @@ class _Recorder(Opening):
         """By module, the first tensor that it gives."""
         self._arguments: Mapping[str, Any] = {}
         """Of the node that is being written."""
+        self._again: list[int] = []
+        """The nodes that gradients flow through only when they run again, in the backward."""
         self._backward = self._grad = False
         names = cast("Iterable[tuple[str, Tensor]]", model.named_parameters())
         for name, tensor in names:
@@ -173,6 +175,8 @@ class _Recorder(Opening):
                 self._differentiable.add(node.inputs[-1])
                 view = None if node.renews is None else self._nodes[node.renews[1]].results[0]
                 self._differentiable.update([] if view is None else [view])  # also of a `detach()`: into the tensor
+        again = [self._nodes[i] for i in self._again]
+        self._differentiable |= following(again, self._values, self._differentiable)
         if not grad:  # what moves is weighed as in training, so that an evaluation is cut as that is
             self._differentiable = following(self._nodes, self._values, self._differentiable)
         values = [replace(value, differentiable=i in self._differentiable) for i, value in enumerate(self._values)]
@@ -267,6 +271,8 @@ class _Recorder(Opening):
         module, of = self._log.module, None
         if not self._backward and self._grad:
             self._customs.see(sys._getframe(2), at)  # pyright: ignore[reportPrivateUsage]
+            if not torch.is_grad_enabled() and runs_again(sys._getframe(2)):  # pyright: ignore
+                self._again.append(at)
         if self._backward:
             node = cast(Any, torch)._C._current_autograd_node()
             of = None if node is None else self._of_sequence.get(node._sequence_nr())
@@ -369,19 +375,8 @@ class _Recorder(Opening):
             func, arguments = back(Ref(base), Ref(current), view.arguments, self._values[base].shape)
             made = self._renewed(self._bearers[base][0])
             self._views[current] = made, node
-            self._nodes.append(
-                Node(
-                    func,
-                    arguments,
-                    (made,),
-                    view.module,
-                    source,
-                    None,
-                    self._backward,
-                    implied=True,
-                    renews=(base, node),
-                )
-            )
+            implied = Node(func, arguments, (made,), view.module, source, None, self._backward, True, (base, node))
+            self._nodes.append(implied)
             before, current = base, made
             fresh.add(current)
         overlapping = [x for x in storage if x not in fresh and not self._apart(x, current)]
