@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
@@ -96,6 +97,35 @@ def transformers_own() -> nn.Module:
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     return model
+
+
+@dataclass
+class Hidden:
+    """Results that torch sees as one thing."""
+
+    y: Tensor
+
+
+@dataclass
+class Seen:
+    """The same, of which it is told what is in it."""
+
+    y: Tensor
+    others: list[Tensor]
+
+
+_pytree.register_dataclass(Seen)
+
+
+class Gives(Residual):
+    """Gives its results in an object."""
+
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(super().forward(x))
 
 
 class Shared(nn.Module):
@@ -317,6 +347,9 @@ WORKS: Mapping[str, Work] = {
     "compiled": Work(Residual, BLOCK, compiled=True),
     "reentrant": Work(Reentrant, ("*.up.weight: f/tp h", "*.down.weight: h f/tp")),
     "reentrant of transformers": Work(transformers_own, (), inputs=of_ids),
+    "hidden": Work(partial(Gives, Hidden), BLOCK),
+    "hidden in a dict": Work(partial(Gives, lambda y: {"last": Hidden(y)}), BLOCK),
+    "seen": Work(partial(Gives, lambda y: Seen(y, [y.sin()])), ("norm: b/tp s h", *BLOCK)),
     "hooked": Work(hooked, BLOCK),
     "hooked, compiled": Work(hooked, BLOCK, compiled=True),
     "hook of a parameter": Work(with_hook_of_parameter, BLOCK),
@@ -441,6 +474,8 @@ def _run(work: Work) -> Ran:
 
 
 def _numbers(result: Any) -> Tensor:
+    if isinstance(result, Seen):
+        return torch.cat([result.y, *result.others], -1)
     if isinstance(result, tuple):
         return torch.cat([*cast("tuple[Tensor, ...]", result)], -1)
     return getattr(result, "logits", getattr(result, "last_hidden_state", result))

@@ -42,6 +42,14 @@ def test_layers_that_share_an_activation_and_make_constants(ranks: Ranks) -> Non
     assert {one.parts["1.2.up.weight"] for one in _right(ranks, "alike") if one.parts} == {(8, 8)}
 
 
+def test_results_in_an_object_are_seen_or_refused(ranks: Ranks) -> None:
+    """pytorch/pytorch#124666: DDP did not see what a dataclass has; here each rank had its part."""
+    for own in ranks:
+        assert own["hidden"].refused.startswith("the model gives a Hidden, whose tensors are not seen")
+        assert own["hidden in a dict"].refused.startswith("the model gives a Hidden, whose tensors are not seen")
+    _right(ranks, "seen")
+
+
 @pytest.mark.parametrize("name", ["reentrant", "reentrant of transformers"])
 def test_layers_that_run_without_gradients_at_first(ranks: Ranks, name: str) -> None:
     """huggingface/transformers#34928 is got round by use_reentrant=True: gradients over ranks were not summed."""

@@ -118,8 +118,22 @@ def named_results(output: Any, path: str = "") -> dict[str, Tensor]:
         )
         start = f"{path}." if path else ""
         return {name: x for key, own in many.items() for name, x in named_results(own, f"{start}{key}").items()}
-    leaves = [] if path else [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    return {f"output{i}": x for i, x in enumerate(leaves)}
+    leaves: list[Any] = tree_leaves(output)
+    for x in leaves:
+        _refuse_hidden(x)
+    return {} if path else {f"output{i}": x for i, x in enumerate(x for x in leaves if isinstance(x, Tensor))}
+
+
+def _refuse_hidden(x: Any) -> None:
+    """Raise UserError for a result that has tensors as attributes; transformers' caches may be among its results."""
+    if isinstance(x, Tensor) or type(x).__module__.startswith("transformers."):
+        return
+    own: list[Any] = tree_leaves([*getattr(x, "__dict__", {}).values()])
+    if any(isinstance(one, Tensor) for one in own):
+        raise UserError(
+            f"the model gives a {type(x).__name__}, whose tensors are not seen: give them in a tuple or a dict, or "
+            "have torch see them (torch.utils._pytree.register_dataclass)"
+        )
 
 
 class _Holds:
