@@ -23,6 +23,7 @@ _NEITHER = "tests/training/test_export_beside.py::test_where_neither_can_generat
 _DATES = "tests/training/data/test_dates.py"
 _INSTRUCTIONS = "tests/training/data/test_instructions.py"
 _MESSAGES = "tests/training/data/test_messages.py"
+_LEFT_OUT = f"{_MESSAGES}::test_what_would_be_left_out_without_a_word_is_refused"
 _SHORTENED = f"{_MESSAGES}::test_only_answers_are_learnt_where_a_template_shortens_those_before_them"
 _BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
 
@@ -238,13 +239,35 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "asked-where-thoughts-were", "training/data/answers.py",
-        "first = _behind(before[:begun], head)", "first = alike(before[:begun], head)",
+        "    return head.rfind(before[-least:]) + least\n", "    return alike(before, head)\n",
         "what tools and users said behind thoughts that were dropped is learnt", (_SHORTENED,),
     ),
     Mutant(
-        "calls-left-in-the-mark", "training/data/answers.py",
-        'marked = {"role": messages[turn]["role"], "content": _MARK}', 'marked = {**messages[turn], "content": _MARK}',
-        "calls of tools without a word are in no loss", (_SHORTENED,),
+        "calls-without-a-mark", "training/data/answers.py",
+        "[_changed(calls[0], one), *calls[1:]]} for one in changes[:2])", "calls} for one in changes[:2])",
+        "calls of tools whose results need them are in no loss",
+        (f"{_MESSAGES}::test_calls_are_learnt_whose_thoughts_an_answer_shortens",),
+    ),
+    Mutant(
+        "results-learnt", "training/data/answers.py",
+        "if not least or (last in before and least < len(before) - before.rfind(last)):", "if not least:",
+        "what a tool says is learnt where calls follow one another", (_LEFT_OUT,),
+    ),
+    Mutant(
+        "calls-among-the-tools", "training/data/answers.py",
+        "if other not in shown), None)", "if name not in text), None)",
+        "calls that the template does not write are learnt as empty answers, where it names tools", (_LEFT_OUT,),
+    ),
+    Mutant(
+        "results-in-answers", "training/data/answers.py",
+        "numbered, sure = _numbered(messages), True", "numbered, sure = list(messages), False",
+        "results that the template leaves out pass, where an answer says the same", (_LEFT_OUT,),
+    ),
+    Mutant(
+        "words-beside-calls", "training/data/answers.py",
+        "            beside += 1", "            beside += 0",
+        "words that the template leaves out beside calls are not told",
+        (f"{_MESSAGES}::test_texts_and_tools_that_a_template_leaves_out_beside_calls_are_told",),
     ),
     Mutant(
         "json-within-json", "training/data/answers.py",
@@ -259,8 +282,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a-role-without-a-word", "training/data/answers.py",
         "_without(render, messages, number) == text:", "_without(render, messages, number) == content:",
-        "turns that the template does not know are left out, unsaid",
-        (f"{_MESSAGES}::test_what_would_be_left_out_without_a_word_is_refused",),
+        "turns that the template does not know are left out, unsaid", (_LEFT_OUT,),
     ),
     Mutant(
         "modes-without-private-attributes", "training/mesh/modes.py",

@@ -34,7 +34,7 @@ from tangram.training.data.messages import (
 )
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
-VERSION = ["pairs", 4]
+VERSION = ["pairs", 5]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
 _COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
@@ -145,7 +145,7 @@ def _is_good(row: dict[str, Any]) -> bool:
 
 def labelled_tokens(tokens: Tokens, data: DataPlan) -> LabelledTokens:
     """The tokens of answers with labels. Raises UserError as `pair_tokens`."""
-    return with_template(LabelledTokens, tokens, data, ["labelled", 3])
+    return with_template(LabelledTokens, tokens, data, ["labelled", 4])
 
 
 def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
