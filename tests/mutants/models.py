@@ -249,6 +249,24 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{_MESSAGES}::test_calls_are_learnt_whose_thoughts_an_answer_shortens",),
     ),
     Mutant(
+        "moments-without-a-second", "training/updates/update_rules.py",
+        "first.masked_fill_(first.abs().div_(most) > deviation, 0)", "first.abs().div_(most)",
+        "a row of a rare token moves by thousands of times the rate, where 8 bits have lost its second moment",
+        ("tests/training/test_eight_bit.py::test_a_token_that_is_rare_moves_no_further_than_others",),
+    ),
+    Mutant(
+        "words-of-context-learnt", "training/data/messages.py",
+        '("weight", "train", "training", "trainable", "loss", "loss_mask")', '("weight", "train")',
+        "messages that other trainers leave out of the loss are learnt",
+        ("tests/public/test_chats.py::test_an_answer_that_is_marked_as_context_is_none_to_be_learnt",),
+    ),
+    Mutant(
+        "no-calls-as-calls", "training/data/messages.py",
+        ' and (name, x) != ("tool_calls", [])', "",
+        "a template takes an answer with an empty list of calls for one that calls",
+        ("tests/public/test_chats.py::test_no_calls_are_none",),
+    ),
+    Mutant(
         "results-learnt", "training/data/answers.py",
         "if not least or (last in before and least < len(before) - before.rfind(last)):", "if not least:",
         "what a tool says is learnt where calls follow one another", (_LEFT_OUT,),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from tangram.training.data.messages import BadRow, Message, functions_called
+from tangram.training.data.messages import BadRow, Message, functions_called, is_learnt
 
 Render = Callable[[Sequence[Message], bool], str]
 """The text of some messages; whether what asks for an answer follows them."""
@@ -45,7 +45,7 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
         raise BadRow("begins with an answer: give what it answers before it")
     text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
     for turn in turns:
-        if messages[turn].get("weight") == 0 or messages[turn].get("train") is False:  # as files of OpenAI, or axolotl
+        if not is_learnt(messages[turn]):
             continue
         before, prompt = render(messages[:turn], False), render(messages[:turn], True)
         until = text if turn == len(messages) - 1 else render(messages[: turn + 1], False)

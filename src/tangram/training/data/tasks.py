@@ -28,6 +28,7 @@ from tangram.training.data.messages import (
     bare,
     behind_system,
     history_of,
+    is_learnt,
     messages_of,
     question_of,
     refuse_images,
@@ -182,6 +183,8 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
     for one, key in zip(answers, sides, strict=True):
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')
+        if not all(map(is_learnt, one)):
+            raise BadRow(f'has a message that is not to be learnt in its "{key}": answers are compared in full')
     return [history, *answers]
 
 
