@@ -3,8 +3,6 @@
 from tests.mutants.mutant import Mutant
 
 _FIRST = "tests/training/test_models.py::test_first_values_are_those_of_transformers"
-_HOOKED = "tests/public/test_parallelize.py::test_a_parameter_with_a_hook_is_refused"
-_SHARED = "tests/models/test_capture.py::test_layers_are_of_one_kind_that_share_an_activation_and_make_equal_constants"
 _REASONS = "tests/models/test_reasons.py::test_layers_that_are_left_out_at_random"
 _COMPILED = "tests/sharding/derive/test_typed.py::test_a_model_that_was_compiled_before"
 _CODE = "tests/training/test_code_models.py"
@@ -25,6 +23,7 @@ _NEITHER = "tests/training/test_export_beside.py::test_where_neither_can_generat
 _DATES = "tests/training/data/test_dates.py"
 _INSTRUCTIONS = "tests/training/data/test_instructions.py"
 _MESSAGES = "tests/training/data/test_messages.py"
+_LEFT_OUT = f"{_MESSAGES}::test_what_would_be_left_out_without_a_word_is_refused"
 _SHORTENED = f"{_MESSAGES}::test_only_answers_are_learnt_where_a_template_shortens_those_before_them"
 _BRACES = "tests/training/data/test_files.py::test_braces_choose_as_those_of_a_shell"
 
@@ -37,33 +36,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "first-values-of-the-module-alone", "models/building/initial.py",
         "[path, *outer.get(path, ())]", "[path]",
         "what a module around sets is not: Mamba's steps begin at a bias of 0", (_FIRST,),
-    ),
-    Mutant(
-        "hooks-within-their-module", "models/capturing/capture.py",
-        "always_call=True, prepend=True)", "always_call=True)",
-        "what a hook behind a layer does is looked for in the layer, where it does not run",
-        ("tests/public/test_parallelize.py::test_hooks_that_change_what_modules_take_and_give",),
-    ),
-    Mutant(
-        "no-gradients-in-what-runs-again", "models/capturing/capture.py",
-        "following(again, self._values, self._differentiable)", "self._differentiable",
-        "what a reentrant checkpoint runs has no gradients at first, so ranks do not sum them when it runs again",
-        ("tests/public/test_parallelize.py::test_layers_that_run_without_gradients_at_first",),
-    ),
-    Mutant(
-        "lost-hooks-of-parameters", "training/mesh/local_parts.py",
-        "                refuse_lost_hooks(names[whole], whole)\n", "",
-        "a parameter's own hook is gone with it, and its gradient is another", (_HOOKED,),
-    ),
-    Mutant(
-        "constants-by-their-number", "models/capturing/fold.py",
-        "if value.name in graph.constants:", "if False:",
-        "each layer makes a constant, so each is a kind of its own", (_SHARED,),
-    ),
-    Mutant(
-        "shared-modules-of-the-first-layer", "models/capturing/fold.py",
-        "[outermost[-1] or one for one in found[run.first : run.stop]]", "found[run.first : run.stop]",
-        "an activation that all layers call is the first one's, and no layer is in one run", (_SHARED,),
     ),
     Mutant(
         "first-values-outermost-first", "models/building/initial.py",
@@ -267,13 +239,53 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "asked-where-thoughts-were", "training/data/answers.py",
-        "first = _behind(before[:begun], head)", "first = alike(before[:begun], head)",
+        "    return head.rfind(before[-least:]) + least\n", "    return alike(before, head)\n",
         "what tools and users said behind thoughts that were dropped is learnt", (_SHORTENED,),
     ),
     Mutant(
-        "calls-left-in-the-mark", "training/data/answers.py",
-        'marked = {"role": messages[turn]["role"], "content": _MARK}', 'marked = {**messages[turn], "content": _MARK}',
-        "calls of tools without a word are in no loss", (_SHORTENED,),
+        "calls-without-a-mark", "training/data/answers.py",
+        "[_changed(calls[0], one), *calls[1:]]} for one in changes[:2])", "calls} for one in changes[:2])",
+        "calls of tools whose results need them are in no loss",
+        (f"{_MESSAGES}::test_calls_are_learnt_whose_thoughts_an_answer_shortens",),
+    ),
+    Mutant(
+        "moments-without-a-second", "training/updates/update_rules.py",
+        "first.masked_fill_(first.abs().div_(most) > deviation, 0)", "first.abs().div_(most)",
+        "a row of a rare token moves by thousands of times the rate, where 8 bits have lost its second moment",
+        ("tests/training/test_eight_bit.py::test_a_token_that_is_rare_moves_no_further_than_others",),
+    ),
+    Mutant(
+        "words-of-context-learnt", "training/data/messages.py",
+        '("weight", "train", "training", "trainable", "loss", "loss_mask")', '("weight", "train")',
+        "messages that other trainers leave out of the loss are learnt",
+        ("tests/public/test_chats.py::test_an_answer_that_is_marked_as_context_is_none_to_be_learnt",),
+    ),
+    Mutant(
+        "no-calls-as-calls", "training/data/messages.py",
+        ' and (name, x) != ("tool_calls", [])', "",
+        "a template takes an answer with an empty list of calls for one that calls",
+        ("tests/public/test_chats.py::test_no_calls_are_none",),
+    ),
+    Mutant(
+        "results-learnt", "training/data/answers.py",
+        "if not least or (last in before and least < len(before) - before.rfind(last)):", "if not least:",
+        "what a tool says is learnt where calls follow one another", (_LEFT_OUT,),
+    ),
+    Mutant(
+        "calls-among-the-tools", "training/data/answers.py",
+        "if other not in shown), None)", "if name not in text), None)",
+        "calls that the template does not write are learnt as empty answers, where it names tools", (_LEFT_OUT,),
+    ),
+    Mutant(
+        "results-in-answers", "training/data/answers.py",
+        "numbered, sure = _numbered(messages), True", "numbered, sure = list(messages), False",
+        "results that the template leaves out pass, where an answer says the same", (_LEFT_OUT,),
+    ),
+    Mutant(
+        "words-beside-calls", "training/data/answers.py",
+        "            beside += 1", "            beside += 0",
+        "words that the template leaves out beside calls are not told",
+        (f"{_MESSAGES}::test_texts_and_tools_that_a_template_leaves_out_beside_calls_are_told",),
     ),
     Mutant(
         "json-within-json", "training/data/answers.py",
@@ -288,8 +300,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a-role-without-a-word", "training/data/answers.py",
         "_without(render, messages, number) == text:", "_without(render, messages, number) == content:",
-        "turns that the template does not know are left out, unsaid",
-        (f"{_MESSAGES}::test_what_would_be_left_out_without_a_word_is_refused",),
+        "turns that the template does not know are left out, unsaid", (_LEFT_OUT,),
     ),
     Mutant(
         "modes-without-private-attributes", "training/mesh/modes.py",

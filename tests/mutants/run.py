@@ -46,6 +46,7 @@ TABLES = (
     "nodes",
     "watch",
     "models",
+    "loops",
     "conversion",
 )
 LIMIT = 60

@@ -8,6 +8,8 @@ MakazhanAlpamys/Soup#540      a template that refuses a chat without a question 
 huggingface/trl#1911          of an odd batch one answer stood beside its own prompt (hiyouga/LlamaFactory#7509)
 huggingface/datasets#8241     in a table a call of a tool has the arguments of others, as null
 microsoft/graphrag#2423       lines that are blank, or end within a text as Unicode has it, lost a file of rows
+verl-project/verl#5316        messages that are marked otherwise as none to be learnt
+vllm-project/vllm#30648       an empty list of calls, with which templates leave out what an answer says
 huggingface/trl#1380          a batch of good answers alone, or of bad ones, made no number of the loss
 """
 
@@ -27,6 +29,7 @@ from tangram.schema.tuning import PreferencePlan
 from tangram.training.data import IGNORE, Batch, open_corpus, prepare, step_batches, tokens_of
 from tangram.training.data.files import list_files
 from tangram.training.data.sources import documents
+from tangram.training.data.tokens import BadDocument
 from tangram.training.objective.preferences import FORMULAS, Labelled, labelled_figures, labelled_scores
 from tests.training.data.test_chat import END_TEXT, encoded, tokenizer_of, tokens_at
 
@@ -71,6 +74,50 @@ def test_answers_whose_thoughts_are_dropped_are_learnt_without(tmp_path: Path) -
     assert learnt(tmp_path, THINKING, CHAT) == [
         "<rag>();<|im_end|>\n", "the same\n</think>\n\n<followup>();<|im_end|>\n",
     ]  # fmt: skip
+
+
+UNLEARNT: list[dict[str, Any]] = [
+    {"weight": 0}, {"train": False}, {"trainable": False}, {"loss": False}, {"loss_mask": 0}, {"training": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", UNLEARNT)
+def test_an_answer_that_is_marked_as_context_is_none_to_be_learnt(tmp_path: Path, mark: dict[str, Any]) -> None:
+    (key,) = mark
+    chat = [*CHAT[:2], {**CHAT[2], **mark}, CHAT[3], {**CHAT[4], key: 1}]
+    assert learnt(tmp_path, PHI, chat) == [f"<followup>();<|im_end|>\n{END_TEXT}"]
+    rows = [{"prompt": chat[:2], "chosen": chat[2:], "rejected": CHAT[4:]},
+            {"prompt": chat[:2], "completion": chat[2:], "label": True}]  # fmt: skip
+    for task, row in zip(("dpo", "kto"), rows, strict=True):
+        (tmp_path / "job.toml").write_text(
+            f'version = 3\ntask = "{task}"\nmodel.path = "chat-model"\ndata.sources = [{{ path = "rows" }}]\n'
+            "run.steps = 1\n"
+        )
+        with pytest.raises(BadDocument, match="not to be learnt"):
+            tokens_of(load(tmp_path / "job.toml")).encode([json.dumps(row).encode()])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {**CHAT[2], "weight": 0.5},
+        {**CHAT[2], "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]},
+        {**CHAT[2], "content": [{"type": "text", "text": "a", "train": False}, {"type": "text", "text": "b"}]},
+    ],
+)
+def test_a_part_of_an_answer_is_not_learnt_for_another(tmp_path: Path, message: dict[str, Any]) -> None:
+    with pytest.raises(BadDocument, match="give it of a message, as 0 or 1"):
+        learnt(tmp_path, PHI, [*CHAT[:2], message])
+
+
+CALLER = PHI.replace(
+    "{{ m.content }}", "{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}"
+)
+
+
+def test_no_calls_are_none(tmp_path: Path) -> None:
+    answer: dict[str, Any] = {"role": "assistant", "content": "<rag>();", "tool_calls": []}
+    assert learnt(tmp_path, CALLER, [CHAT[1], answer]) == [f"<rag>();<|im_end|>\n{END_TEXT}"]
 
 
 THINKER = (

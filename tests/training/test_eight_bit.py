@@ -81,6 +81,28 @@ def test_it_is_what_plain_numpy_makes(shape: tuple[int, ...]) -> None:
     assert sum(one.nbytes for one in state.values()) <= 2 * p.numel() + 8 * (p.numel() // BLOCK + 1) + 4
 
 
+@pytest.mark.parametrize("later", [0.0, 1e-9])  # of a table by itself, and of one that is the head, too
+def test_a_token_that_is_rare_moves_no_further_than_others(later: float) -> None:
+    """unslothai/unsloth-zoo#962: where codes lose the second moment beside larger ones, the first was divided by eps.
+
+    Here of rows that share a block: once a gradient a ten-thousandth of another's, and then none.
+    """
+    rows = [torch.nn.Parameter(torch.zeros(256, 64)) for _ in range(2)]
+    exact = torch.optim.AdamW(rows[1:], lr=1e-3, weight_decay=0.0)
+    own = adamw(rows[0], lr=1e-3)
+    for step in range(6):
+        for p in rows:
+            p.grad = torch.full(p.shape, later)
+            p.grad[0] = 1.0
+            p.grad[1] = later if step else 1e-4
+        own.step()
+        exact.step()
+    moved = [p.detach()[1].abs() for p in rows]
+    assert bool((moved[0] <= moved[1]).all())
+    assert bool((moved[0] > 0).all())
+    torch.testing.assert_close(rows[0][0], rows[1][0], rtol=1e-3, atol=0.0)
+
+
 def test_parts_of_a_large_parameter_are_updated_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     values, gradients = torch.randn(3, 1000), [torch.randn(3, 1000) for _ in range(3)]

@@ -1,5 +1,6 @@
 """Rows as people have them: columns, roles, parts of text, calls of tools; what a template leaves out of them."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from itertools import groupby
@@ -29,6 +30,33 @@ CALLING = (
 )
 """As Qwen3's: thoughts are written of what follows the last question, and of the last turn even where it has none."""
 CALLS = CALLING.replace("ARGUMENTS", AS_JSON)
+WITHOUT_CALLS = CALLS.replace("m.tool_calls or []", "[]")
+ONE_CALL = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+UNTOLD = CALLS.replace("for t in tools or []", "for t in []").replace(
+    "{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"
+)
+BY_PARTS = CHATML.replace("m.content", "m.content[0].text")
+ORDERED = (
+    "{% set ns = namespace(last=-1, called=false) %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ raise_exception('nobody called') if m.role == 'tool' and not ns.called }}"
+    "<|im_start|>{{ m.role }}{{ ' of ' + ns.called if m.role == 'tool' }}\n"
+    "{% if m.thinking and loop.index0 >= ns.last %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}"
+    "{% set ns.called = m.tool_calls[0].function.name if m.tool_calls else ns.called if m.role == 'tool' else '' %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As gpt-oss's: results only of what was called, by its name, and thoughts only where no answer follows them."""
+CLOSING = (
+    "{% set ns = namespace(open=false, begun=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ '' if ns.begun else '<outs>' }}<out>{{ m.content }}</out>{% set ns.open = true %}{% set ns.begun = true %}"
+    "{% elif m.tool_calls %}{{ '\n' if ns.begun else m.role + '\n' }}{% set ns.open = false %}"
+    "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "<|im_end|>{% else %}{{ '</outs>' if ns.open else m.role + '\n' }}{% set ns.open = false %}"
+    "{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{{ '</outs>' if ns.open else 'assistant\n' if add_generation_prompt }}"
+)
+"""As DeepSeek-V3's: what closes results stands behind the last one alone, and not before calls."""
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
 
@@ -99,6 +127,19 @@ def test_only_answers_are_learnt_where_a_template_shortens_those_before_them(tmp
     assert not [key for key in tally if "otherwise" in key]
 
 
+@pytest.mark.parametrize("arguments", [{"at": "a"}, {"at": "a", "by": 3}])
+@pytest.mark.parametrize("template", [ORDERED, ORDERED.replace("' of ' + ns.called", "''")])
+def test_calls_are_learnt_whose_thoughts_an_answer_shortens(
+    tmp_path: Path, template: str, arguments: dict[str, Any]
+) -> None:
+    asked = assistant(tool_calls=calls(arguments), thinking="so")
+    row = {"messages": [user("q"), asked, RESULT, asked, RESULT, assistant("done", thinking="so")]}
+    call = f"<call>look {json.dumps(arguments)}</call><|im_end|>\n"
+    tally = Counter[str]()
+    assert learnt(tmp_path, template, row, tally) == [call, call, "<think>so</think>done<|im_end|>\n"]
+    assert not [key for key in tally if "otherwise" in key]
+
+
 @pytest.mark.parametrize("form", [AS_JSON, AS_THEY_ARE, BY_KEYS, IN_PIECES])
 @pytest.mark.parametrize("arguments", [{"at": "a"}, '{"at": "a"}', {}, "{}"])
 def test_arguments_of_calls_are_written_once(tmp_path: Path, form: str, arguments: Any) -> None:
@@ -156,6 +197,22 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "a call of no name": (CHATML, {"messages": [SAID[0], {"role": "function_call", "content": "x"}]}, "no JSON of a"),
     "an end in thoughts": (CALLS, {"messages": [SAID[0], assistant("x", reasoning_content="<|im_end|>")]}, "holds '<|"),
     "options that are no JSON": (CALLS, {"messages": SAID, "chat_template_kwargs": "x"}, "that are no JSON"),
+    "calls of which only tools speak": (
+        WITHOUT_CALLS, {"messages": [SAID[0], assistant(tool_calls=calls({"at": "a"}))], "tools": TOOLS},
+        'a call of "look", which',
+    ),
+    "the second of two calls": (
+        ONE_CALL, {"messages": [SAID[0], assistant(tool_calls=calls({"at": "a"}) * 2)]}, 'a call of "look", which',
+    ),
+    "a result that an answer repeats": (
+        CALLS.replace(", 'tool'", ""), {"messages": [SAID[0], assistant("I look"), RESULT, assistant("It is 42.")]},
+        'the role "tool", of which',
+    ),
+    "texts where parts are wanted": (BY_PARTS, {"messages": SAID}, 'the role "user", of which'),
+    "results that close where no call follows": (
+        CLOSING, {"messages": [SAID[0], *[assistant(tool_calls=calls({"at": "a"})), RESULT] * 2, assistant("o")]},
+        "turn 4 changes what stands before it",
+    ),
     "a template that rewrites": (COUNTING, {"messages": SAID}, "changes what stands before it"),
 }  # fmt: skip
 
@@ -166,6 +223,18 @@ def test_what_would_be_left_out_without_a_word_is_refused(tmp_path: Path, case: 
     with pytest.raises(BadDocument) as refused:
         encoded(tokens_at(tmp_path, template), row)
     assert why in str(refused.value)
+
+
+def test_texts_and_tools_that_a_template_leaves_out_beside_calls_are_told(tmp_path: Path) -> None:
+    row = {
+        "messages": [user("q"), assistant("let me", tool_calls=calls({})), RESULT, assistant("done")],
+        "tools": TOOLS,
+    }
+    for template, count in ((UNTOLD, 1), (CALLS, 0)):
+        tally = Counter[str]()
+        encoded(tokens_at(tmp_path, template), row, tally=tally)
+        for what in ("texts beside calls", "tools"):
+            assert tally[f"left out: {what} that the template does not write"] == count
 
 
 @pytest.mark.parametrize(("template", "thoughts", "tools"), [(CALLS, 1, 0), (CHATML, 2, 1)])

@@ -8,16 +8,16 @@ which a mark stands that is put there instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from tangram.training.data.messages import BadRow, Message, functions_called
+from tangram.training.data.messages import BadRow, Message, functions_called, is_learnt
 
 Render = Callable[[Sequence[Message], bool], str]
 """The text of some messages; whether what asks for an answer follows them."""
 _MARK = "\ue000"  # of no language
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-"""Of which any template writes something, or refuses them."""
+"""Of which templates write something, or refuse them."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message, by which templates know what an assistant thought."""
 
@@ -45,7 +45,7 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
         raise BadRow("begins with an answer: give what it answers before it")
     text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
     for turn in turns:
-        if messages[turn].get("weight") == 0 or messages[turn].get("train") is False:  # as files of OpenAI, or axolotl
+        if not is_learnt(messages[turn]):
             continue
         before, prompt = render(messages[:turn], False), render(messages[:turn], True)
         until = text if turn == len(messages) - 1 else render(messages[: turn + 1], False)
@@ -78,11 +78,41 @@ def _in_the_middle(
     """Where an answer stands that is written otherwise as the last turn: without its thoughts, with another end, or
     behind turns that it is the first to shorten; None where that cannot be told.
 
-    A turn of a mark alone takes its place: what stands before the mark, up to where the model is asked, and what
-    stands behind it is none of the answer. Behind that is the end that a turn has as the last one, or else one of
-    `ends`.
+    A turn with a mark in its calls, or of a mark alone, takes its place.
     """
-    marked = {"role": messages[turn]["role"], "content": _MARK}
+    places = (_around(render, messages, turn, marked, ends) for marked in _marked(messages[turn]))
+    return next((place for place in places if place is not None), None)
+
+
+def _marked(message: Message) -> list[Message]:
+    """A message with a mark in the name of its first call, or in an argument of text; and a mark alone."""
+    alone = Message(role=message["role"], content=_MARK)
+    calls = cast("list[Message]", message.get("tool_calls") or [])
+    if not calls:
+        return [alone]
+    changes: list[Message] = [{"name": _MARK}]
+    arguments = cast("dict[str, Any] | str | None", calls[0].get("function", calls[0]).get("arguments"))
+    if isinstance(arguments, dict):
+        changes += [
+            {"arguments": {**arguments, key: _MARK}} for key, x in arguments.items() if x and isinstance(x, str)
+        ]
+    return [*({**message, "tool_calls": [_changed(calls[0], one), *calls[1:]]} for one in changes[:2]), alone]
+
+
+def _changed(call: Message, change: Mapping[str, Any]) -> Message:
+    """A call of a tool with another name, or other arguments."""
+    function = call.get("function")
+    return {**call, "function": {**function, **change}} if isinstance(function, dict) else {**call, **change}
+
+
+def _around(
+    render: Render, messages: Sequence[Message], turn: int, marked: Message, ends: Sequence[str]
+) -> tuple[int, int] | None:
+    """Where the answer stands in whose place a turn with a mark is put; None where that cannot be told.
+
+    What stands before the mark, up to where the model is asked, and what stands behind it is none of the answer.
+    Behind that is the end that a turn has as the last one, or else one of `ends`.
+    """
     text, before, prompt = render(messages, False), render(messages[:turn], False), render(messages[:turn], True)
     try:
         head, mark, tail = render([*messages[:turn], marked, *messages[turn + 1 :]], False).partition(_MARK)
@@ -90,7 +120,8 @@ def _in_the_middle(
     except BadRow:  # as of what a tool says that nobody has called
         return None
     begun = alike(before, prompt)
-    first = _behind(before[:begun], head)
+    last = messages[turn - 1]
+    first = _behind(before[:begun], head, "" if last["role"] == "assistant" else last["content"].strip()[-8:])
     if not mark or first is None or not text.endswith(tail):
         return None
     start, stop = first + alike(text[first : len(head)], prompt[begun:]), len(text) - len(tail)
@@ -100,13 +131,18 @@ def _in_the_middle(
     return None if found is None else (start, stop + len(found))
 
 
-def _behind(before: str, head: str) -> int | None:
-    """Where the turns that `before` ends with end in another text, which may have shortened those before them."""
+def _behind(before: str, head: str, last: str) -> int | None:
+    """Where the turns that `before` ends with end in another text, which may have shortened those before them.
+
+    None where that is not behind the last thing that they say.
+    """
     least, most = 0, len(before)  # of characters: if so many are found, fewer are
     while least < most:
         some = (least + most + 1) // 2
         least, most = (some, most) if before[-some:] in head else (least, some - 1)
-    return head.rfind(before[-least:]) + least if least else None
+    if not least or (last in before and least < len(before) - before.rfind(last)):
+        return None
+    return head.rfind(before[-least:]) + least
 
 
 def fitted(render: Render, messages: list[Message]) -> list[Message]:
@@ -151,30 +187,58 @@ def _encoded(arguments: Any) -> Any:
 
 def _with_arguments(messages: list[Message], form: Callable[[Any], Any]) -> list[Message]:
     def called(one: Message) -> Message:
-        if isinstance(one.get("function"), dict):
-            return {**one, "function": called(one["function"])}
-        return {**one, "arguments": form(one["arguments"])} if "arguments" in one else one
+        function = one.get("function", one)
+        return _changed(one, {"arguments": form(function["arguments"])}) if "arguments" in function else one
 
     return [
         {**m, "tool_calls": [called(one) for one in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
     ]
 
 
-def refuse_unwritten(render: Render, messages: Sequence[Message], text: str) -> None:
-    """Raise BadRow for a message, or a call of a tool, of which the template writes nothing."""
-    for number, message in enumerate(messages):
+def unwritten(render: Render, messages: Sequence[Message], tools: Any, text: str) -> Mapping[str, int]:
+    """How many thoughts, texts beside calls and tools of a row the template does not write.
+
+    Raises BadRow for a message, or a call of a tool, of which it writes nothing.
+    """
+    numbered, sure = _numbered(messages), True
+    try:
+        shown = render(numbered, False)
+    except BadRow:  # as of a call that is none of the tools
+        numbered, shown, sure = list(messages), text, False
+    beside = 0
+    for number, (message, other) in enumerate(zip(messages, numbered, strict=True)):
         content = str(message["content"]).strip()
-        sure = content in text and message["role"] in ROLES
-        if content and not sure and _without(render, messages, number) == text:
+        if not content or (str(other["content"]).strip() in shown and (sure or message["role"] in ROLES)):
+            continue
+        if sure and message.get("tool_calls"):
+            beside += 1
+        elif (sure and content not in text) or _without(render, messages, number) == text:
             raise BadRow(
                 f'has a message of the role "{message["role"]}", of which the chat template writes nothing: give it '
                 "another role, or leave it out"
             )
-    names = [str(call.get("name", "")) for call in functions_called(messages)]
-    if dropped := next((name for name in names if name not in text), None):
+    names = [[str(call.get("name", "")) for call in functions_called(some)] for some in (messages, numbered)]
+    if dropped := next((name for name, other in zip(*names, strict=True) if other not in shown), None):
         raise BadRow(
             f'has a call of "{dropped}", which the chat template does not write: take a model that calls tools'
         )
+    return {
+        "thoughts": _thoughts_unwritten(messages, text),
+        "texts beside calls": beside,
+        "tools": _tools_unwritten(tools, shown),
+    }
+
+
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """Messages of which each says its number in the place of what it says, as do the names of calls."""
+
+    def numbered(number: int, one: Message) -> Message:
+        own = {key: f"{_MARK}{number}{_MARK}" for key in ("content", "name") if str(one.get(key, "")).strip()}
+        calls = cast("list[Message]", one.get("tool_calls") or [])
+        named = [_changed(call, {"name": f"{_MARK}{number}.{at}{_MARK}"}) for at, call in enumerate(calls)]
+        return {**one, **own, **({"tool_calls": named} if named else {})}
+
+    return [numbered(number, one) for number, one in enumerate(messages)]
 
 
 def _without(render: Render, messages: Sequence[Message], number: int) -> str | None:
@@ -184,7 +248,7 @@ def _without(render: Render, messages: Sequence[Message], number: int) -> str | 
         return None
 
 
-def thoughts_unwritten(messages: Sequence[Message], text: str) -> int:
+def _thoughts_unwritten(messages: Sequence[Message], text: str) -> int:
     """Of how many messages the template does not write what the assistant thought."""
     thoughts = [next((m[key] for key in THOUGHTS if isinstance(m.get(key), str)), "") for m in messages]
     thoughts += [
@@ -193,7 +257,7 @@ def thoughts_unwritten(messages: Sequence[Message], text: str) -> int:
     return sum(bool(one.strip()) and one.strip() not in text for one in thoughts)
 
 
-def tools_unwritten(tools: Any, text: str) -> int:
+def _tools_unwritten(tools: Any, text: str) -> int:
     """Of how many tools the template writes nothing."""
     tools = cast("list[Any]", tools) if isinstance(tools, list) else []
     named = [cast(Message, one) for one in tools if isinstance(one, dict)]

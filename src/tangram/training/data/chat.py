@@ -25,15 +25,7 @@ import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
-from tangram.training.data.answers import (
-    Render,
-    Rendered,
-    answers_of,
-    fitted,
-    refuse_unwritten,
-    thoughts_unwritten,
-    tools_unwritten,
-)
+from tangram.training.data.answers import Render, Rendered, answers_of, fitted, unwritten
 from tangram.training.data.files import LEFT_OUT, ROW
 from tangram.training.data.messages import INSTRUCTIONS, BadRow, Message, parsed, sample_of, tools_of
 from tangram.training.data.sources import EMPTY
@@ -45,7 +37,7 @@ OPEN = "answers"
 DATE = "date"
 USUAL_DATE = date(2024, 7, 26)
 """What templates of Llama 3 write where they are told no other and have no clock."""
-VERSION = 6
+VERSION = 7
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
@@ -134,12 +126,7 @@ class ChatTokens(Tokens):
         self, render: Render, messages: Sequence[Message], text: str, row: dict[str, Any], tally: Counter[str]
     ) -> None:
         """Count what the template leaves out of a row. Raises BadRow for a message of which it writes nothing."""
-        refuse_unwritten(render, messages, text)
-        counts = {
-            "thoughts": thoughts_unwritten(messages, text),
-            "tools": tools_unwritten(tools_of(row), text),
-        }
-        for what, count in counts.items():
+        for what, count in unwritten(render, messages, tools_of(row), text).items():
             if count:
                 tally[f"{LEFT_OUT}: {what} that the template does not write"] += count
 

@@ -15,6 +15,8 @@ _COLUMNS = ("messages", "conversations", "prompt", "completion", "text")
 _ASKS = ("instruction", "query", "question", "prompt")
 _BESIDE = ("input", "context")
 _ANSWERS = ("output", "response", "answer", "completion")
+_LEARNT = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""Keys of a message of which 0 and false say that it is not to be learnt, as files for others have them."""
 _NO_TEXT = ("images", "image", "videos", "video", "audios", "audio")
 INSTRUCTIONS = "instructions"
 
@@ -162,7 +164,9 @@ def messages_of(value: Any, key: str) -> list[Message]:
     for one in cast("list[Any]", value):
         if not isinstance(one, dict):
             raise BadRow(f'has a "{key}" with {json.dumps(one)[:40]} in it, which is no message: give role and content')
-        message = {name: x for name, x in cast(Message, one).items() if x is not None}
+        message = {
+            name: x for name, x in cast(Message, one).items() if x is not None and (name, x) != ("tool_calls", [])
+        }
         if "from" in message and "value" in message:
             message = {"role": message.pop("from"), "content": message.pop("value"), **message}
         if message.get("role") == _CALL:
@@ -174,8 +178,17 @@ def messages_of(value: Any, key: str) -> list[Message]:
         message["content"] = _text_of(message.get("content", "" if "tool_calls" in message else None))
         if not (isinstance(role, str) and isinstance(message["content"], str)):
             raise BadRow(f'has a message without a role or without text as its content ("{key}")')
+        if half := [one for one in _LEARNT if message.get(one, 1) not in (0, 1)] or [
+            *{"train_detail"} & message.keys()
+        ]:
+            raise BadRow(f'has "{half[0]}" of a part of an answer: give it of a message, as 0 or 1')
         messages.append(message)
     return messages
+
+
+def is_learnt(message: Message) -> bool:
+    """Whether a message may be in the loss, by what it says of itself."""
+    return all(message.get(key, 1) != 0 for key in _LEARNT)
 
 
 def _text_of(content: Any) -> Any:
@@ -185,6 +198,8 @@ def _text_of(content: Any) -> Any:
     parts = [cast(Message, one) if isinstance(one, dict) else {"text": one} for one in cast("list[Any]", content)]
     if other := next((one for one in parts if one.get("type", "text") != "text"), None):
         raise BadRow(f"has a part of the type {json.dumps(other['type'])[:40]} in a message: only text is trained on")
+    if half := [key for key in _LEARNT for one in parts if one.get(key) is not None and not one[key]]:
+        raise BadRow(f'has "{half[0]}" of a part of an answer: give it of a message, as 0 or 1')
     texts = [one["text"] for one in parts if isinstance(one.get("text"), str)]
     return "".join(texts) if len(texts) == len(parts) else None
 

@@ -28,13 +28,14 @@ from tangram.training.data.messages import (
     bare,
     behind_system,
     history_of,
+    is_learnt,
     messages_of,
     question_of,
     refuse_images,
 )
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
-VERSION = ["pairs", 4]
+VERSION = ["pairs", 5]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
 _COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
@@ -145,7 +146,7 @@ def _is_good(row: dict[str, Any]) -> bool:
 
 def labelled_tokens(tokens: Tokens, data: DataPlan) -> LabelledTokens:
     """The tokens of answers with labels. Raises UserError as `pair_tokens`."""
-    return with_template(LabelledTokens, tokens, data, ["labelled", 3])
+    return with_template(LabelledTokens, tokens, data, ["labelled", 4])
 
 
 def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
@@ -182,6 +183,8 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
     for one, key in zip(answers, sides, strict=True):
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')
+        if not all(map(is_learnt, one)):
+            raise BadRow(f'has a message that is not to be learnt in its "{key}": answers are compared in full')
     return [history, *answers]
 
 

@@ -127,12 +127,15 @@ def update_codes(
 
     In float32, with moments that are decoded, some blocks at a time, and coded again afterwards: that of bitsandbytes
     to the bit, where that takes the nearest place in a table (its kernel for CPUs takes another one for one number in a
-    thousand of the first moment, and in thirty of the second).
+    thousand of the first moment, and in thirty of the second). But for numbers of which codes have lost the second
+    moment, as of a token that is not there again: no first moment is so large beside it (by Cauchy and Schwarz), so it
+    is dropped, where theirs is divided by eps.
     """
     numbers, gradients = (x.contiguous().view(-1) for x in (master, gradient))
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     first_of, second_of = (_Moment(state[f"state{i}"], state[f"absmax{i}"], signed=i == 1) for i in (1, 2))
     root = math.sqrt(1 - beta2**steps)
+    most = 2 * (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 else math.inf
     for begin in range(0, numbers.numel(), DECODED_AT_ONCE):
         some = slice(begin, begin + DECODED_AT_ONCE)
         g, p = gradients[some].float(), numbers[some].float()
@@ -141,7 +144,9 @@ def update_codes(
         second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         if decay:
             p.mul_(1 - lr * decay)
-        p.addcdiv_(first, (second.sqrt() / root).add_(group["eps"]), value=-lr / (1 - beta1**steps))
+        deviation = second.sqrt()
+        first.masked_fill_(first.abs().div_(most) > deviation, 0)
+        p.addcdiv_(first, deviation.div_(root).add_(group["eps"]), value=-lr / (1 - beta1**steps))
         numbers[some] = p
         first_of.write(some, first)
         second_of.write(some, second)
