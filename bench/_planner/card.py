@@ -58,10 +58,10 @@ MISSES = """
   and gradients explain 2.6; the rest is not understood.
 - Questions 40, 41, 42, 50, 54, 98, 107 and 137 ran out of memory and are said to fit, with chances of 0.54 to 1.
   Rows of unlike lengths are not the reason: of ten messages of runs that ran out (listed in data/published) 0% to 5%
-  was reserved and not allocated; 4% are taken. Of 41 and 42 the frameworks of that month are: the handbook put both models
-  whole in float32 on each rank (until its pull request 115), and TRL 0.7.2 had ZeRO's stage 0 for the policy, too
-  (until its 957). 50 ran out before any row with the bytes that 51 has, which fitted. 57 and 105 fitted: the rows of 57
-  are mostly shorter, the configuration of 105 is not shown whole. 137 is within 1 GiB.
+  was reserved and not allocated; 4% are taken. Of 41 and 42 the frameworks of that month are: the handbook put both
+  models whole in float32 on each rank (until its pull request 115), and TRL 0.7.2 had ZeRO's stage 0 for the policy,
+  too (until its 957). 50 ran out before any row with the bytes that 51 has, which fitted. 57 and 105 fitted: the rows
+  of 57 are mostly shorter, the configuration of 105 is not shown whole. 137 is within 1 GiB.
 - Thread 29 ran out and fits by 0.19: frozen layers had gradients before. Not understood: 132, 133.
 - Samples that are packed of documents whose lengths nobody says are taken as one each: 1.4 times too slow at 16,000
   tokens (question 58), ten times at 512,000 (70). transformers ran a mixture's experts one after the other until 2025,
@@ -74,7 +74,6 @@ MISSES = """
   recomputed, of which the loss that its arguments ask for (`--loss parallel-fused`) explains 4.6 GiB.
 - Threads 30 to 35: DeepSpeed's table does not say which AdamW it has. Torch's, which Trainer gives it, needs 8 bytes of
   each number of a rank's part more than DeepSpeed's own while it updates, which is most where activations are few (31).
-- `paddlenlp`: two runs, of which a nearby version says micro-batch and recomputation.
 - Of 11 groups four hold 85% to 95% of their runs in 90% intervals. Each is of one source, and sources are off as
   wholes by 7.5% (standard deviation of the groups' means) beside 13% within one: intervals that cover 90% of the
   runs of all sources cover nearly all runs of a source that is met well, and too few of one that is not.
@@ -94,7 +93,7 @@ MISSES = """
   sources have taught lies nearer the slow end.
 - `torchtitan`: its H100 have 96 GB and 500 W, a device of their own in the catalogue (h100-96); steps with recompute by
   operator take a tenth longer on them than the closed form says. 8-bit matmuls with a scale for each row are not told
-  from those with one for each tensor. Four runs on B200 of limited power are left out: to what is not known.
+  from those with one for each tensor.
 - Mixtures in FP8 on B200 and H100 (`mbridge`): of the same recipe some releases took twice as long as others, so no one
   prediction is near both; on B200 all other runs are of one machine whose matmuls reach 70% of what others measured.
 - Hybrid models (`nemotron-3`), T5 and BERT have other layers and are not predicted.
