@@ -74,7 +74,7 @@ MISSES = """
   recomputed, of which the loss that its arguments ask for (`--loss parallel-fused`) explains 4.6 GiB.
 - Threads 30 to 35: DeepSpeed's table does not say which AdamW it has. Torch's, which Trainer gives it, needs 8 bytes of
   each number of a rank's part more than DeepSpeed's own while it updates, which is most where activations are few (31).
-- Of 11 groups four hold 85% to 95% of their runs in 90% intervals. Each is of one source, and sources are off as
+- Of 11 groups three hold 85% to 95% of their runs in 90% intervals. Each is of one source, and sources are off as
   wholes by 7.5% (standard deviation of the groups' means) beside 13% within one: intervals that cover 90% of the
   runs of all sources cover nearly all runs of a source that is met well, and too few of one that is not.
 - Intervals are as wide as errors on held-out runs of other places and models were, most of those alike in device,
