@@ -207,6 +207,7 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
         ("h100-pciex2", "h100-pcie", [2]), ("h100-nvl-96gbx2", "h100-nvl", [2]), ("gb200x72", "gb200", [72]),
         ("gb200-nvl72", "gb200", [72]), ("gb200x144", "gb200", [72, 144]), ("gb200x256", "gb200", [64, 256]),
         ("6000-adax2", "rtx-6000-ada", [2]), ("MI300Xx8", "mi300x", [8]), ("b200-192gbx8", "b200", [8]),
+        ("gh200x4", "gh200", [4]), ("gh200-4x2", "gh200", [4, 8]), ("rtx5070tix1", "rtx-5070-ti", [1]),
         ("v100-16x8", "v100-16", [8]), ("V100-SXM2-16GBx4", "v100-16", [4]), ("v100x8", "v100", [8]),
     ):  # fmt: skip
         assert (c.load(name).device.name, [link.ranks for link in c.load(name).links]) == (known, ranks)
@@ -216,6 +217,9 @@ def test_equal_nodes_of_the_catalogue_by_name(tmp_path: Path) -> None:
         "h100-16x2": "linked to 7 others at most: give nodes of 8, as h100-8x4",
         "h800-256x8": "give nodes of 8, as h800-8x256",
         "mi210-2x1": "knows no link within a node of AMD MI210",
+        "": "no cluster is named: there are cpu-2, h100-8x8, and DEVICE-8x32",
+        "4070": "(did you mean 'rtx-4070x8'?)",
+        "5060ti": "(did you mean 'rtx-5060-tix8'?)",
         "h100": "there is no cluster 'h100' (did you mean 'h100-8x8'?)",
         "dgx-h100": "there is no cluster 'dgx-h100' (did you mean 'h100x8'?)",
         "8 a100 gpus": "(did you mean 'a100x8'?)",

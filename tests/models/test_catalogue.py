@@ -52,6 +52,11 @@ def test_names_are_found_in_any_case_and_misspelt_ones_told() -> None:
     assert in_catalogue("qwen3-31b") is None
     assert "did you mean Qwen/Qwen3-30B-A3B" in str(no_model("Qwen/Qwen3-30B-A8B"))
     assert "hf download" in str(no_model("someone/their-own"))
+    assert str(no_model("unsloth/Llama-3.1-8B-Instruct-bnb-4bit")).endswith(
+        "give unsloth/Llama-3.1-8B-Instruct, --base nf4 and --lora"
+    )
+    assert "--base gptq-int8 and" in str(no_model("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8"))
+    assert "--base" not in str(no_model("someone/their-own-awq"))
 
 
 def wrong(**changes: Any) -> list[str]:
@@ -72,6 +77,14 @@ def test_tuned_models_have_the_sizes_of_what_they_began_from() -> None:
     }.items():  # fmt: skip
         found = in_catalogue(said)
         assert found is not None
+        assert found.name == name
+    for said, name in {
+        "https://huggingface.co/Qwen/Qwen2.5-7B-Instruct/": "Qwen2.5-7B", "NousResearch/Llama-2-7b-hf": "Llama-2-7b-hf",
+        "unsloth/Llama-3.1-8B-Instruct": "Llama-3.1-8B", "EleutherAI/pythia-1b-deduped": "pythia-1b",
+        "EleutherAI/gpt-j-6b": "gpt-j-6b", "facebook/opt-1.3b": "opt-1.3b", "bigscience/bloom-7b1": "bloom-7b1",
+    }.items():  # fmt: skip
+        found = in_catalogue(said)
+        assert found is not None, said
         assert found.name == name
     for said in ("someone/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-Omni-7B", "instruct", "microsoft/phi-4-mini"):
         assert in_catalogue(said) is None

@@ -122,6 +122,24 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{_KERNELS}::test_experts_that_are_modules_of_their_own_are_started_one_by_one",),
     ),
     Mutant(
+        "routers-that-take-no-time", "planner/cost/block_time.py",
+        "self.nothing + framework.router_seconds * times", "self.nothing",
+        "mixtures of small micro-batches are as quick as their kernels",
+        (f"{_KERNELS}::test_hosts_of_megatron_take_longer_for_mixtures_and_nothing_in_captured_graphs",),
+    ),
+    Mutant(
+        "captured-by-nobody", "planner/space/setting.py",
+        "self.graphs or (self.framework.captures_blocks and self.in_blocks)", "self.graphs",
+        "hosts take their time beside graphs that recipes capture",
+        (f"{_KERNELS}::test_hosts_of_megatron_take_longer_for_mixtures_and_nothing_in_captured_graphs",),
+    ),
+    Mutant(
+        "bits-in-the-name", "models/outlines/catalogue.py",
+        "if name.lower().endswith(end) and in_catalogue", "if name.endswith(name + end) and in_catalogue",
+        "who gives a name of weights in few bits is told of the hub alone",
+        (f"{_KEYS}::test_names_are_found_in_any_case_and_misspelt_ones_told",),
+    ),
+    Mutant(
         "selective-as-megatron-has-it", "planner/search/explain.py",
         'framework(ask.framework).selective if given.again == "selective" else given.again', "given.again",
         "torchtitan's selective recompute is taken for nothing",

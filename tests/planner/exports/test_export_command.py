@@ -55,6 +55,7 @@ def test_a_strategy_of_one_project_for_another(tmp_path: Path, capsys: pytest.Ca
         ),
         (("--to", "torchtitan", "--out", "nowhere/x.toml"), "cannot be written to nowhere/x.toml: give a file in a"),
         (("--to", "torchtitan", "--pick", "0"), "--pick 0: the rows of the ranking are 1 to 8"),
+        (("--explain", ""), "no strategy is given: write its mesh"),
         (("--explain", "nowhere.toml"), 'there is no file "nowhere.toml", and it is no mesh either'),
         (("--explain", "pp=2 dp=8", "--to", "megatron-lm", "--zero", "3"), "whose pages name no pipelines"),
     ],

@@ -77,6 +77,8 @@ def checked(wanted: ExportRequest) -> None:
 
 def read_strategy(explain: str, outline: Outline, devices: int, cluster: Cluster) -> ReadStrategy | None:
     """The strategy in a file; None where `explain` is a mesh. Raises UserError."""
+    if not explain.strip():
+        raise UserError('no strategy is given: write its mesh, as "dp=8 tp=2", or the name of its file')
     path = Path(explain)
     if path.exists():
         from tangram.planner.imports.files import strategy_of  # loads torch

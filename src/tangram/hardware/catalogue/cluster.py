@@ -196,6 +196,8 @@ def _text(name: str) -> str:
 
 def load(path: Path | str) -> Cluster:
     """A cluster from a file of one's own, or by name. Raises UserError for any mistake in it."""
+    if not str(path).strip():
+        raise UserError(f"no cluster is named: there are {', '.join(names())}, and {uniform.FORM}")
     path = Path(path)
     if path.suffix != ".toml" and not path.exists():
         return builtin(str(path))

@@ -56,11 +56,15 @@ def tables_of(name: str, like: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def suggested(name: str) -> str:
-    """A name as it is read, of the device that one speaks of which is not; "" where it speaks of none."""
+    """A name as it is read, of the device that one speaks of which is not, or of that which is called most alike; ""
+    where it speaks of none."""
+    said = name.lower()
     for key in sorted(devices(), key=len, reverse=True):
-        if re.search(rf"(?<![a-z0-9]){key.replace('-', '[-_ ]?')}(?![a-z0-9])", name.lower()):
+        if re.search(rf"(?<![a-z0-9]){key.replace('-', '[-_ ]?')}(?![a-z0-9])", said):
             return f"{key}x8"
-    return ""
+    plain = {key.replace("-", "").removeprefix("rtx"): key for key in devices()}
+    near = difflib.get_close_matches(re.sub(r"[-_ ]|rtx", "", said), plain, 1, 0.7)
+    return f"{plain[near[0]]}x8" if near else ""
 
 
 def _read(name: str) -> tuple[str, int, int] | None:

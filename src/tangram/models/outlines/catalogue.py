@@ -1,7 +1,8 @@
 """Public models by their names: sizes as data (`catalogue.toml`), so that a plan of one needs neither torch nor a file.
 
-A name is that of a repository on the Hugging Face hub, or its part after the slash; case does not matter, nor do words
-that say how it was tuned (`TUNED`): those have the sizes of what they began from.
+A name is that of a repository on the Hugging Face hub, or its address, or its part after the slash; case does not
+matter, nor do words that say how it was tuned (`TUNED`), nor who gives it out once more (`AGAIN`): those have the sizes
+of what they began from.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from tangram.text import packaged
 
 TOLD = ("billions", "active", "tower")
 """Keys that are no sizes of the decoder."""
-TUNED = {"instruct", "chat", "it", "base", "pt", "hf", "thinking", "2507", "meta"}
+TUNED = {"instruct", "chat", "it", "base", "pt", "hf", "thinking", "2507", "meta", "deduped"}
+AGAIN = {"unsloth", "nousresearch"}
+"""Who gives out others' models as they are."""
+KEPT = {"-unsloth-bnb-4bit": "nf4", "-bnb-4bit": "nf4", "-gptq-int4": "gptq", "-gptq-int8": "gptq-int8", "-awq": "awq"}
+"""What weights are kept in that a name ends like this."""
+HUB = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/"
 
 
 @cache
@@ -70,8 +76,9 @@ def _last(name: str) -> str:
 
 def in_catalogue(name: str) -> Outline | None:
     """The outline of a public model; None for a name that is not in the catalogue."""
-    said = name.strip().lower()
-    found = _short().get(said) or (_plain().get(_untuned(said)) if said.rpartition("/")[0] in _owners() else None)
+    said = re.sub(HUB, "", name.strip().lower()).rstrip("/")
+    known = said.rpartition("/")[0] in _owners() | AGAIN
+    found = _short().get(said) or (_plain().get(_untuned(said)) if known else None)
     if not found:
         return None
     row = catalogue()[found]
@@ -97,6 +104,11 @@ def _apart(hint: str) -> str:
 
 def no_model(name: str) -> UserError:
     """What is wrong with a name that is no model: the nearest names, or how to get what is on the hub."""
+    for end, base in KEPT.items():
+        if name.lower().endswith(end) and in_catalogue(whole := name[: -len(end)]):
+            return UserError(
+                f'"{name}" is {whole} with weights kept in few bits: give {whole}, --base {base} and --lora'
+            )
     known = [*presets_named(), *catalogue()]
     hint = hub_hint(name)
     near = difflib.get_close_matches(name.lower(), [*presets_named(), *_short()], 3, 0.75)

@@ -288,14 +288,18 @@ class Ways:
         return curves.moved_seconds(setting.device, rows * one.width * passes * times * setting.row_bytes)
 
     def started(self, passes: float) -> list[tuple[Group, Array]]:
-        """Seconds of the host in a pass, by groups: to start kernels, `passes` times those of a forward, and once for
-        each module's hooks, those of norms as well."""
-        each = 0.0 if self.setting.graphs else self.setting.framework.launch * passes
-        hooks = self.setting.framework.hooks * (self.g.zero >= 3)
-        modules: list[tuple[Group, Any]] = [(one.group, self.alone(one.experts)) for one in self.block.products]
-        modules += [(Group.NORM, 1.0)] * round(self.block.halves)
-        found = [(group, each * times) for group, times in self.kernels()]
-        return found + [(group, hooks * times) for group, times in modules]
+        """Seconds of the host in a pass, by groups: to start kernels, `passes` times those of a forward, to walk
+        through modules and to route, and once for each module's hooks, those of norms as well."""
+        framework, times = self.setting.framework, 0.0 if self.setting.captured else passes
+        hooks = framework.hooks * (self.g.zero >= 3)
+        found = [(group, framework.launch * times * count) for group, count in self.kernels()]
+        for one in self.block.products:
+            plain = 0.5 if self.block.adapted and not one.frozen else 1.0  # adapters are torch's own linear layers
+            found.append((one.group, (plain * framework.module_seconds * times + hooks) * self.alone(one.experts)))
+        found += [(Group.NORM, hooks)] * round(self.block.halves)
+        if self.block.experts:
+            found.append((Group.MLP, self.nothing + framework.router_seconds * times))
+        return found
 
     def alone(self, experts: int) -> Any:
         """How often an operator of so many experts is started: once, or by each of a rank's for itself."""

@@ -202,10 +202,11 @@ def _both(gather: Array, reduce: Array, room: Array, parts: Array) -> Array:
 
 
 def optimiser_seconds(outline: Outline, g: Grid, setting: Setting) -> Array:
-    """The update of what a rank updates itself; what its host updates is `host_traffic`'s."""
+    """The update of what a rank updates itself, and what the host does once a step; what its host updates is
+    `host_traffic`'s."""
     _, trained = stage_weights(outline, g)
     here = curves.moved_seconds(setting.device, moved_of(g.optimiser) * divided(g, trained, 1))
-    return np.where(away(g.offload)[0], 0.0, here)
+    return np.where(away(g.offload)[0], 0.0, here) + (0.0 if setting.captured else setting.framework.step_seconds)
 
 
 @dataclass(frozen=True)

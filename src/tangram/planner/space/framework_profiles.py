@@ -67,6 +67,10 @@ class Framework:
     fused_streams: bool
     kernels: str
     launch: float
+    module_seconds: float
+    router_seconds: float
+    step_seconds: float
+    captures_blocks: bool
     hooks: float
     loops_experts: bool
     overlap_reduce: float

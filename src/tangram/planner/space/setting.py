@@ -200,8 +200,17 @@ class Setting:
     @property
     def overlap_expert(self) -> float:
         """Which share of tokens' ways to experts runs beside computation."""
-        blocks = self.precision in ("fp8", "fp4") and self.device.runs_in("fp4") == "fp4"
-        return self.framework.overlap_expert_blocks if blocks else self.framework.overlap_expert
+        return self.framework.overlap_expert_blocks if self.in_blocks else self.framework.overlap_expert
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether matmuls are in few bits with a scale for each block, as devices that compute in 4 bits have them."""
+        return self.precision in ("fp8", "fp4") and self.device.runs_in("fp4") == "fp4"
+
+    @property
+    def captured(self) -> bool:
+        """Whether kernels are started from captured graphs, as asked for or as the framework's recipes have it."""
+        return self.graphs or (self.framework.captures_blocks and self.in_blocks)
 
     @property
     def other_forwards(self) -> float:
