@@ -25,6 +25,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "a parameter's own hook is gone with it, and its gradient is another", (_HOOKED,),
     ),
     Mutant(
+        "lost-hooks-under-fsdp", "training/parallel/fsdp.py",
+        "        refuse_lost_hooks(name, parameter)\n", "        pass\n",
+        "FSDP puts another parameter in its place, which has no hook",
+        ("tests/public/test_parallelize.py::test_a_parameter_with_a_hook_is_refused_by_fsdp_too",),
+    ),
+    Mutant(
+        "lost-attributes-of-parameters", "training/mesh/local_parts.py",
+        "                vars(made[whole]).update(vars(whole))", "                vars(made[whole])",
+        "code that tells parameters apart by an attribute finds none",
+        ("tests/house/test_front_door.py::test_fsdp_dtensors_and_a_parallel_model_on_two_ranks",),
+    ),
+    Mutant(
         "constants-by-their-number", "models/capturing/fold.py",
         "if value.name in graph.constants:", "if False:",
         "each layer makes a constant, so each is a kind of its own", (_SHARED,),

@@ -189,7 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "recipes-of-before", "planner/space/setting.py",
-        "self.framework.overlap_expert_blocks if blocks else", "self.framework.overlap_expert if blocks else",
+        "self.framework.overlap_expert_blocks if self.in_blocks else", "self.framework.overlap_expert if True else",
         "mixtures in MXFP8 wait for their exchanges",
         (f"{_KERNELS}::test_mixtures_in_blocks_of_8_bits_overlap_by_the_recipes_of_today",),
     ),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 import tangram
 from tangram.errors import UserError
+from tangram.training.mesh.world import World
+from tangram.training.parallel.fsdp import shard
 from tangram.training.run.launch import run_ranks
-from tests.public.parallelize_tasks import Ran, images, run_all, sees_images
+from tests.public.parallelize_tasks import Ran, Residual, images, run_all, sees_images
 from tests.training.oracle.warm import once
+from tests.training.small import small_plan
 
 BOUND = 1e-5
 Ranks = list[dict[str, Ran]]
@@ -66,6 +71,16 @@ def test_a_parameter_with_a_hook_is_refused(ranks: Ranks) -> None:
     """mindspore-ai/hyper-parallel#521: the parameter that took its place had none, and gradients were others."""
     for own in ranks:
         assert own["hook of a parameter"].refused.startswith("up.weight has a hook for its gradient")
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_parameter_with_a_hook_is_refused_by_fsdp_too(tmp_path: Path, accumulated: bool) -> None:
+    """Before anything is sent, so one process sees it."""
+    model, world = Residual(), cast(World, SimpleNamespace(data_size=2))
+    hooked: Any = model.up.weight
+    hooked.register_post_accumulate_grad_hook(print) if accumulated else hooked.register_hook(lambda gradient: gradient)
+    with pytest.raises(UserError, match=r"up\.weight has a hook for its gradient"):
+        shard(model, [], small_plan(tmp_path), {}, world)
 
 
 def test_what_all_heads_share_gets_the_gradients_of_all(ranks: Ranks) -> None:

@@ -219,17 +219,17 @@ def test_another_global_micro_batch_matters_to_what_is_of_all_its_tokens(
     assert [(change.key, change.refused) for change in changed] == [("mesh", bool(table))]
 
 
-def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path) -> None:
+def test_a_run_that_has_saved_nothing_begins_anew(tmp_path: Path, plan: Plan) -> None:
     told: list[object] = []
     nothing: Any = None  # is asked for nothing
-    assert checkpoint_to_resume(tmp_path, nothing, nothing, nothing, (), told.append) is None
+    assert checkpoint_to_resume(tmp_path, plan, nothing, nothing, (), told.append) is None
     assert told == [Note(f'"{tmp_path}" has no checkpoint yet: training starts with step 1')]
     (tmp_path / "summary.json").touch()
     with pytest.raises(UserError, match="no good checkpoint"):  # a run that is done, and whose checkpoints are gone
-        checkpoint_to_resume(tmp_path, nothing, nothing, nothing, (), told.append)
+        checkpoint_to_resume(tmp_path, plan, nothing, nothing, (), told.append)
 
 
-def test_a_checkpoint_that_has_lost_a_file_is_told_of(tmp_path: Path) -> None:
+def test_a_checkpoint_that_has_lost_a_file_is_told_of(tmp_path: Path, plan: Plan) -> None:
     """As one that somebody has tidied: what goes on from an older one, or from none, does not do so in silence."""
     told: list[object] = []
     nothing: Any = None
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_has_lost_a_file_is_told_of(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, path)
     next(path.glob("*.safetensors")).unlink()
     with pytest.raises(UserError, match="no good checkpoint"):
-        checkpoint_to_resume(tmp_path, nothing, nothing, nothing, (), told.append)
+        checkpoint_to_resume(tmp_path, plan, nothing, nothing, (), told.append)
     assert re.fullmatch(r".*step-00000002. is not whole: its file .* is not there; it is passed over.*", str(told[0]))
 
 

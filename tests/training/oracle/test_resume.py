@@ -39,7 +39,7 @@ def test_every_strategy_goes_on_bit_for_bit_at_its_own_layout(name: str, tmp_pat
     prepared(tmp_path)
     case = cases(tmp_path / "text", slow=True)[name]
     both = {name: case, "uninterrupted": replace(case, name="uninterrupted", resume_at=0)}
-    for rank in run_ranks(work, Work(both, {}, None, tmp_path), world=case.ranks, on_event=print, device="cpu"):
+    for rank in run_ranks(work, Work(both, None, tmp_path), world=case.ranks, on_event=print, device="cpu"):
         went_on, whole = rank.traces[name], rank.traces["uninterrupted"]
         assert len(whole.losses) >= SHORT > case.resume_at > 0
         assert went_on.losses == whole.losses

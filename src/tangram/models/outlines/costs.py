@@ -160,12 +160,8 @@ def block_names(model: nn.Module) -> list[str]:
     named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     lists = {f"{name}." if name else "": module for name, module in named if _repeats(module)}
     outer = [path for path in lists if not any(path != other and path.startswith(other) for other in lists)]
-    return [
-        f"{path}{key}"
-        for path in outer
-        for key, block in lists[path].named_children()
-        if any(True for _ in block.parameters())
-    ]
+    members = ((f"{path}{key}", block) for path in outer for key, block in lists[path].named_children())
+    return [name for name, block in members if any(True for _ in block.parameters())]
 
 
 def _repeats(module: nn.Module) -> bool:
