@@ -23,6 +23,7 @@ from tangram.training.state import build_model
 from tangram.training.state.checkpointer import Checkpointer, JobState, load
 from tangram.training.step import loop, optimiser_step
 from tests.training.small import small_plan, small_tables
+from tests.training.strategies import COPIES, TWO_STAGES, Strategy, derived
 
 Found = dict[str, Any]
 LITTLE = 64
@@ -242,6 +243,48 @@ def astray_steps(ranks: Ranks) -> Found:
     return found
 
 
+def _too_large(model: nn.Module) -> None:
+    """Its layer 1 overflows in the forward, where that layer lies."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("layers.1.mlp.up_proj.weight"):
+            with torch.no_grad():
+                local(parameter).fill_(3e38)
+
+
+def _steep(ranks: Ranks) -> Callable[[nn.Module], None]:
+    """The gradient of rank 1 alone is infinite behind what layer 0's attention computes."""
+
+    def after(_: nn.Module, __: Any, x: Tensor) -> Tensor:
+        return x + (x.detach() - x).abs().sqrt()
+
+    def plant(model: nn.Module) -> None:
+        if ranks.rank.index == 1:
+            cast(Any, model).model.layers[0].post_attention_layernorm.register_forward_hook(after)
+
+    return plant
+
+
+LIES: Mapping[str, Mapping[str, Any]] = {
+    "fsdp": {},
+    "compiled": {"run": {"steps": 2, "compile": True}},
+    "tp": Strategy("tp=2", (), ("tp",), derived("")).tables,
+    "pp": Strategy("pp=2", stages=TWO_STAGES, parameters=COPIES).tables,
+}
+
+
+def where_it_begins(ranks: Ranks) -> Found:
+    """What is told of a step whose numbers are not finite, by how the model lies and what is wrong."""
+    cases = {name: (changes, _too_large) for name, changes in LIES.items()} | {"steep": ({}, _steep(ranks))}
+    found: Found = {}
+    for name, (changes, plant) in cases.items():
+        plan = small_plan(ranks.folder / "text", **{"run": {"steps": 2}, **changes})
+        try:
+            trained(ranks, plan, 2, plant=plant)
+        except FloatingPointError as error:
+            found[name] = str(error)
+    return found
+
+
 def too_much(*_: object) -> None:
     """Asks for memory that no machine has: the error is torch's own."""
     torch.empty(1 << 60)
@@ -274,6 +317,7 @@ TASKS: Mapping[str, Callable[[Ranks], Found]] = {
     "scaled": scaled_steps,
     "resumed": resumed_scale,
     "astray": astray_steps,
+    "begins": where_it_begins,
     "no memory": without_memory,
 }
 

@@ -142,6 +142,7 @@ class RankTrace:
     """Steps whose loss or gradient has jumped."""
     not_finite: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     """By step the first call to which it gave what was not finite, where the step's loss or gradient was not."""
+    first_not_finite: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     stood: tuple[tuple[int, int], ...] = ()
     """From when to when its process has not run, at most; monotonic ns of its machine."""
     failed: str = ""
@@ -285,6 +286,7 @@ def read_rank(path: Path) -> RankTrace:
         planned=tuple(first("planned")),
         spikes=tuple(one for one in names if "spike" in one),
         not_finite={int(one["not_finite"]): one for one in names if "not_finite" in one},
+        first_not_finite={int(one["step"]): one for one in names if "first_not_finite" in one},
         stood=tuple((one["until"] - one["stood"], one["until"]) for one in names if "stood" in one),
         failed=str(first("failed", "")),
     )

@@ -281,6 +281,9 @@ class Recorder(Trace):
             words = {"not_finite": self._step, "event": event, "site_of": site, "group_of": group, "turn": turn}
             self.files.name(words)
 
+    def first_not_finite(self, words: str, layer: str) -> None:
+        self.files.name({"first_not_finite": words, "step": self._step, "layer": layer})
+
     def numbers(self, numbers: StepNumbers) -> None:
         for one in self._spikes.judge(self._step, numbers):
             self.files.name(one)

@@ -27,6 +27,9 @@ class Trace:
     def not_finite(self, flags: int) -> None:
         """This rank's own part of the step's loss or gradient is not finite (`format`'s flags)."""
 
+    def first_not_finite(self, words: str, layer: str) -> None:
+        """Where numbers of a step that was not finite began to be so, over all ranks; "" where no layer is known."""
+
     def label(self, modules: Iterable[nn.Module]) -> None:
         """The parts of the model that will run, whose modules and parameters are called by their paths."""
 

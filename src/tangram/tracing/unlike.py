@@ -130,16 +130,19 @@ def not_finite(traces: Sequence[RankTrace]) -> list[Finding]:
             ranks = sorted(rank for rank, one in steps.items() if one == step)
             by_rank = {trace.rank: trace for trace in traces}
             first = _first_to_give(by_rank, step, ranks, alone=flag == LOSS_NOT_FINITE)
+            began = next((t.first_not_finite[step] for t in traces if step in t.first_not_finite), {})
+            layer, where = str(began.get("layer", "")), f"; {began['first_not_finite']}" if began else ""
             if first:
-                trace = by_rank[first[0]]
-                call = _first_call(trace, step)
+                call = _first_call(by_rank[first[0]], step)
                 text = f"{rank_words(first)} gave what is not finite to {call} in step {step}, before any other did"
-                text += f": the {what} is not finite on {rank_words(ranks)}"
-                return [Finding("not finite", (*first,), text, step, call.axes, call.site.layer, call.site.line)]
+                text += f": the {what} is not finite on {rank_words(ranks)}{where}"
+                return [
+                    Finding("not finite", (*first,), text, step, call.axes, layer or call.site.layer, call.site.line)
+                ]
             text = f"{rank_words(ranks)}: the own part of the {what} of step {step} is not finite"
             if len(ranks) == len(traces) > 1:
                 text = f"the {what} of step {step} is not finite on any rank"
-            return [Finding("not finite", (*ranks,), text, step)]
+            return [Finding("not finite", (*ranks,), text + where, step, layer=layer)]
     return []
 
 

@@ -60,6 +60,10 @@ class AstrayError(FloatingPointError):
     """A step that the plan stops at: its loss or its gradient is not finite, or its loss has diverged."""
 
 
+class NotFiniteError(AstrayError):
+    """Its loss or its gradient is not finite."""
+
+
 class Guard:
     """What a job knows of the steps before, to judge the next one by. The same on every rank."""
 
@@ -101,11 +105,12 @@ class Guard:
             if self.scaled:
                 self.scale = self.scale.after(True, self._plan)
             return None
+        kind = AstrayError if finite else NotFiniteError
         if self._policy.on_nonfinite == "stop":
-            raise AstrayError(f"{reason}: a smaller optimiser.lr may help")
+            raise kind(f"{reason}: a smaller optimiser.lr may help")
         self.astray += 1
         if self.astray > self._policy.skips_in_a_row:
-            raise AstrayError(
+            raise kind(
                 f"{reason}, and {self._policy.skips_in_a_row} steps in a row were skipped already "
                 "(run.skips_in_a_row): a smaller optimiser.lr may help"
             )

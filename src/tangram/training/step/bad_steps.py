@@ -68,14 +68,15 @@ def _documents(corpus: Corpus, plan: Plan, source: int, window: int) -> list[int
 
 
 def located(
-    error: AstrayError, folder: Path | None, corpus: Corpus, plan: Plan, world: World, progress: Progress
+    error: AstrayError, where: str, folder: Path | None, corpus: Corpus, plan: Plan, world: World, progress: Progress
 ) -> AstrayError:
     """The error with the step, and the file that says what it was trained on, which is there when this returns.
 
-    Collective over all ranks: the first that raises ends the others.
+    `where`: of its numbers, "" where that is not known. Collective over all ranks: the first that raises ends the
+    others.
     """
     step = progress.step
-    said = f"step {step + 1}: {error}"
+    said = f"step {step + 1}: {error}" + (f"; {where}" if where else "")
     if folder is None:
         return AstrayError(said)
     words: list[str] = []
