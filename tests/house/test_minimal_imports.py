@@ -98,6 +98,16 @@ def test_what_ranks_are_forked_from_runs_no_operators() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_ranks_are_forked_from_starts_before_the_command_loads_torch() -> None:
+    """Both take seconds for it, and did so one after the other."""
+    code = (
+        "import os, sys, tangram.cli.train, tangram.cli\n"
+        "tangram.cli.train.make_ready = lambda: os._exit(40 + ('torch' in sys.modules))\n"
+        "tangram.cli.main(['train', 'examples/quickstart/job.toml'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 40
+
+
 def test_what_writes_a_rank_s_files_imports_no_dtensors() -> None:
     """Every rank has such a process: 1.2 s of CPU and 40 MB each that it would never use."""
     code = (

@@ -48,7 +48,8 @@ def test_the_busiest_rank_is_that_of_drawn_loads(experts: int, ranks: int, sprea
 def test_more_unlike_is_never_quicker_nor_smaller(ranks: int, less: float, more: float) -> None:
     g = grid(batch=64, sequence=2048, expert=ranks, data=64, zero=1)
     few, many = (replace(SETTING, unlike=value) for value in sorted((less, more)))
-    assert seconds(MIXED, g, few).step[0] <= seconds(MIXED, g, many).step[0]
+    rounding = 1 + 1e-12  # of sums in another order: a share of 0.42 was 3e-17 s quicker than one of 0
+    assert seconds(MIXED, g, few).step[0] <= seconds(MIXED, g, many).step[0] * rounding
     assert memory(MIXED, g, few).allocated[0] <= memory(MIXED, g, many).allocated[0]
     assert 1 <= busiest(64, g, few)[0] <= busiest(64, g, many)[0] <= ranks
     assert seconds(DENSE, g, few).step[0] == seconds(DENSE, g, many).step[0]

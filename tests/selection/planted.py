@@ -1,5 +1,6 @@
 """A test that fails and one that does not; pytest collects them only where it is told to."""
 
+import subprocess
 import sys
 import time
 
@@ -19,6 +20,12 @@ def test_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+ORPHAN = 0.5
+"""CPU seconds of a process whose parent has ended."""
+
+
 def test_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    code = f"import os, time\nif not os.fork():\n    while time.process_time() < {ORPHAN}: pass"
+    subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, check=True)  # until its output ends
     print("a secret")
     assert capsys.readouterr().out == "a secret\n"

@@ -379,4 +379,5 @@ def test_a_record_is_written_test_by_test_and_makes_a_table(planted: tuple[str, 
     assert all(row.cpu >= row.setup >= 0 for row in rows)
     assert rows[0].cpu < 1.0, "what the collection takes is no cost of the first test"
     assert rows[0].cpu + rows[0].wall > 0
+    assert rows[1].cpu >= 0.5, "what is left by a process that has ended counts"
     assert [unit.name for unit in make_table(rows, {})] == [test]

@@ -1,6 +1,7 @@
 """What the ranks of the launcher's tests run."""
 
 import atexit
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -37,6 +38,11 @@ def add_up(rank: Rank, payload: int) -> int:
     value = torch.tensor(payload + rank.index)
     dist.all_reduce(value)
     return int(value)
+
+
+def count_frozen(rank: Rank, payload: None) -> tuple[int, bool]:
+    """How many objects the garbage collector passes over, and whether it is on."""
+    return gc.get_freeze_count(), gc.isenabled()
 
 
 def keep_a_lock(rank: Rank, payload: None) -> None:

@@ -20,6 +20,7 @@ from tests.training.launch_tasks import (
     abort_at_exit,
     add_up,
     be_slow,
+    count_frozen,
     diverge,
     fail,
     hang,
@@ -35,6 +36,12 @@ def test_results_in_rank_order_and_events() -> None:
     assert run_ranks(add_up, 10, world=2, on_event=events.append, device="cpu") == [21, 21]
     assert sorted(map(str, events)) == ["rank 0 is here", "rank 1 is here"]
     assert not multiprocessing.active_children()
+
+
+def test_what_ranks_are_forked_from_is_not_collected_anew_by_each() -> None:
+    ((frozen, collects),) = run_ranks(count_frozen, None, world=1, on_event=print, device="cpu")
+    assert frozen > 100_000  # torch alone
+    assert collects
 
 
 @pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="Linux has it")

@@ -20,6 +20,7 @@ from tangram.schema.job import Job
 from tangram.schema.plan import Plan
 from tangram.training.observe.progress import ProgressLine, Startup
 from tangram.training.run.environment import speaks, started_by_torchrun
+from tangram.training.run.fork_server import make_ready
 from tangram.training.run.run_folder import PLAN_FILE, folder_to_resume, run_name
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def train(
                 raise UserError("--dry-run runs nothing: leave --out, --resume and torchrun out")
             return dry(asked, json=json)
 
+        if meeting is None:
+            make_ready()  # it loads torch and more for the ranks, beside this process
         from tangram.training.run.resume import refuse_unknown  # these load torch: only for a sound plan
         from tangram.training.start import TrainRequest
 

@@ -37,8 +37,7 @@ _LONGEST = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Bytes of a path below which a socket of multiprocessing has an address on every system (macOS: 103, Linux: 107)."""
 _SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))  # tried in turn
 
-IMPORTED = ["tangram.training.run.rank"]
-"""What ranks need. By name: it stands on this module."""
+PRELOADED = ["tangram.training.run.preloaded"]
 
 
 def make_ready() -> None:
@@ -54,7 +53,7 @@ def context_of_ranks() -> ForkServerContext | SpawnContext:
     if not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Literal, NoReturn
 
-from tangram.relayout.exchange.peers import lost_peer
 from tangram.training.observe.text_tables import printable
 
 SAME_SECONDS = 0.5
@@ -132,6 +131,8 @@ LONGEST = 2000  # letters of an error's sentence
 def first_line(error: BaseException) -> str:
     """An error as one sentence that can be printed: its kind and the first line of what it says; of a rank that is gone
     what that means."""
+    from tangram.relayout.exchange.peers import lost_peer  # loads torch: not before ranks are started
+
     try:
         if said := lost_peer(error):
             return said
