@@ -10,6 +10,7 @@ _FAULTS = "tests/tracing/test_faults.py::"
 _STOOD = _FAULTS + "test_a_rank_that_stood_still_and_went_on_is_named_with_the_step_as_it_would_have_been"
 _COMPUTES = "tests/tracing/test_files.py::test_a_process_that_computes_has_not_stood_still"
 _LEARNED = "tests/training/test_trial.py::test_what_slow_ranks_cost_is_not_learned"
+_BEGINS = "tests/training/test_guard.py::test_where_numbers_began_to_be_not_finite_is_named"
 
 # fmt: off
 MUTANTS: tuple[Mutant, ...] = (
@@ -144,5 +145,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "return RECOVERS if (newest.parent / FAILURES).exists() else SETTLES", "return 0.0",
         "who watches a run that recovers sees it end at its first failure",
         ("tests/tracing/test_files.py::test_who_looks_at_a_run_sees_its_next_attempt",),
+    ),
+    Mutant(
+        "not-finite-of-the-last-rank", "training/step/first_not_finite.py",
+        "= min(world.peers.all_words", "= max(world.peers.all_words",
+        "a run that stops names the layer that got what is not finite last", (_BEGINS,),
+    ),
+    Mutant(
+        "not-finite-of-the-first-stage", "training/step/first_not_finite.py",
+        "return min(bad, default", "return max(bad, default",
+        "a run that stops names the last thing that is not finite, as the gradient of the embedding", (_BEGINS,),
+    ),
+    Mutant(
+        "not-finite-checked", "training/step/first_not_finite.py",
+        "replace(model, trace=UNTRACED)", "model",
+        "the report calls each call of the second run of a step one too many",
+        ("tests/training/test_command.py::test_a_run_that_diverges_ends_with_one_sentence",),
+    ),
+    Mutant(
+        "not-finite-unsaid", "training/step/first_not_finite.py",
+        "model.trace.first_not_finite(words, name)", "pass",
+        "the report on a trace does not know what the run's sentence says",
+        ("tests/training/test_command.py::test_a_run_that_diverges_ends_with_one_sentence",),
     ),
 )

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from tangram.cli import main
 from tangram.resilience.tiers import memory_of
 from tangram.schema.files import load
+from tangram.tracing.show.report import report
 from tangram.training.observe.events import read_steps
 from tangram.training.state.export_hf import byte_tokenizer
 from tests.training.causal_models import write_config
@@ -301,6 +302,12 @@ def test_a_run_that_diverges_ends_with_one_sentence(shared: Path, capsys: pytest
     assert err.count("\n") == 1
     assert "of 2 ended the job: AstrayError: step 2: the gradient norm is nan" in err
     assert "its samples are listed in" in err
+    (begins,) = re.findall(
+        r"; (the gradient of what (model\.layers\.\d) computes is the first that .*, on rank \d); ", err
+    )
+    (one,) = report(out / "trace").findings  # and no call of the second run of the step is one too many
+    assert (one.kind, one.step, one.layer) == ("not finite", 2, begins[1])
+    assert one.text.endswith(begins[0])
     assert "Traceback" in (out / "failure.txt").read_text()
     assert "Training ended with an error" in (out / "report.html").read_text()
     assert not (out / "summary.json").exists()

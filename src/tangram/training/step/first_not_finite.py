@@ -100,7 +100,7 @@ class _Seen:
 
 def _most(x: object) -> Tensor | None:
     """Not finite for NaN and +inf."""
-    return x.detach().amax().clamp(min=0).float() if _looked_at(x) else None
+    return x.detach().amax().float() if _looked_at(x) else None
 
 
 def _largest(x: object) -> Tensor | None:
