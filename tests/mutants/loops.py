@@ -46,4 +46,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "[outermost[-1] or one for one in found[run.first : run.stop]]", "found[run.first : run.stop]",
         "an activation that all layers call is the first one's, and no layer is in one run", (_SHARED,),
     ),
+    Mutant(
+        "views-for-hooks-in-a-run", "sharding/runtime/install.py",
+        'if name == "view_as" and of_hooks(', 'if name == "" and of_hooks(',
+        "what torch makes for hooks of backwards counts as the model's own calls on its line",
+        ("tests/public/test_parallelize.py::test_hooks_behind_backwards_of_layers",),
+    ),
 )

@@ -70,6 +70,26 @@ def hooked() -> nn.Module:
     return model
 
 
+class Headed(Residual):
+    """Two layers, and a view as torch makes them for hooks, are called on one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(super().forward(x)).view_as(x.flatten(0, 1)))
+
+
+def hooked_behind() -> nn.Module:
+    """A hook behind the backward of each layer, as those who watch gradients have, and one before the last's."""
+    model = Headed()
+    for layer in model.children():
+        layer.register_full_backward_hook(lambda _, inward, outward: tuple(g if g is None else g * 2 for g in inward))
+    model.head.register_full_backward_pre_hook(lambda _, outward: (outward[0].sin(),))
+    return model
+
+
 def with_hook_of_parameter() -> nn.Module:
     """Whose weight doubles its gradient."""
     model = Residual()
@@ -351,6 +371,7 @@ WORKS: Mapping[str, Work] = {
     "hidden in a dict": Work(partial(Gives, lambda y: {"last": Hidden(y)}), BLOCK),
     "seen": Work(partial(Gives, lambda y: Seen(y, [y.sin()])), ("norm: b/tp s h", *BLOCK)),
     "hooked": Work(hooked, BLOCK),
+    "hooked behind": Work(hooked_behind, BLOCK),
     "hooked, compiled": Work(hooked, BLOCK, compiled=True),
     "hook of a parameter": Work(with_hook_of_parameter, BLOCK),
     "unused": Work(Unused, ("up.weight: f/tp h",), compiled=True),

@@ -67,6 +67,11 @@ def test_hooks_that_change_what_modules_take_and_give(ranks: Ranks, name: str) -
     _right(ranks, name)
 
 
+def test_hooks_behind_backwards_of_layers(ranks: Ranks) -> None:
+    """As facebookresearch/fairscale#1101's: torch makes views for them, which were taken for the model's own."""
+    _right(ranks, "hooked behind")
+
+
 def test_a_parameter_with_a_hook_is_refused(ranks: Ranks) -> None:
     """mindspore-ai/hyper-parallel#521: the parameter that took its place had none, and gradients were others."""
     for own in ranks:

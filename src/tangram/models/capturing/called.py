@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.library import custom_op  # pyright: ignore[reportUnknownVariableType]
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_structure  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.hooks import BackwardHook
 
 from tangram.errors import UserError
 from tangram.models.capturing.graph import Answer, Called, Leaves, Read, Run
@@ -42,6 +43,7 @@ _STAGES = str(Path(__file__).with_name("stages.py"))
 """Whose forwards stand in a model's place."""
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+_HOOKED = BackwardHook._apply_on_tensors.__code__  # pyright: ignore[reportPrivateUsage]
 _ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
 _MADE = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 """Attributes of a tensor that are another tensor, which an operator makes."""
@@ -90,6 +92,16 @@ def runs_again(frame: FrameType | None) -> bool:
     """Whether what calls is in `torch.utils.checkpoint` of the reentrant kind: it has gradients when it runs again."""
     while frame is not None and frame.f_code is not _REENTRANT:
         frame = frame.f_back
+    return frame is not None
+
+
+def of_hooks(frame: FrameType | None) -> bool:
+    """Whether what calls is torch, for hooks of a module's backward: of what that takes and gives it makes views.
+
+    They are no operators of the model's. A capture sees the first of them within the module and a run outside of it.
+    """
+    while frame is not None and frame.f_code is not _HOOKED:
+        frame = frame.f_back if frame.f_code.co_filename.startswith((_TORCH, _TANGRAM)) else None
     return frame is not None
 
 
@@ -213,7 +225,7 @@ class Log(TorchFunctionMode):
     ) -> Any:
         given = {**(kwargs or {})}
         name = name_of(func)
-        if not name or not self._open:
+        if not name or not self._open or (name == "view_as" and of_hooks(sys._getframe(1))):  # pyright: ignore
             return func(*args, **given)
         first, run = self._now(), self._open[-1]
         takes, read = self._leaves((args, given)), len(self.reads)

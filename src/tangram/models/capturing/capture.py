@@ -34,12 +34,10 @@ from tangram.models.capturing.answers import ASKING, Known
 from tangram.models.capturing.called import ChecksHold, Log, caller, line_of, listening, named_results, runs_again
 from tangram.models.capturing.custom import Customs
 from tangram.models.capturing.graph import Graph, Kind, Node, Ref, Size, Value, flat, following, named_arguments, refs
-from tangram.models.capturing.opened import BACK, CUTTING, GROUPED, Opening, grouped, plain, plainly, unsaid
+from tangram.models.capturing.opened import BACK, CUTTING, GROUPED, Opening, grouped, is_alias, plain, plainly, unsaid
 from tangram.models.capturing.reasons import place_and_reason
 from tangram.models.capturing.stages import Through
 
-_ALIASES = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
-"""Give what they take: no operators of the graph, but where a gradient ends."""
 _CONSTANT = torch.ops.aten.lift_fresh.default  # of numbers in a model's code: what it takes nobody else has
 
 
@@ -245,7 +243,7 @@ class _Recorder(Opening):
         if func.namespace == "prim" or not any(isinstance(x, Tensor) for x in tree_leaves(found)):
             return found
         first = args[0] if args else None
-        if func.name() in _ALIASES and isinstance(first, Tensor) and isinstance(found, Tensor):
+        if is_alias(func) and isinstance(first, Tensor) and isinstance(found, Tensor):
             ends = first.requires_grad and torch.is_grad_enabled() and not self._backward
             if not ends and (id(first) in self._numbers or func is _CONSTANT):
                 self._same(found, self._number(first))

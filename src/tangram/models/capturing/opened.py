@@ -12,6 +12,7 @@ alone, and that no rule cuts, are not taken.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -23,9 +24,11 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tangram.models.capturing.called import of_hooks
 from tangram.models.capturing.graph import Ref
 
 aten = torch.ops.aten
+_ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 DECOMPOSED = (
     aten.diagonal_backward.default,
     aten.unfold_backward.default,
@@ -259,6 +262,12 @@ UNSAID: Mapping[OpOverload, tuple[str, ...]] = {
     aten.miopen_batch_norm.default: ("running_mean", "running_var"),
 }
 """Arguments that operators write in training, of which their schemas say nothing."""
+
+
+def is_alias(func: OpOverload) -> bool:
+    """Whether an operator that runs now gives what it takes: none of the graph, but where a gradient ends."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    return func in _ALIASES or (func is aten.view.default and of_hooks(frame))
 
 
 def unsaid(operator: OpOverload, arguments: Given) -> list[str]:

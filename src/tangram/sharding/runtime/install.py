@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.capturing.called import caller, line_of, name_of
+from tangram.models.capturing.called import caller, line_of, name_of, of_hooks
 from tangram.models.capturing.stages import Stage, Through
 from tangram.sharding.derive.transitions import Change
 from tangram.sharding.runtime.program import CallKey, OpAction, Program
@@ -234,6 +234,8 @@ class _Calls(TorchFunctionMode):
         given = {**(kwargs or {})}
         name = name_of(func)
         if self.paused or not name or (self._now.around is None and name not in self._named):
+            return func(*args, **given)
+        if name == "view_as" and of_hooks(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             return func(*args, **given)
         frame = caller(sys._getframe(1), _RUN)  # pyright: ignore[reportPrivateUsage]
         # Code outside of the run is another one where a backward computes it again, or another loop calls the model.
