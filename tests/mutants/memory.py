@@ -247,4 +247,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a V100 of 16 GB has 32",
         ("tests/hardware/test_cluster.py::test_equal_nodes_of_the_catalogue_by_name",),
     ),
+    Mutant(
+        "recompute-of-the-whole", "training/parallel/apply.py",
+        "name) and not around and not within", "name) and not within",
+        "a pattern that fits the model too has nothing saved, or torch's own error",
+        ("tests/training/test_recompute.py::test_a_pattern_that_fits_what_has_all_layers_inside_is_of_the_layers",),
+    ),
 )

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
+from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta, read_source
 from tangram.models.building.initial import initial_tensors
 from tangram.models.outlines.costs import ModelCosts, block_names, costs
@@ -143,6 +144,22 @@ def test_what_is_kept_takes_less_time_and_more_memory() -> None:
 def test_what_cannot_be_kept_is_refused(run: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         small_plan(Path("text"), run=run)
+
+
+@pytest.mark.parametrize(("patterns", "beside"), [(["*"], 4), (["model*"], 3)])
+def test_a_pattern_that_fits_what_has_all_layers_inside_is_of_the_layers(patterns: list[str], beside: int) -> None:
+    """Of the model as a whole nothing would be saved, and under FSDP torch raised an error of its own."""
+    model = model_of(small_plan(Path("text"), run={"recompute": patterns}))
+    found = {name for name, module in named_modules(model) if "forward" in vars(module)}
+    assert found > {*block_names(model)}
+    assert not found & {"", "model"}
+    assert len(found) == 2 + beside  # embedding, norm, rotary embedding, and the head
+    assert all(torch.equal(a, b) for a, b in zip(ran(recompute=patterns)[0].values(), ran()[0].values(), strict=True))
+
+
+def test_what_has_all_layers_inside_is_refused_alone() -> None:
+    with pytest.raises(UserError, match="one that has all layers inside"):
+        model_of(small_plan(Path("text"), run={"recompute": ["model"]}))
 
 
 def test_matmuls_are_kept_by_the_name_that_the_docs_give_and_by_their_former_one() -> None:

@@ -266,14 +266,21 @@ def recompute(parts: Mapping[nn.Module, Sequence[nn.Module]], plan: Plan) -> Non
         return
     found = [_recompute_of(part, plan, blocks) for part, blocks in parts.items()]
     if not any(found):
-        raise UserError(f"run.recompute = {list(plan.run.recompute)} fits no module of the model")
+        raise UserError(
+            f"run.recompute = {list(plan.run.recompute)} fits no module of the model, or one that has all layers "
+            'inside, of which nothing would be saved: name the layers, as "full" does'
+        )
 
 
 def _recompute_of(part: nn.Module, plan: Plan, blocks: Sequence[nn.Module]) -> bool:
-    """Whether the plan names anything of it."""
+    """Whether the plan names anything of it but what has blocks inside: "*" is each block, and what is beside them."""
     chosen: dict[str, nn.Module] = {}
-    for name, module in named_modules(part):
-        if matches(plan.run.recompute, name) and not any(name.startswith(f"{outer}.") for outer in chosen):
+    named = named_modules(part)[1:]
+    inside = [name for name, module in named if any(module is block for block in blocks)]
+    for name, module in named:
+        around = any(one.startswith(f"{name}.") for one in inside)
+        within = any(name.startswith(f"{outer}.") for outer in chosen)
+        if matches(plan.run.recompute, name) and not around and not within:
             chosen[name] = module
     for name, module in chosen.items():
         if plan.run.compile and plan.model_axes and any(module is not b and module in b.modules() for b in blocks):
