@@ -130,7 +130,8 @@ def not_finite(traces: Sequence[RankTrace]) -> list[Finding]:
             ranks = sorted(rank for rank, one in steps.items() if one == step)
             by_rank = {trace.rank: trace for trace in traces}
             first = _first_to_give(by_rank, step, ranks, alone=flag == LOSS_NOT_FINITE)
-            began = next((t.first_not_finite[step] for t in traces if step in t.first_not_finite), {})
+            nowhere = dict[str, Any]()
+            began = next((t.first_not_finite[step] for t in traces if step in t.first_not_finite), nowhere)
             layer, where = str(began.get("layer", "")), f"; {began['first_not_finite']}" if began else ""
             if first:
                 call = _first_call(by_rank[first[0]], step)

@@ -6,6 +6,7 @@ on the same text, whatever its ranks.
 """
 
 import json
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from tangram.text import write_file
 from tangram.training.data import Corpus, RankBatches, sample_ids
 from tangram.training.data.corpus import is_single
 from tangram.training.mesh.world import World
-from tangram.training.objective.step_guard import AstrayError, Guard
+from tangram.training.objective.step_guard import AstrayError, Guard, NotFiniteError
 from tangram.training.observe.events import StepSkipped
+from tangram.training.parallel.model import ParallelModel
 from tangram.training.state.state import Progress
+from tangram.training.step.first_not_finite import first_not_finite
 
 
 def write_samples(folder: Path, corpus: Corpus, plan: Plan, step: int, first: int, reason: str) -> Path:
@@ -68,14 +71,20 @@ def _documents(corpus: Corpus, plan: Plan, source: int, window: int) -> list[int
 
 
 def located(
-    error: AstrayError, where: str, folder: Path | None, corpus: Corpus, plan: Plan, world: World, progress: Progress
+    error: AstrayError,
+    model: ParallelModel,
+    batches: RankBatches,
+    emit: Callable[[object], None],
+    folder: Path | None,
+    corpus: Corpus,
+    progress: Progress,
 ) -> AstrayError:
-    """The error with the step, and the file that says what it was trained on, which is there when this returns.
+    """The error with the step, where its numbers began to be not finite, and the file that says what it was trained on.
 
-    `where`: of its numbers, "" where that is not known. Collective over all ranks: the first that raises ends the
-    others.
+    That is there when this returns. Collective over all ranks: the first that raises ends the others.
     """
-    step = progress.step
+    where = first_not_finite(model, batches, emit) if isinstance(error, NotFiniteError) else ""
+    plan, world, step = model.plan, model.world, progress.step
     said = f"step {step + 1}: {error}" + (f"; {where}" if where else "")
     if folder is None:
         return AstrayError(said)

@@ -87,7 +87,10 @@ class _Seen:
         for x in cast("list[object]", tree_leaves(result)):
             self.add(FORWARD, f"what {name} computes is", name, _most(x))
             if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(lambda grad: self.add(BACKWARD, words, name, _largest(grad)))
+                x.register_hook(partial(self._gradient, words, name))
+
+    def _gradient(self, words: str, name: str, gradient: Tensor) -> None:
+        self.add(BACKWARD, words, name, _largest(gradient))
 
     def first(self) -> tuple[int, int, str, str]:
         """Its kind, its place, words and the name; `NONE` where all are finite."""
@@ -105,7 +108,7 @@ def _most(x: object) -> Tensor | None:
 
 def _largest(x: object) -> Tensor | None:
     """Not finite for -inf, too."""
-    return torch.linalg.vector_norm(x.detach(), math.inf).float() if _looked_at(x) else None
+    return cast(Tensor, torch.linalg.vector_norm(x.detach(), math.inf)).float() if _looked_at(x) else None
 
 
 def _looked_at(x: object) -> TypeGuard[Tensor]:

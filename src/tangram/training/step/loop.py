@@ -33,7 +33,7 @@ from tangram.training.mesh.buffers import refuse_unlike_gradients
 from tangram.training.mesh.drawing import drawn_apart
 from tangram.training.mesh.world import World
 from tangram.training.objective.expert_loads import Loads
-from tangram.training.objective.step_guard import AstrayError, Guard, NotFiniteError, guard_for
+from tangram.training.objective.step_guard import AstrayError, Guard, guard_for
 from tangram.training.observe.events import Evaluated, ExpertLoads, Note, StepDone
 from tangram.training.parallel.due_calls import WISHES
 from tangram.training.parallel.model import ParallelModel
@@ -41,7 +41,6 @@ from tangram.training.state.checkpointer import Checkpointer, JobState, Progress
 from tangram.training.step.backward import backward, early_updates
 from tangram.training.step.bad_steps import located, rank_samples, skipped_event
 from tangram.training.step.evaluate import held_out, sum_over
-from tangram.training.step.first_not_finite import first_not_finite
 from tangram.training.step.layer_peaks import looking
 from tangram.training.step.objectives import LossSum, count_of, objective_of
 from tangram.training.step.optimiser_step import clip, local_gradients, lr_at, norms_of, round_for, set_lr, square_sum
@@ -131,8 +130,7 @@ def train_steps(
                     model, optimiser, batches, lr=lr, stop_requests=stops, check=step == first, guard=guard
                 )
         except AstrayError as error:
-            where = first_not_finite(model, batches, hooks.emit) if isinstance(error, NotFiniteError) else ""
-            raise located(error, where, hooks.folder, corpus, plan, world, state.progress) from error
+            raise located(error, model, batches, hooks.emit, hooks.folder, corpus, state.progress) from error
         trace.phase(Phase.OTHER)
         losses.append(done.loss)
         tokens += batches.counted
