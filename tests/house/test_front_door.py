@@ -264,7 +264,12 @@ def on_ranks(rank: int, folder: str) -> None:
     x, alone, model = torch.ones(4, 8), linear(), linear()
     alone(x).square().sum().backward()
     model.weight._no_weight_decay = True  # type: ignore[attr-defined]
-    tangram.parallelize(model, "tp=2", ["weight: out/tp in"], inputs={"input": x})
+    beside = cast(Any, tangram.parallelize(model, "tp=2", ["weight: out/tp in"], inputs={"input": x}))
+    with pytest.raises(UserError, match="made parallel in place, and this is what parallelize returns beside it: call"):
+        beside(input=x)  # as of what DDP returns, which is the model
+    with pytest.raises(AttributeError, match="beside it: parameters is the model's"):
+        beside.parameters()
+    assert not hasattr(beside, "nothing_such")
     assert vars(model.weight)["_no_weight_decay"], "code tells parameters apart by such attributes"
     model(input=x).square().sum().backward()
     found: Any = model.weight.grad

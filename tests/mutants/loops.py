@@ -52,4 +52,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "what torch makes for hooks of backwards counts as the model's own calls on its line",
         ("tests/public/test_parallelize.py::test_hooks_behind_backwards_of_layers",),
     ),
+    Mutant(
+        "a-handle-for-the-model", "training/mesh/local_parts.py",
+        "if hasattr(nn.Module, name) else", "if not hasattr(nn.Module, name) else",
+        "who goes on with what parallelize returns hears that it has no parameters, and not where they are",
+        ("tests/house/test_front_door.py::test_fsdp_dtensors_and_a_parallel_model_on_two_ranks",),
+    ),
 )

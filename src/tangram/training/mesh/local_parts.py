@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,22 @@ from tangram.training.mesh.layout_to_torch import named_modules
 
 Place = tuple[dict[str, Any], str, str]
 """The parameters of a module, the key of one, and its name in the model."""
+
+
+class Handle:
+    """What comes back beside a model that was changed in place; taken for the model, it says that it is none."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise UserError(f"{_IN_PLACE}: call the model")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            why = f"{_IN_PLACE}: {name} is the model's" if hasattr(nn.Module, name) else f"it has no {name}"
+            raise AttributeError(why)
+
+
+_IN_PLACE = "the model was made parallel in place, and this is what parallelize returns beside it"
 
 
 @dataclass(frozen=True)

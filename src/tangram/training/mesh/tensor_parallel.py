@@ -75,6 +75,7 @@ from tangram.training.mesh.layout_to_torch import ParameterCuts
 from tangram.training.mesh.local_parts import (
     CUT_ALONE,
     AsTorch,
+    Handle,
     LocalParts,
     PlainParts,
     ResultPlacement,
@@ -145,7 +146,7 @@ def parallel(
     return derived
 
 
-class DerivedModel:
+class DerivedModel(Handle):
     """The programs of a model, one for each size of its inputs. Wraps the model's forwards, and cuts its parameters."""
 
     def __init__(
@@ -163,7 +164,7 @@ class DerivedModel:
         shapes = {name: p.shape for name, p in model.named_parameters()}
         # Where parameters lie is settled, for inputs of every size.
         self._marks = [*marks, *(Mark(name, layout_of(shapes[name], states[name])) for name in shapes)]
-        self._devices, self._groups = devices, devices.groups
+        self._devices, self._groups, self._leaves = devices, devices.groups, False
         self._coords = {name: dist.get_rank(group) for name, group in self._groups.items()}
         self._rank = sum(at * mesh.axes[name][1] for name, at in self._coords.items())
         self._template = without_memory(model)
@@ -172,7 +173,6 @@ class DerivedModel:
         self._read: dict[Sizes, tuple[str, ...]] = {}
         """By sizes, the inputs whose values code reads."""
         self.sums = GradientSums(model, self._groups, self._bring)
-        self._leaves = False
         self.numbers = random_numbers.DrawNumbers()
         """How elements are numbered that programs draw for."""
         self._places: dict[tuple[int, tuple[Sizes, modes.Mode]], Mapping[tuple[int, ...], int]] = {}
