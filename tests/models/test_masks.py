@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import MistralConfig
 
-from tangram.models.building.masks import as_captured
+from tangram.models.building.masks import as_captured, has_windows
 from tests.models.test_stages import made
 
 
@@ -42,3 +43,12 @@ def test_it_is_left_out_again_after_an_error() -> None:
     except KeyError:
         pass
     assert mask_of_attention(model) is None
+
+
+def test_a_window_of_one_layer_alone_is_one() -> None:
+    """As NeoMME's: transformers raises an error where a field of layers is read of all of them."""
+    for window in (8, None):
+        model: Any = nn.Linear(1, 1)
+        of_layers = {0: {"sliding_window": window}, 1: {"sliding_window": None, "head_dim": 4}}
+        model.config = MistralConfig(num_hidden_layers=2, sliding_window=None, per_layer_config=of_layers)
+        assert has_windows(model) == (window is not None)

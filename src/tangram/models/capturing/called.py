@@ -95,11 +95,12 @@ def runs_again(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def of_hooks(frame: FrameType | None) -> bool:
-    """Whether what calls is torch, for hooks of a module's backward: of what that takes and gives it makes views.
+def of_hooks() -> bool:
+    """Whether what runs now is torch's, for hooks of a module's backward: of what that takes and gives it makes views.
 
     They are no operators of the model's. A capture sees the first of them within the module and a run outside of it.
     """
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code is not _HOOKED:
         frame = frame.f_back if frame.f_code.co_filename.startswith((_TORCH, _TANGRAM)) else None
     return frame is not None
@@ -225,7 +226,7 @@ class Log(TorchFunctionMode):
     ) -> Any:
         given = {**(kwargs or {})}
         name = name_of(func)
-        if not name or not self._open or (name == "view_as" and of_hooks(sys._getframe(1))):  # pyright: ignore
+        if not name or not self._open or (name == "view_as" and of_hooks()):
             return func(*args, **given)
         first, run = self._now(), self._open[-1]
         takes, read = self._leaves((args, given)), len(self.reads)

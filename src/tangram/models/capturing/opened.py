@@ -12,7 +12,6 @@ alone, and that no rule cuts, are not taken.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -266,8 +265,7 @@ UNSAID: Mapping[OpOverload, tuple[str, ...]] = {
 
 def is_alias(func: OpOverload) -> bool:
     """Whether an operator that runs now gives what it takes: none of the graph, but where a gradient ends."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    return func in _ALIASES or (func is aten.view.default and of_hooks(frame))
+    return func in _ALIASES or (func is aten.view.default and of_hooks())
 
 
 def unsaid(operator: OpOverload, arguments: Given) -> list[str]:

@@ -235,7 +235,7 @@ class _Calls(TorchFunctionMode):
         name = name_of(func)
         if self.paused or not name or (self._now.around is None and name not in self._named):
             return func(*args, **given)
-        if name == "view_as" and of_hooks(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+        if name == "view_as" and of_hooks():
             return func(*args, **given)
         frame = caller(sys._getframe(1), _RUN)  # pyright: ignore[reportPrivateUsage]
         # Code outside of the run is another one where a backward computes it again, or another loop calls the model.

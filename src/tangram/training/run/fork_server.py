@@ -37,7 +37,7 @@ _LONGEST = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Bytes of a path below which a socket of multiprocessing has an address on every system (macOS: 103, Linux: 107)."""
 _SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))  # tried in turn
 
-PRELOADED = ["tangram.training.run.preloaded"]
+PRELOADED = ["tangram.training.preloaded"]
 
 
 def make_ready() -> None:

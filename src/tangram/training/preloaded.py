@@ -11,16 +11,18 @@ import importlib
 import os
 import sys
 
-IMPORTED = "tangram.training.run.rank"
-"""What ranks need. By name: it stands on the module that starts the process."""
-
 
 def _import_for_ranks() -> None:
     gc.disable()
-    importlib.import_module(IMPORTED)
+    importlib.import_module("tangram.training.run.rank")
     gc.freeze()
     gc.enable()
-    atexit.register(os._exit, 0)  # ranks, which are forks, end without it
+    atexit.register(_end, os.getpid())
+
+
+def _end(server: int) -> None:
+    if os.getpid() == server:  # what is forked from it, and from that, ends as it does
+        os._exit(0)
 
 
 if "multiprocessing.forkserver" in sys.orig_argv[-1]:
