@@ -22,6 +22,7 @@ _BITS = f"{_FEW}::test_adapters_beside_frozen_weights_take_what_was_measured"
 _SCORES = f"{_FEW}::test_scores_and_their_gradients_take_what_torch_allocates"
 _VERSION = f"{_FEW}::test_unsloth_is_of_its_version"
 _KEYS = "tests/models/test_catalogue.py"
+_LAYERS = "tests/planner/test_per_layer_fields.py"
 _KERNELS = "tests/planner/test_kernels_and_hosts.py"
 _PARTS = (
     "tests/planner/test_memory.py::"
@@ -186,6 +187,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "all_rows=to < fused.spread", "all_rows=False",
         "a graph's experts are taken to compute what is chosen",
         (f"{_KERNELS}::test_a_graph_shows_whether_experts_take_all_rows",),
+    ),
+    Mutant(
+        "keys-kept-twice", "models/outlines/fused.py",
+        "if v in flow.alive and (v == flow.main or v not in flow.block.takes)", "if v in flow.alive",
+        "layers that attend to an earlier layer's keys are taken to keep them, too", (_LAYERS,),
+    ),
+    Mutant(
+        "one-window-for-all", "models/building/fields.py",
+        "return config.per_layer_config[at] if varies(config) else config", "return config",
+        "a field of one layer is read off the configuration of all", (_LAYERS,),
+    ),
+    Mutant(
+        "heads-of-the-first", "planner/legality/check_plan.py",
+        'heads, tuple(one for one in values(text, groups) if isinstance(one, int)) or heads',
+        'heads, tuple(one for one in values(text, groups) if isinstance(one, int))[:1] or heads',
+        "key-value heads are judged by those of the first layer", (_LAYERS,),
+    ),
+    Mutant(
+        "positions-as-patches", "models/outlines/outlined.py",
+        'patch_embed(?!.*position)|', "patch_embed|",
+        "a table of positions is taken for what patches are multiplied by", (_LAYERS,),
+    ),
+    Mutant(
+        "ears-as-eyes", "models/outlines/outlined.py",
+        ' or "audio" in one)', ")",
+        "what hears is taken for the vision tower", (_LAYERS,),
     ),
     Mutant(
         "recipes-of-before", "planner/space/setting.py",

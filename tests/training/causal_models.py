@@ -126,12 +126,10 @@ CAUSAL: Mapping[str, str] = {
     for family in families
 }
 _AHEAD = "what stands to the right of a token"
-_UNUSED = 'encoder_attn.k_proj.weight" got no gradient: name it in model.freeze'
+_UNUSED = 'encoder_attn.k_proj.weight" got no gradient: name it and'
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("bert", "big_bird", "cpmant", "electra", "megatron-bert", "roformer"), _AHEAD),
-    **dict.fromkeys(
-        ("bart", "marian", "trocr"), 'encoder_attn.k_proj.weight" got no gradient: name it in model.freeze'
-    ),
+    **dict.fromkeys(("bart", "marian", "trocr"), 'encoder_attn.k_proj.weight" got no gradient: name it and'),
 }
 """Types that are refused as these tests make them, and what the sentence says."""
 

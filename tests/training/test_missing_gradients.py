@@ -7,6 +7,7 @@ from torch import nn
 from transformers import MambaConfig, MambaForCausalLM, OPTConfig, OPTForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tangram.errors import UserError
+from tangram.schema.plan import matches
 from tangram.training.mesh.local_parts import NO_PARTS
 from tangram.training.step.optimiser_step import local_gradients
 
@@ -22,10 +23,25 @@ class Half(nn.Module):
 def test_it_is_named_and_what_to_do_is_said() -> None:
     model = Half()
     model.first(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(
-        UserError, match=r'"second.weight" got no gradient: name it in model.freeze if the loss does not'
-    ):
+    with pytest.raises(UserError) as raised:
         local_gradients(model, NO_PARTS)
+    assert str(raised.value) == (
+        'the parameter "second.weight" got no gradient: name it and 1 other in model.freeze if the loss does not '
+        'depend on them: "second.*"'
+    )
+
+
+def test_patterns_are_of_all_layers_and_of_nothing_that_is_trained() -> None:
+    """As of a model that is given no images: its tower is one pattern, and what brings its results to the decoder."""
+    layers = nn.ModuleList(Half() for _ in range(12))
+    model = nn.ModuleDict({"layers": layers, "vision": nn.ModuleDict({"tower": Half()}), "first": nn.Linear(2, 2)})
+    sum(layer.first(torch.ones(1, 2)).sum() for layer in layers).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    model["first"].bias.requires_grad_(False)
+    with pytest.raises(UserError, match=r'it and 28 others .* on them: "layers.\*.second.\*", "vision.\*", "first.\*"'):
+        local_gradients(model, NO_PARTS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not matches(("layers.*.second.*", "vision.*", "first.*"), name))
+    assert len(local_gradients(model, NO_PARTS)) == 24
 
 
 def test_layers_that_are_left_out_at_random_are_said_to_be() -> None:

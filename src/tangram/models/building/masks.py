@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from tangram.models.building.fields import values
+
 
 @contextmanager
 def as_captured() -> Generator[None]:
@@ -37,15 +39,7 @@ def as_captured() -> Generator[None]:
 def has_windows(model: nn.Module) -> bool:
     """Whether a configuration of a model, or of a part of it, names windows or chunks of attention."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    return any(_named(config, key) for config in configs for key in ("sliding_window", "attention_chunk_size"))
-
-
-def _named(config: Any, key: str) -> bool:
-    """Whether a configuration has such a field and not nothing in it, or one of its layers' does."""
-    try:
-        return bool(getattr(config, key, None))
-    except RuntimeError:  # of configurations with fields of single layers: which of them has no one answer
-        return any(getattr(one, key, None) for one in config.per_layer_config)
+    return any(any(values(config, key)) for config in configs for key in ("sliding_window", "attention_chunk_size"))
 
 
 def _always(tensor: object = None) -> bool:

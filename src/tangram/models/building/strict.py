@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from tangram.errors import UserError
+from tangram.models.building.fields import by_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -123,7 +124,7 @@ def mistakes(fields: Mapping[str, Any], config: PreTrainedConfig) -> Iterator[st
     text = config.get_text_config()
     for part, said in ((fields, config), (fields.get("text_config"), text)):
         if isinstance(part, Mapping) and (part is fields) == (said is text):
-            yield from _numbers(said)
+            yield from dict.fromkeys(one for layer in by_layer(said) for one in _numbers(layer))
 
 
 def _misspelt(fields: Mapping[str, Any], kind: str, keys: Set[str]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from tangram.kernels.flash.modes import MODES
 from tangram.kernels.flash.operator import flash, unable
 from tangram.kernels.flash.spans import by_numbers
 from tangram.models.building.build import build_on_meta
+from tangram.models.building.fields import values
 from tangram.models.capturing.capture import CaptureError, capture
 
 TOKENS = "tokens"
@@ -115,7 +116,7 @@ def refuse_unable(model: nn.Module) -> None:
     windows = [node.arguments["window"] for node in graph.nodes if node.operator is ATTEND.default]
     if not windows:
         raise UserError(f"{_cannot(model)}: its attention is none that can be replaced")
-    sliding = kinds.count("sliding_attention") if kinds else int(bool(getattr(config, "sliding_window", None)))
+    sliding = kinds.count("sliding_attention") if kinds else int(any(values(config, "sliding_window")))
     if sliding > sum(map(bool, windows)):
         raise UserError(f"{_cannot(model)}: it does not tell its attention of its sliding window")
 

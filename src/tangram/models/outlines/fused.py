@@ -207,8 +207,9 @@ class Fused:
         kernel = None if maker is None else self.owner.get(maker)
         attended = None if maker is None else flow.scores.get(maker)
         if attended is not None and maker is not None and "attention" not in name_of(flow.graph.nodes[maker]):
-            # Attention makes its scores again.
-            return {flow.base(v): None for v in (*attended.takes, attended.made) if flow.base(v) in flow.alive}
+            # Attention makes its scores again, of keys and values that may be an earlier block's, which keeps them.
+            of_attention = (flow.base(v) for v in (*attended.takes, attended.made))
+            return {v: None for v in of_attention if v in flow.alive and (v == flow.main or v not in flow.block.takes)}
         if kernel is None or (value in kernel.writes and of is not None and of not in kernel.nodes):
             return (value,)
         read = self._sources(value, kernel)

@@ -21,6 +21,8 @@ USUAL_SEQUENCE = 8192
 """Tokens of a sample with one image, where nothing else is said."""
 USUAL_IMAGE = 1024
 """Tokens of an image of a tower that takes all sizes: 896 x 896 pixels of patches of 14, four to a token."""
+USUAL_IMAGES: Mapping[str, int] = {"gemma4_vision": 280}
+"""The same of towers whose processors make other images by default."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tangram.errors import UserError
 from tangram.models.building.build import CAUSAL, PAIRED, build_on_meta, presets, read_source
+from tangram.models.building.fields import of_layer, varies
 from tangram.models.building.quantised import kept_of
 from tangram.models.building.strict import refuse_strange
 from tangram.models.capturing.capture import CaptureError, capture, quiet
@@ -41,7 +42,7 @@ from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.once import kinds_of, run_once
 from tangram.models.outlines.catalogue import in_catalogue, no_model
 from tangram.models.outlines.costs import block_names
-from tangram.models.outlines.images import USUAL_IMAGE, Tower, tower_numbers, with_tower
+from tangram.models.outlines.images import USUAL_IMAGE, USUAL_IMAGES, Tower, tower_numbers, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.models.outlines.outlined_graph import Masks, outline_of_graph
 
@@ -107,8 +108,8 @@ def _outline(config: Any, name: str) -> Outline:
             f"{name} is an encoder with a decoder that reads it: a pipeline's stages would hand on two results, which "
             "is not planned yet; plan either of them by a configuration of its own"
         )
-    if config.model_type in SEEING and getattr(config, "vision_config", None) is not None:
-        return _seeing(config, text, name)
+    if config.model_type in SEEING and hasattr(config, "vision_config"):
+        return _outline(text, name) if config.vision_config is None else _seeing(config, text, name)
     model = build_on_meta(config) if _head(config) is AutoModelForCausalLM else None
     if model is not None and (found := _usual(text, dict(model.named_parameters()), name)) is not None:
         return found
@@ -158,7 +159,7 @@ def _attends(config: Any) -> bool:
     """Whether all layers are of the kinds that `decoder` makes, as far as the configuration says kinds."""
     kinds = set(_kinds(config))
     scans = any("mamba" in name or name.startswith("linear_") for name in config.to_dict())
-    return kinds <= ATTENDING and not scans
+    return kinds <= ATTENDING and not scans and not varies(config)
 
 
 def captured(config: Any, name: str) -> Outline:
@@ -219,7 +220,7 @@ def _masks(config: Any, at: int, block: nn.Module) -> Masks | None:
     """What the configuration says of a layer's attention; None where the graph shows all of it."""
     kinds = _kinds(config)
     kind = kinds[at] if at < len(kinds) else ""
-    window = _window(config) if kind == "sliding_attention" or not kinds else 0
+    window = _window(of_layer(config, at)) if kind == "sliding_attention" or not kinds else 0
     chunk = int(getattr(config, "attention_chunk_size", 0) or 0) if kind == "chunked_attention" else 0
     causal = all(bool(one.is_causal) for one in block.modules() if hasattr(one, "is_causal"))
     return Masks(window, chunk, causal) if window or chunk or not causal else None
@@ -285,7 +286,7 @@ def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
 TEXT = re.compile(r"(^|\.)(language_model|text_model|lm_head)(\.|$)")
 FEEDS = re.compile(r"mlp|fc1|fc2|feed_forward|ffn")
 JOINS = re.compile(r"merg|project|connector|adapter|downsample")
-PATCHES = re.compile(r"patch_embed|patch_conv")
+PATCHES = re.compile(r"patch_embed(?!.*position)|patch_conv")
 
 
 def reads_text(name: str) -> bool:
@@ -297,7 +298,7 @@ def tower_in(config: Any, model: nn.Module) -> Tower:
     """Of a model on whatever device. Raises UserError where it has no list of blocks that reads images, or blocks of
     unknown parts."""
     sizes = {key: tuple(one.shape) for key, one in model.named_parameters() if not reads_text(key)}
-    stems = Counter(one.rpartition(".")[0] for one in block_names(model) if not reads_text(one))
+    stems = Counter(one.rpartition(".")[0] for one in block_names(model) if not (reads_text(one) or "audio" in one))
     stem, layers = max(stems.items(), key=lambda one: one[1], default=("", 0))
     first = [shape for key, shape in sizes.items() if key.startswith(f"{stem}.0.") and FEEDS.search(key)]
     maps = [shape for shape in first if len(shape) == 2]
@@ -308,7 +309,8 @@ def tower_in(config: Any, model: nn.Module) -> Tower:
         raise UserError(f"{type(model).__name__} reads images with blocks that are not known here")
     side, pixels, full = _number(seen, "patch_size"), _number(seen, "image_size"), _full(seen)
     merged, fixed = _merged(config, patches := (pixels // side) ** 2)
-    image = patches // merged if fixed and patches >= merged else USUAL_IMAGE
+    usual = USUAL_IMAGES.get(seen.model_type, USUAL_IMAGE)
+    image = patches // merged if fixed and patches >= merged else usual
     projector = tuple((prod(shape[1:]), shape[0]) for key, shape in outside.items() if _joins(key))
     tower = Tower(
         layers, min(maps[0]), heads, max(maps[0]), patch, len(maps) > 2, merged, image,
@@ -341,7 +343,7 @@ def _number(config: Any, *names: str) -> int:
 def _merged(config: Any, patches: int) -> tuple[int, bool]:
     """Patches of a token, and whether an image has always as many (`patches`)."""
     fields: Mapping[str, Any] = {**config.vision_config.to_dict(), **config.to_dict()}
-    if side := fields.get("spatial_merge_size"):
+    if side := fields.get("spatial_merge_size") or fields.get("pooling_kernel_size"):
         return int(side) ** 2, False
     if tokens := fields.get("mm_tokens_per_image"):
         return max(patches // int(tokens), 1), True

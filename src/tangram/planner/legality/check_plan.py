@@ -31,6 +31,7 @@ from tangram.layout.blocks import in_blocks, refuse_cut_blocks
 from tangram.layout.intervals import IntSet, span
 from tangram.layout.locate import indices_of_rank, partitions
 from tangram.models.building.build import token_inputs
+from tangram.models.building.fields import values
 from tangram.models.capturing.attention import refuse_unable
 from tangram.models.capturing.capture import capture
 from tangram.models.capturing.graph import Graph
@@ -236,7 +237,7 @@ def refused_heads(config: PreTrainedConfig, **over: Sequence[tuple[str, int]]) -
     if not heads:  # as of scans, whose marks say what ranks divide
         why = f"a {config.model_type} model has no attention heads (num_attention_heads) that ranks could exchange"
         return (Refusal("heads", why),) if over.get("ulysses") else ()
-    if len(over.get("tensor", ())) == 1 and not over.get("ulysses"):
+    if len(over.get("tensor", ())) == 1 and not over.get("ulysses") and len(kv_heads) == 1:
         ((_, size),) = over["tensor"]
         if kv_heads[0] > (size - 1) * -(-kv_heads[0] // size) and heads[0] % kv_heads[0] == 0:
             return ()  # the last has one, too
@@ -247,14 +248,13 @@ def refused_heads(config: PreTrainedConfig, **over: Sequence[tuple[str, int]]) -
 
 
 def heads_of(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Heads of queries and of keys and values, as a configuration says; none of either where it does not."""
+    """Heads of queries and of keys and values in any layer, as a configuration says; none where it does not."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
+    heads = tuple(one for one in values(text, "num_attention_heads") if isinstance(one, int))
+    if not heads:
         return (), ()
     groups = "num_kv_heads" if getattr(text, "new_decoder_architecture", False) else "num_key_value_heads"  # Falcon's
-    kv_heads = getattr(text, groups, None)
-    return (heads,), (kv_heads if isinstance(kv_heads, int) else heads,)
+    return heads, tuple(one for one in values(text, groups) if isinstance(one, int)) or heads
 
 
 def laid(plan: Plan, model: nn.Module) -> Laid:
@@ -302,7 +302,10 @@ def _has_uneven_heads(plan: Plan, model: nn.Module) -> bool:
     """Whether ranks have whole heads by the plan's layouts, some more than others: those of queries beside the keys and
     values that they attend to, or all keys and values."""
     mesh, axes = Mesh.parse(plan.mesh), plan.axes.tensor
-    (heads,), (kv_heads,) = heads_of(getattr(model, "config", None))
+    counts = heads_of(getattr(model, "config", None))
+    if any(len(one) != 1 for one in counts):  # layers that differ have parts that come out even, or none
+        return False
+    (heads,), (kv_heads,) = counts
 
     def units(name: str, size: int) -> tuple[IntSet | None, ...]:
         """By rank, which of so many equal parts of its rows it has; None: no whole ones."""

@@ -307,7 +307,7 @@ def by_heads(config: PreTrainedConfig, graph: Graph, marks: Sequence[Mark], mesh
             one = replace(mark, pattern=name)
             size = prod(mesh.axes[axis][0] for axis in mark.layout.axes if axis in mesh.axes)
             own = matched(graph, one) if name.endswith(QUERIES) and names_any(graph, one) else {}
-            if kv_heads and kv_heads[0] % size and own:
+            if len(kv_heads) == 1 and kv_heads[0] % size and own:
                 shape = graph.values[next(iter(own.values()))].shape
                 dims = [_in_groups(dim, n, kv_heads[0]) for dim, n in zip(mark.layout.dims, shape, strict=True)]
                 one = replace(one, layout=Layout.parse(" ".join(dims)))

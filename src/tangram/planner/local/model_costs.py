@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta, read_source
+from tangram.models.building.fields import varies
 from tangram.models.capturing.attention import by_tokens
 from tangram.models.capturing.graph import Graph
 from tangram.models.capturing.stages import tied_modules
@@ -181,7 +182,7 @@ def one_of(config: PreTrainedConfig, tensor: int, vocabulary: bool) -> PreTraine
     sizes = {
         name: int_field(text, FIELDS[name]) for name in ("heads", "hidden", "head_dim", "kv_heads", "ffn", "vocab")
     }
-    if not (sizes["heads"] and sizes["hidden"] and sizes["ffn"]):
+    if varies(text) or not (sizes["heads"] and sizes["hidden"] and sizes["ffn"]):
         return None
     (heads, n), (_, hidden), (ffn, width) = sizes["heads"], sizes["hidden"], sizes["ffn"]
     kv_heads = sizes["kv_heads"][1] if sizes["kv_heads"] else n

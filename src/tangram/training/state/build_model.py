@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tangram.errors import UserError
 from tangram.models.building.build import Source, build_on_meta, read_source
+from tangram.models.building.fields import by_layer
 from tangram.models.building.initial import initial_tensors
 from tangram.models.capturing.attention import by_tokens, by_torch
-from tangram.models.capturing.stages import Through
+from tangram.models.capturing.once import kinds_of, run_once
 from tangram.models.outlines.costs import block_names
 from tangram.planner.local.own_rules import define_operators
 from tangram.schema.job import Job
@@ -55,12 +56,13 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
     if text.vocab_size < tokens.vocabulary:
         named = text is source.config
         _refuse_vocabulary(text.vocab_size, tokens, weights=source.weights is not None, named=named)
-    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
-        raise UserError(
-            f"the model has {heads} query heads (num_attention_heads) for {kv_heads} key-value heads "
-            "(num_key_value_heads): give a divisor"
-        )
+    for layer in by_layer(text):
+        heads, kv_heads = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+            raise UserError(
+                f"the model has {heads} query heads (num_attention_heads) for {kv_heads} key-value heads "
+                "(num_key_value_heads): give a divisor"
+            )
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < plan.data.sequence:
         raise UserError(
@@ -111,13 +113,8 @@ def shallow(plan: Job, source: Source, most: float = math.inf) -> PreTrainedMode
     Raises UserError where it has more than `most` parameters.
     """
     model = build_on_meta(source.config)
-    kinds: set[object] = set()
-    for name in block_names(model):
-        block = model.get_submodule(name)
-        kind = (tuple(sorted(type(m).__name__ for m in block.modules())), getattr(block, "attention_type", None))
-        if kind in kinds:
-            model.set_submodule(name, Through(block))
-        kinds.add(kind)
+    blocks = block_names(model)
+    run_once(model, blocks, kinds_of(model, blocks))
     if (size := sum(parameter.numel() for parameter in model.parameters())) > most:
         raise UserError(f"one block of each kind has {size:,} parameters, too many to be tried here")
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}

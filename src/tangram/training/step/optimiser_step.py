@@ -7,6 +7,7 @@ all-reduce that a step makes anyway.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -139,22 +140,39 @@ def local_gradients(
     Raises UserError for a trained parameter without gradient: the loss does not depend on it, or it was lost.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if missing := next((name for name, p in trained if p.grad is None and name not in used), None):
-        raise UserError(f'the parameter "{missing}" got no gradient: {_why_none(model, missing)}')
+    if missing := [name for name, p in trained if p.grad is None and name not in used]:
+        others = [name for name, p in trained if p.grad is not None or name in used]
+        raise UserError(f'the parameter "{missing[0]}" got no gradient: {_why_none(model, missing, others)}')
     found = [(name, used[name] if name in used else local_gradient(name, p, plain)) for name, p in trained]
     return [one._replace(cut=0) if name in elsewhere else one for name, one in found]
 
 
-def _why_none(model: nn.Module, name: str) -> str:
-    layer, beside, _ = name.partition(".lora_")
+def _why_none(model: nn.Module, missing: Sequence[str], others: Sequence[str]) -> str:
+    """`others`: trained parameters that got one."""
+    layer, beside, _ = missing[0].partition(".lora_")
     if beside:
         own = layer.rpartition(".")[2]
         return f'the model uses the weight of {layer} without calling it, past its adapters: lora.exclude = ["{own}"]'
     drops = layer_drops(model)
     if not drops:
-        return "name it in model.freeze if the loss does not depend on it"
+        more = len(missing) - 1
+        it, them = (f"it and {more} other{'s' * (more > 1)}", "them") if more else ("it", "it")
+        rules = ", ".join(f'"{one}"' for one in _patterns(missing, others))
+        return f"name {it} in model.freeze if the loss does not depend on {them}: {rules}"
     none = ", ".join(f"model.change.{key} = 0" for key in drops)
     return f"layers are left out at random, and this version trains all of them in each step: set {none}"
+
+
+def _patterns(missing: Sequence[str], others: Sequence[str]) -> list[str]:
+    """The shortest that fit the missing and none of the others: of modules, of all layers at once."""
+    found: list[str] = []
+    for name in missing:
+        parts = ["*" if part.isdigit() else part for part in name.split(".")]
+        heads = [".".join([*parts[:n], "*"]) for n in range(1, len(parts))]
+        if not any(fnmatchcase(name, pattern) for pattern in found):
+            own = (pattern for pattern in heads if not any(fnmatchcase(other, pattern) for other in others))
+            found.append(next(own, name))
+    return found
 
 
 def local_gradient(name: str, parameter: Tensor, plain: PlainParts) -> LocalGradient:
