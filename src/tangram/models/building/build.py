@@ -222,7 +222,9 @@ def _read_config(file: Path, known: Collection[str]) -> PreTrainedConfig:
         hint = hint if kind in cast("Mapping[str, Any]", CONFIG_MAPPING) else did_you_mean(kind, known, listed=False)
         raise UserError(f'"{file}" has the model_type "{kind}", which this transformers has no {what} for{hint}')
     try:
-        return AutoConfig.for_model(**fields)
+        config = AutoConfig.for_model(**fields)
+        config.get_text_config()  # raises where there are several, of which nobody says which one is meant
+        return config
     except Exception as error:
         raise UserError(f'"{file}" cannot configure a {kind} model: {error.__cause__ or error}') from error
 

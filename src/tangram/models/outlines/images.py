@@ -48,6 +48,8 @@ class Tower:
     """Inputs and outputs of the linear maps of each token, in all."""
     further: int = 0
     """Parameters beside all these: positions, a pooling head, norms."""
+    kv_heads: int = 0
+    """Of keys and values; 0: as many as `heads`."""
 
 
 def tower_of(row: Mapping[str, Any]) -> Tower:
@@ -70,7 +72,7 @@ def with_tower(outline: Outline, tower: Tower) -> Outline:
 
 def _runs(tower: Tower, share: float, hidden: int) -> tuple[tuple[Block, int], ...]:
     """Its blocks in order; `share`: tokens of images for each token, `hidden`: the decoder's."""
-    dims = Dims(1, tower.hidden, tower.heads, 1, ffn=tower.ffn, gated=tower.gated, bias=True)
+    dims = Dims(1, tower.hidden, tower.heads, 1, ffn=tower.ffn, kv_heads=tower.kv_heads, gated=tower.gated, bias=True)
     block = replace(decoder_block(dims), name="image", hidden=tower.hidden, patches=share * tower.merged)
     whole, windows = (
         replace(block, scores=tuple(replace(one, chunk=chunk, causal=False) for one in block.scores))

@@ -126,7 +126,7 @@ def _usual(text: Any, parameters: Mapping[str, Tensor], name: str) -> Outline | 
     except UserError:  # it says no such sizes
         return None
     numbers = sum(one.numel() for one in parameters.values())
-    return found if abs(found.numbers / numbers - 1) <= TOLERATED else None
+    return found if numbers and abs(found.numbers / numbers - 1) <= TOLERATED else None
 
 
 def _seeing(config: Any, text: Any, name: str) -> Outline:
@@ -138,10 +138,10 @@ def _seeing(config: Any, text: Any, name: str) -> Outline:
     text.tie_word_embeddings = not any(key.endswith("lm_head.weight") for key in behind)
     if getattr(text, "cross_attention_layers", None):
         raise UserError(f"{name} attends to images in layers of their own, which is not planned yet")
-    found = _usual(text, behind, name) or (_outline(text, name) if text.model_type in CAUSAL else None)
-    whole = None if found is None else with_tower(found, tower_in(config, model))
-    numbers = sum(one.numel() for one in model.parameters())
-    if whole is None or abs(whole.numbers / numbers - 1) > TOLERATED:
+    tower, alone = tower_in(config, model), text.model_type in CAUSAL
+    found = _usual(text, behind, name) or (_outline(text, name) if alone else captured(config, name, sees=True))
+    whole, numbers = with_tower(found, tower), sum(one.numel() for one in model.parameters())
+    if abs(whole.numbers / numbers - 1) > TOLERATED:
         raise UserError(
             f"{name} reads images with blocks that are not known here, or its text with others than usual: plan its "
             "text_config by a config.json of its own"
@@ -162,33 +162,38 @@ def _attends(config: Any) -> bool:
     return kinds <= ATTENDING and not scans and not varies(config)
 
 
-def captured(config: Any, name: str) -> Outline:
-    """From the graph of the configuration's model, whatever its blocks are. Raises UserError where it has none."""
-    config = copy.deepcopy(config)
+def captured(config: Any, name: str, *, sees: bool = False) -> Outline:
+    """From the graph of the configuration's model, whatever its blocks are. Raises UserError where it has none.
+
+    `sees`: of a model with a vision tower what reads the text, which it is given alone.
+    """
+    config, head = copy.deepcopy(config), AutoModelForImageTextToText if sees else _head(config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for key, value in text.to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
             setattr(text, key, 0.0)  # what it takes is the framework's, which the planner adds
-    model = build_on_meta(config, _head(config))
-    numbers = sum(one.numel() for one in model.parameters())
-    blocks = block_names(model)
+    model = build_on_meta(config, head)
+    unseen = sum(one.numel() for key, one in model.named_parameters() if sees and not reads_text(key))
+    numbers = sum(one.numel() for one in model.parameters()) - unseen
+    blocks = [one for one in block_names(model) if not sees or reads_text(one)]
     if not blocks:
         raise UserError(f"{name} has no list of blocks: an outline is a table for each of them")
     tokens = _tokens(text)
     try:
         kinds = kinds_of(model, blocks)
         left = run_once(model, blocks, kinds)
-        graph = folded(_graph(model, tokens), left)
+        graph = folded(_graph(model, tokens, head), left)
     except CaptureError:  # perhaps of blocks that give more than hidden states
-        model = build_on_meta(config, _head(config))
+        model = build_on_meta(config, head)
         kinds, left = [*range(len(blocks))], blocks
-        graph = folded(_graph(model, tokens), blocks)
+        graph = folded(_graph(model, tokens, head), blocks)
     paths = [one.path for one in graph.blocks]
     if missing := next((path for path in left if path not in paths), None):
         raise UserError(f"{missing} of {name} does not run once and in one piece: it is no block that can be planned")
     order = [paths.index(blocks[kind]) for kind in kinds]
     masks = {blocks[kind]: _masks(text, kind, model.get_submodule(blocks[kind])) for kind in sorted({*kinds})}
     found = outline_of_graph(graph, name, masks={key: one for key, one in masks.items() if one}, order=order)
+    found = replace(found, further=found.further - unseen)
     if abs(found.numbers / numbers - 1) > TOLERATED:
         raise UserError(
             f"{name} has {numbers:,} parameters, and its graph shows {found.numbers:,}: some are in blocks that do not "
@@ -197,9 +202,9 @@ def captured(config: Any, name: str) -> Outline:
     return found
 
 
-def _graph(model: nn.Module, tokens: int) -> Graph:
+def _graph(model: nn.Module, tokens: int, head: Any) -> Graph:
     given: dict[str, Any] = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta")}
-    if _head(model.config) is AutoModelForCausalLM:
+    if head is not AutoModelForMaskedLM:
         given["use_cache"] = False
     with quiet("transformers"):  # of kernels that are not installed: what they would compute is captured
         return capture(model, given, loss=_loss, dtype=torch.bfloat16)
@@ -286,7 +291,7 @@ def dims_of(config: Any, sizes: Mapping[str, tuple[int, ...]]) -> Dims:
 TEXT = re.compile(r"(^|\.)(language_model|text_model|lm_head)(\.|$)")
 FEEDS = re.compile(r"mlp|fc1|fc2|feed_forward|ffn")
 JOINS = re.compile(r"merg|project|connector|adapter|downsample")
-PATCHES = re.compile(r"patch_embed(?!.*position)|patch_conv")
+PATCHES = re.compile(r"patch_embed(?!.*position)|patch_conv|(?<!video_)patch_proj|embeddings\.proj\.")
 
 
 def reads_text(name: str) -> bool:
@@ -303,19 +308,20 @@ def tower_in(config: Any, model: nn.Module) -> Tower:
     first = [shape for key, shape in sizes.items() if key.startswith(f"{stem}.0.") and FEEDS.search(key)]
     maps = [shape for shape in first if len(shape) == 2]
     outside = {key: shape for key, shape in sizes.items() if not key.startswith(f"{stem}.") and len(shape) > 1}
-    patch = next((prod(shape[1:]) for key, shape in outside.items() if PATCHES.search(key)), 0)
+    hidden, patch = next(((s[0], prod(s[1:])) for key, s in outside.items() if PATCHES.search(key)), (0, 0))
     seen, heads = config.vision_config, _number(config.vision_config, "num_heads", "num_attention_heads")
-    if not maps or not patch or not heads:
+    side, pixels, full = _number(seen, "patch_size"), _number(seen, "image_size"), _full(seen, layers)
+    if not patch or not heads or not side or not any(hidden in shape for shape in maps):
         raise UserError(f"{type(model).__name__} reads images with blocks that are not known here")
-    side, pixels, full = _number(seen, "patch_size"), _number(seen, "image_size"), _full(seen)
     merged, fixed = _merged(config, patches := (pixels // side) ** 2)
     usual = USUAL_IMAGES.get(seen.model_type, USUAL_IMAGE)
     image = patches // merged if fixed and patches >= merged else usual
     projector = tuple((prod(shape[1:]), shape[0]) for key, shape in outside.items() if _joins(key))
+    ffn = next((n for shape in maps for n in shape if n != hidden), hidden)
     tower = Tower(
-        layers, min(maps[0]), heads, max(maps[0]), patch, len(maps) > 2, merged, image,
+        layers, hidden, heads, ffn, patch, len(maps) > 2, merged, image,
         window=(_number(seen, "window_size") // side) ** 2 if full else 0, windowed=layers - len(full) if full else 0,
-        projector=projector,
+        projector=projector, kv_heads=_number(seen, "num_key_value_heads"),
     )  # fmt: skip
     numbers = sum(prod(shape) for shape in sizes.values())
     return replace(tower, further=max(numbers - tower_numbers(tower), 0))
@@ -325,9 +331,10 @@ def _joins(name: str) -> bool:
     return JOINS.search(name) is not None and PATCHES.search(name) is None
 
 
-def _full(seen: Any) -> Sequence[int]:
+def _full(seen: Any, layers: int) -> Sequence[int]:
     """Layers without windows, where others have some."""
-    return cast("Sequence[int]", getattr(seen, "fullatt_block_indexes", None) or ())
+    full = cast("Sequence[int]", getattr(seen, "fullatt_block_indexes", None) or ())
+    return [at for at in full if at < layers]
 
 
 def _number(config: Any, *names: str) -> int:
@@ -340,10 +347,14 @@ def _number(config: Any, *names: str) -> int:
     return 0
 
 
+MERGED = ("spatial_merge_size", "merge_size", "pooling_kernel_size")
+"""What the side of a square of patches that make a token is called."""
+
+
 def _merged(config: Any, patches: int) -> tuple[int, bool]:
     """Patches of a token, and whether an image has always as many (`patches`)."""
     fields: Mapping[str, Any] = {**config.vision_config.to_dict(), **config.to_dict()}
-    if side := fields.get("spatial_merge_size") or fields.get("pooling_kernel_size"):
+    if side := next((fields[name] for name in MERGED if fields.get(name)), None):
         return int(side) ** 2, False
     if tokens := fields.get("mm_tokens_per_image"):
         return max(patches // int(tokens), 1), True

@@ -176,7 +176,9 @@ def _embedded(graph: Graph, name: str) -> int:
         inputs = [given[v] for v in node.inputs if v in given]
         if name_of(node) == "embedding" and inputs:
             return next(v for v in node.inputs if graph.values[v].kind == "parameter")
-        if len(node.inputs) == 1 and inputs:
+        if inputs and not any(
+            graph.values[v].dtype.is_floating_point for v in (*node.inputs, *node.results) if v is not None
+        ):  # views, and places of images that are masked
             given.update((v, inputs[0]) for v in node.results if v is not None)
     raise UserError(f"{name} looks no tokens up in a table: an outline begins with an embedding")
 
