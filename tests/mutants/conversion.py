@@ -8,6 +8,7 @@ _UNSAID = "tests/checkpoint/test_families.py::test_a_type_of_model_says_what_its
 
 _FUSED = "tests/public/test_convert_names.py::test_experts_as_a_module_has_them"
 _WIDE = "tests/public/test_types.py::test_what_a_router_keeps_in_float32"
+_CARRIED = "tests/public/test_carried.py"
 _AVERAGES = "tests/public/test_averages.py"
 
 # fmt: off
@@ -69,5 +70,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "if name in wanted and tuple(shape) != wanted[name]:", "if name in wanted and len(shape) != len(wanted[name]):",
         "a quarter of each MLP is exported as the model, unsaid",
         ("tests/public/test_folders.py::test_a_directory_of_which_each_rank_has_a_part",),
+    ),
+    Mutant(
+        "tower-dropped", "training/state/export_hf.py",
+        "    if carried is not None and carried.names:\n        carry(carried, folder)\n", "",
+        "an export loses what text does not train", (_CARRIED,),
+    ),
+    Mutant(
+        "text-alone", "training/state/export_hf.py",
+        "files[CONFIG] = with_towers(files[CONFIG], carried.folder)", "pass",
+        "the configuration of an export with a tower speaks of the text alone", (_CARRIED,),
+    ),
+    Mutant(
+        "codes-carried", "training/state/carried.py",
+        "Carried(folder, behind=tuple(names)) if quantised else", "Carried(folder, behind=tuple(names)) if False else",
+        "codes go along with a configuration in plain numbers", (_CARRIED,),
+    ),
+    Mutant(
+        "masks-carried", "models/building/conversions.py",
+        " if is_so and not _has_owner(model, target)]", " if is_so]",
+        "masks that old models kept are carried", (_CARRIED,),
+    ),
+    Mutant(
+        "tower-trained", "training/trials/local_plans.py",
+        "    if not found:\n", "    if True:\n",
+        "what text does not reach is to be trained", (_CARRIED,),
+    ),
+    Mutant(
+        "types-within", "training/run/resume.py",
+        "return own | {name: _of_the_model(value) for name, value in within.items()}", "return own",
+        "the type of weights in a configuration within another is taken for another model", (_CARRIED,),
     ),
 )

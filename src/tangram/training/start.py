@@ -62,7 +62,7 @@ from tangram.training.run.uploads import bring_here, sending
 from tangram.training.state.build_model import source_of
 from tangram.training.state.teacher import teacher_source
 from tangram.training.trials.auto import remembering, try_plans
-from tangram.training.trials.local_plans import planned, plans_of, rows_of_steps
+from tangram.training.trials.local_plans import planned, plans_of, rows_of_steps, text_alone
 
 FAILURES = JOB_FAILURES
 
@@ -207,6 +207,10 @@ def choose(request: TrainRequest, meeting: Meeting | None, on_event: OnEvent) ->
     config = source_of(job, tokens).config
     teacher_source(job, tokens)  # refused before anything is planned
     model = build_on_meta(config)
+    if not isinstance(request.job, Plan):  # which says itself what it freezes
+        job, beside = text_alone(job, model)
+        for note in beside:
+            on_event(Note(note))
     freeze(model, job)
     router_loss.refuse(model, job)
     expert_capacity.refuse(model, job)

@@ -58,6 +58,8 @@ class Conversion:
     """Stored tensors that a part would need. A tensor of the module that nothing is stored for is not among them."""
     surplus: list[str] = field(default_factory=list[str])
     """Stored tensors that the module has no place for."""
+    beside: list[str] = field(default_factory=list[str])
+    """Stored tensors of modules that the class leaves out."""
     unlike: list[str] = field(default_factory=list[str])
     """Sentences about tensors that should have the same shape."""
     spoilt: set[str] = field(default_factory=set[str])
@@ -100,7 +102,9 @@ def read_conversion(
     groups = _grouped(model, transforms, stored, wanted)
     for target, group in groups.items():
         if target not in wanted:
-            found.surplus += [one.name for one in group.everything if not _unneeded(model, one.name, target)]
+            unneeded = {one.name: _unneeded(model, one.name, target) for one in group.everything}
+            found.surplus += [name for name, is_so in unneeded.items() if not is_so]
+            found.beside += [name for name, is_so in unneeded.items() if is_so and not _has_owner(model, target)]
         elif group.converter is None:
             for one in group.everything:
                 source, made = TensorPattern((one.name,)), TensorPattern((target,))
@@ -181,6 +185,12 @@ def _unneeded(model: nn.Module, name: str, target: str) -> bool:
     for last, pattern in ((r"rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
         patterns += [pattern] if any(buffer.endswith(last) for buffer in buffers) else []
     return target in buffers or any(re.search(pattern, text) for pattern in patterns for text in (name, target))
+
+
+def _has_owner(model: nn.Module, target: str) -> bool:
+    """Whether a tensor would be of a module that is there, as the masks that old models kept in a layer."""
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    return any(name == target.rpartition(".")[0] for name, _ in modules)
 
 
 def _convert(

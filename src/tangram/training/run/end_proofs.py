@@ -107,12 +107,12 @@ def prove(
     on_event(Doing("exporting, and loading the export with transformers"))
     folder = out / "export"
     with exactly(model):  # transformers has no casts of attention
-        export(model, folder, tokens, source, {"checkpoint": checkpoint.name})
+        along = export(model, folder, tokens, source, {"checkpoint": checkpoint.name})
         inputs_BS = probe_batch(corpus, plan, device).inputs_BS
         exported, wrote = same_export(model, folder, source, tokens, inputs_BS)
     writes = f"how {source.name} generates" if wrote and source.folder is not None else "settings of generation"
     words = f"every tensor, the tokenizer and {writes} the same, logits differ by {exported:.1e}"
-    on_event(Note(f"exported   {near(folder)}; loaded by transformers: {words}"))
+    on_event(Note(f"exported   {near(folder)}; loaded by transformers: {words}{'; ' if along else ''}{along}"))
     prompt, written = sample_text(model, tokens, inputs_BS)
     shown = indent(printable(written.strip()), " " * 11)
     on_event(Note(f"sample     of what the model writes, after {prompt[-24:]!r}:\n{shown}"))

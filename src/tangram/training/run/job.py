@@ -50,6 +50,7 @@ from tangram.training.run.report import write_report
 from tangram.training.run.run_folder import CHECKPOINTS, SUMMARY_FILE, near
 from tangram.training.run.uploads import sending
 from tangram.training.state.build_model import has_dropout, source_of
+from tangram.training.state.carried import carried_by
 from tangram.training.state.checkpointer import newest
 from tangram.training.state.teacher import teacher_source
 from tangram.training.step import loop
@@ -84,6 +85,8 @@ class PreparedJob:
     """How many of them are not frozen."""
     adapted: tuple[list[str], list[str]]
     """Of fine-tuning by adapters the layers that have some, and the linear ones that have none."""
+    carried: str
+    """In words, what the model's directory has that no part of the model is made of."""
     begun: float
     """When the job began, by the monotonic clock."""
 
@@ -181,6 +184,7 @@ def prepare_job(chosen: ChosenPlan, on_event: OnEvent) -> PreparedJob:
         parameters=parameters,
         trained=trained,
         adapted=adapted_layers(model) if plan.lora is not None else ([], []),
+        carried=carried.words() if (carried := carried_by(model, source.weights)) else "",
         begun=begun,
     )
 
@@ -199,6 +203,7 @@ def show(chosen: ChosenPlan, ready: PreparedJob, resume: Path | None, on_event: 
                 ("machine", ", ".join(machine[key] for key in ("processor", "cores", "memory"))),
                 ("software", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if found[name])),
                 ("model", _model_words(ready)),
+                *_carried_rows(ready),
                 *_adapters_rows(ready),
                 ("text", ready.corpus.summary()),
                 *reading(plan, ready.corpus).items(),
@@ -228,6 +233,11 @@ def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:
             words[f"repeated{of}"] = f"{again:,} of {len(split.end_D):,} conversations are there before"
         words[f"text{of} is seen"] = f"{figures.three(times)} times in {plan.run.steps:,} steps"
     return words
+
+
+def _carried_rows(ready: PreparedJob) -> Iterator[tuple[str, str]]:
+    if ready.carried:
+        yield "beside it", ready.carried
 
 
 def _adapters_rows(ready: PreparedJob) -> Iterator[tuple[str, str]]:

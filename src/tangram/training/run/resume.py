@@ -330,7 +330,7 @@ def _other_configuration(path: Path, config: PreTrainedConfig) -> str:
         return ""
     own = str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
     old = read_source(None, str(file), {}, known={config.model_type, own}).config
-    before, now = (_fields(one) for one in (old, config))
+    before, now = (_of_the_model(json.loads(one.to_json_string(use_diff=False))) for one in (old, config))
     names = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     told = [f"{name} of the model was {_shown(before.get(name))}, is {_shown(now.get(name))}{more}" for name in names]
@@ -341,10 +341,11 @@ _NOT_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "architectu
 """Fields of a configuration that say nothing of what is computed."""
 
 
-def _fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a configuration says, as JSON has it."""
-    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {name: value for name, value in fields.items() if name not in _NOT_THE_MODEL}
+def _of_the_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """Of a configuration, and of those within it (`text_config`), what says what is computed."""
+    own = {name: value for name, value in fields.items() if name not in _NOT_THE_MODEL}
+    within = {name: cast("dict[str, Any]", value) for name, value in own.items() if isinstance(value, dict)}
+    return own | {name: _of_the_model(value) for name, value in within.items()}
 
 
 def other_micro_batch(before: Plan, now: Plan) -> str:

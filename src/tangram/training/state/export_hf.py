@@ -27,10 +27,11 @@ from tangram.checkpoint.formats.common.side_files import (
     with_provenance,
     write_side_files,
 )
-from tangram.checkpoint.formats.huggingface import has_weights, read_index
+from tangram.checkpoint.formats.huggingface import INDEX, has_weights, read_index
 from tangram.models.building.build import Source
 from tangram.models.building.conversions import keep_names
 from tangram.training.data import END, Tokens
+from tangram.training.state.carried import carried_by, carry, with_towers
 
 END_TEXT = "<|endoftext|>"
 GENERATION = "generation_config.json"
@@ -66,8 +67,9 @@ def export(
     tokens: Tokens,
     source: Source | None = None,
     made: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Write model, configuration, tokenizer and side files; the model must be whole in this process.
+) -> str:
+    """Write model, configuration, tokenizer and side files; the model must be whole in this process. In words what goes
+    along that no part of the model is made of.
 
     The tensors have the names and the structure of those in the directory of `source` that training began from; without
     one, or where it is there no longer, what the model's class declares. What is in `folder` already, from a run that
@@ -75,14 +77,20 @@ def export(
     """
     if source is not None and source.weights is not None and has_weights(source.weights):
         keep_names(model, read_index(source.weights).specs)
+    carried = carried_by(model, None if source is None else source.weights)
+    _remove_weights(folder)
     with no_progress_bars():
         model.save_pretrained(folder)
+    if carried is not None and carried.names:
+        carry(carried, folder)
     beside = _beside(source)
     files = {name: data for name, data in beside.files.items() if not is_of_tokenizer(name)}
     files |= of_tokenizer(side_files(tokens.folder).files) if tokens.folder is not None else {}
     for name in (CONFIG, GENERATION):
         if name == CONFIG or name not in files:
             files[name] = (folder / name).read_bytes()
+    if carried is not None and carried.names:
+        files[CONFIG] = with_towers(files[CONFIG], carried.folder)
     if source is not None and not owns_tokenizer(source, tokens):
         files[GENERATION] = _with_ids_of(files[GENERATION], tokens, source.folder)
     files, changed = true_of(files, read_index(folder).specs)
@@ -94,6 +102,13 @@ def export(
     write_side_files(folder, files)
     if tokens.folder is None:
         byte_tokenizer().save_pretrained(folder)
+    return "" if carried is None else carried.words()
+
+
+def _remove_weights(folder: Path) -> None:
+    """Of an export before: in a folder with other files than it had, those that are left would be read."""
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink(missing_ok=True)
 
 
 def owns_tokenizer(source: Source | None, tokens: Tokens) -> bool:

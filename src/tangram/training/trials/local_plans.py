@@ -3,13 +3,18 @@ what this machine's history says of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
+from torch import nn
 
 from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device, usable_cores
 from tangram.hardware.measuring.rates import Rates, rates
+from tangram.models.building.build import build_on_meta
+from tangram.models.building.towers import beside_text
 from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.cost import history
@@ -21,12 +26,14 @@ from tangram.planner.local.ranking_table import Ranking
 from tangram.planner.local.rerank import by_history
 from tangram.planner.local.strategies import PIPELINE
 from tangram.schema.job import Job
+from tangram.schema.plan import Plan, matches
 from tangram.training.data import Tokens, open_corpus, prepare, step_lengths, tokens_of
 from tangram.training.objective.packing import respects_documents
 from tangram.training.state.build_model import shallow, source_of
 
 MOST_ASKED, MOST_NARROW, NARROWER = 100_000_000, 600_000_000, 64
 """Parameters of a model that is asked about documents, and of a narrower one; by which that is narrower inside."""
+J = TypeVar("J", Job, Plan)
 
 
 def here_of(rates: Rates) -> Here:
@@ -68,6 +75,7 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     history, lost = _known()
     tokens = tokens_of(job)
     config, (rows, unread) = source_of(job, tokens).config, rows_of_steps(job, tokens)
+    job, beside = text_alone(job, build_on_meta(config))
     device = pick_device(job.run.device, 0, 1).type
     found, one = rates(device, processes, anew=anew), rates(device, 1, anew=anew)
     counted = Counted(job, config, rows)
@@ -75,7 +83,24 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     alone = rank(job, 1, one, config, counted)[0] if processes > 1 else None
     here = here_of(found)
     ranking = by_history(Ranking(processes, ranked, alone, found), history, here, here_of(one))
-    return Planned(replace(ranking, notes=(*ranking.notes, *lost, *unread)), here, history)
+    return Planned(replace(ranking, notes=(*ranking.notes, *lost, *unread, *beside)), here, history)
+
+
+def text_alone(job: J, model: nn.Module) -> tuple[J, tuple[str, ...]]:
+    """A job that leaves what reads images or sounds as it is, since text trains none of it, and a note that says so."""
+    left = job.model.freeze if job.lora is None else job.lora.exclude
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    linear = (name for name, one in modules if isinstance(one, nn.Linear))
+    trained = (name for name, _ in model.named_parameters()) if job.lora is None else linear
+    names = [name for name in trained if not matches(left, name)]
+    found = tuple(one for one in beside_text(model) if any(matches((one,), name) for name in names))
+    if not found:
+        return job, ()
+    if job.lora is None:
+        now = job.model_copy(update={"model": job.model.model_copy(update={"freeze": (*left, *found)})})
+    else:
+        now = job.model_copy(update={"lora": job.lora.model_copy(update={"exclude": (*left, *found)})})
+    return now, (f"not trained, since text does not reach it: {', '.join(found)}",)
 
 
 def rows_of_steps(job: Job, tokens: Tokens) -> tuple[Rows | None, tuple[str, ...]]:
