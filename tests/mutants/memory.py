@@ -128,6 +128,18 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{_KERNELS}::test_hosts_of_megatron_take_longer_for_mixtures_and_nothing_in_captured_graphs",),
     ),
     Mutant(
+        "documents-rotated-at-once", "planner/cost/block_time.py",
+        "several * framework.document_kernels[backward]", "0.0 * several",
+        "a packed row of many documents takes the host no longer",
+        (f"{_KERNELS}::test_each_document_of_a_packed_row_is_rotated_for_itself_where_one_kernel_does_not",),
+    ),
+    Mutant(
+        "llama-rotated-one-by-one", "planner/cost/block_time.py",
+        "if any(name in documents.model.lower() for name in framework.rotates_at_once):", "if False:",
+        "models of which one kernel rotates all documents wait for each",
+        (f"{_KERNELS}::test_each_document_of_a_packed_row_is_rotated_for_itself_where_one_kernel_does_not",),
+    ),
+    Mutant(
         "captured-by-nobody", "planner/space/setting.py",
         "self.graphs or (self.framework.captures_blocks and self.in_blocks)", "self.graphs",
         "hosts take their time beside graphs that recipes capture",

@@ -98,7 +98,7 @@ class TrainingOptions:
             offloads=ways.offloads_of(self.offload), away_share=ways.away_share_of(self.offload),
             loss=loss_of(self.loss) if self.loss else asked.loss,
             unlike=self.imbalance, save_every=self.checkpoint_every,
-            documents=documents_of(self.documents, asked.sequence), memory_share=self.memory_share,
+            documents=documents_of(self.documents, asked.sequence, outline.name), memory_share=self.memory_share,
             compiled=self.compiled or asked.compiled, in_backward=self.in_backward or asked.in_backward,
             without=left_out(self.without),
         )  # fmt: skip

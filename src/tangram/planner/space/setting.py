@@ -44,6 +44,8 @@ class Documents:
     """The 99th percentile."""
     sequence: int
     """Of a sample, which none is longer than."""
+    model: str = ""
+    """Which model they are for."""
 
     @cached_property
     def lengths(self) -> NDArray[Any]:
@@ -73,7 +75,7 @@ class Documents:
         )
 
 
-def documents_of(typed: str, sequence: int) -> Documents | None:
+def documents_of(typed: str, sequence: int, model: str = "") -> Documents | None:
     """As typed: "600" (all alike), or "600,4k" with the 99th percentile; None of "". Raises UserError."""
     if not typed:
         return None
@@ -89,7 +91,7 @@ def documents_of(typed: str, sequence: int) -> Documents | None:
         raise UserError(
             f"--documents {typed}: a 99th percentile of more than {MOST:.3g} times the mean is of no log-normal length"
         )
-    return Documents(mean, tail, sequence)
+    return Documents(mean, tail, sequence, model)
 
 
 def packed(outline: Outline, documents: Documents | None) -> Outline:
