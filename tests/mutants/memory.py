@@ -23,6 +23,7 @@ _SCORES = f"{_FEW}::test_scores_and_their_gradients_take_what_torch_allocates"
 _VERSION = f"{_FEW}::test_unsloth_is_of_its_version"
 _KEYS = "tests/models/test_catalogue.py"
 _KERNELS = "tests/planner/test_kernels_and_hosts.py"
+_GAPS = "tests/planner/test_samples.py::test_samples_of_long_documents_are_not_full"
 _PARTS = (
     "tests/planner/test_memory.py::"
     "test_a_chunked_loss_is_of_as_many_tokens_as_its_framework_takes_and_of_preferences_none_is"
@@ -138,6 +139,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "if any(name in documents.model.lower() for name in framework.rotates_at_once):", "if False:",
         "models of which one kernel rotates all documents wait for each",
         (f"{_KERNELS}::test_each_document_of_a_packed_row_is_rotated_for_itself_where_one_kernel_does_not",),
+    ),
+    Mutant(
+        "packed-without-gaps", "planner/space/setting.py",
+        "return sum(lengths) / (len(lefts) * self.sequence - lefts[-1])", "return 1.0",
+        "samples of documents of which no two fit are taken as full", (_GAPS,),
+    ),
+    Mutant(
+        "packed-and-asked-as-full", "cli/plan/options.py",
+        "documents.full if documents is not None and asked.filled == 1.0 else asked.filled", "asked.filled",
+        "the gaps of packed samples take time", (_GAPS,),
     ),
     Mutant(
         "captured-by-nobody", "planner/space/setting.py",

@@ -300,7 +300,7 @@ def _started_for(documents: int) -> tuple[int, int]:
     flow = torch.randn(64, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     angles, found, at = torch.randn(64, 1, 8), torch.empty(64, 2, 8, dtype=torch.bfloat16), 0
     with _Started() as ahead:
-        for part in (flow * 1).split(64 // documents):
+        for part in (flow * 1).chunk(documents):
             found.narrow(0, at, len(part)).copy_(_rotated(part, angles[: len(part)]))
             at += len(part)
     with _Started() as behind:
