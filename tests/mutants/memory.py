@@ -151,6 +151,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "the gaps of packed samples take time", (_GAPS,),
     ),
     Mutant(
+        "trays-of-a-rack-apart", "hardware/catalogue/uniform.py",
+        "next((size for size in range(domain // near, 1, -1) if nodes % size == 0), 1)", "1",
+        "trays of GB200 exchange over their NICs", ("tests/hardware/test_cluster.py",),
+    ),
+    Mutant(
+        "every-run-counts-alike", "planner/cost/calibration.py",
+        "counts = 1 / np.sqrt(several[at])", "counts = 1.0 + 0.0 * several[at]",
+        "intervals are as wide as errors of the source with most runs",
+        ("tests/planner/test_learn.py::test_runs_of_one_place_count_as_the_root_of_their_number",),
+    ),
+    Mutant(
         "captured-by-nobody", "planner/space/setting.py",
         "self.graphs or (self.framework.captures_blocks and self.in_blocks)", "self.graphs",
         "hosts take their time beside graphs that recipes capture",
