@@ -126,7 +126,7 @@ class HeldOut:
             for mine in owners:
                 at = np.searchsorted(out, mine)
                 off[mine], spread[mine] = error[at], sure[at]
-        return replace(learned, misses=Misses.of([one.facts for one in runs], off, spread, sources.tolist()))
+        return replace(learned, misses=Misses.of([one.facts for one in runs], off, spread))
 
     def all(self) -> Learned:
         """From every run: what runs of no source of these are predicted by."""

@@ -156,12 +156,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "trays of GB200 exchange over their NICs", ("tests/hardware/test_cluster.py",),
     ),
     Mutant(
-        "every-run-counts-alike", "planner/cost/calibration.py",
-        "counts = 1 / np.sqrt(several[at])", "counts = 1.0 + 0.0 * several[at]",
-        "intervals are as wide as errors of the source with most runs",
-        ("tests/planner/test_learn.py::test_runs_of_one_place_count_as_the_root_of_their_number",),
-    ),
-    Mutant(
         "captured-by-nobody", "planner/space/setting.py",
         "self.graphs or (self.framework.captures_blocks and self.in_blocks)", "self.graphs",
         "hosts take their time beside graphs that recipes capture",

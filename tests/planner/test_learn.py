@@ -269,19 +269,6 @@ def test_few_runs_alike_leave_the_largest_error() -> None:
     assert misses.half(facts[:1], np.ones(1)) == pytest.approx([0.3])
 
 
-def test_runs_of_one_place_count_as_the_root_of_their_number() -> None:
-    """A source of 900 runs that is met well does not make intervals of another's narrow by itself."""
-    facts = [("h100", "16 bits", "dense", "nemo")] * 1000
-    left = np.concatenate([np.full(900, 0.05), np.linspace(0.2, 0.4, 100)])
-    places = ["large"] * 900 + ["small"] * 100
-    alike, apart = (Misses.of(facts, left, np.ones(1000), names) for names in ((), places))
-    near, far = (one.half(facts[:1], np.ones(1))[0] for one in (alike, apart))
-    assert near == pytest.approx(0.2, abs=0.01)
-    assert far == pytest.approx(0.2 + 0.2 * (1 - 0.1 * 40 / 10), abs=0.02)  # of weights 30 and 10 the upper 4
-    other = Misses.of(facts, left, np.ones(1000)).half([("a100", "fp8", "moe", "trl")], np.ones(1))
-    assert other == pytest.approx(near), "where none is alike the new run counts as they do"
-
-
 def test_of_a_device_without_curve_intervals_are_no_narrower_than_the_posterior_says() -> None:
     runs = made(4, 30, 0)
     taught = learn(runs)

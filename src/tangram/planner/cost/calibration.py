@@ -39,12 +39,11 @@ from tangram.planner.space.setting import Setting
 # Split conformal (Vovk et al. 2005, Lei et al. 2018), weighted by what runs have in common (Tibshirani et al. 2019):
 # of runs of other places, each predicted without the runs of its own place and of its own model, the error that 90 %
 # stay within is the interval of a new one. Each fact that differs makes a run count `ALIKE` times less, so where few
-# are alike the coarser groups decide; the new run counts as one of the most alike. Runs of a place are off together, so
-# of a place with four times as many each counts half. Errors are over the posterior's standard deviation, which says
-# how much less is known of one run than of another; the errors say how wide that makes intervals.
+# are alike the coarser groups decide. Errors are over the posterior's standard deviation, which says how much less is
+# known of one run than of another; the errors say how wide that makes intervals.
 FACTS = ("device", "precision", "kind of model", "framework")
 INSIDE = 0.9
-ALIKE = 5.0
+ALIKE = 3.0
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,11 @@ class Misses:
     """Of each run its `FACTS`; shape (runs, 4)."""
     off: Array
     """|log(measured / predicted)| over its standard deviation."""
-    counts: Array
-    """As how many each run counts; 1 in the mean."""
 
     @classmethod
-    def of(cls, facts: Sequence[Sequence[str]], left: Array, spread: Array, places: Sequence[str] = ()) -> Misses:
-        """Of runs by their facts and places (none: all of one), logarithms of measured over predicted, and the
-        posterior's spread."""
-        _, at, several = np.unique(places or [""] * len(facts), return_inverse=True, return_counts=True)
-        counts = 1 / np.sqrt(several[at])
-        return cls(np.array(facts), np.abs(left) / spread, counts / counts.mean())
+    def of(cls, facts: Sequence[Sequence[str]], left: Array, spread: Array) -> Misses:
+        """Of runs by their facts, logarithms of measured over predicted, and the posterior's spread."""
+        return cls(np.array(facts), np.abs(left) / spread)
 
     def half(self, facts: Sequence[Sequence[str]], spread: Array) -> Array:
         """Of new runs how far the logarithm may be off to each side for 90 % to lie within."""
@@ -75,10 +69,10 @@ class Misses:
 
     def _quantile(self, facts: tuple[str, ...]) -> float:
         differ = (self.facts != np.array(facts)).sum(axis=1)
-        weights = self.counts * ALIKE ** -differ.astype(float)
+        weights = ALIKE ** -differ.astype(float)
         order = np.argsort(self.off)
         # The new run counts as one that is off by any distance: with few alike the interval is the largest seen.
-        reached = np.cumsum(weights[order]) / (weights.sum() + ALIKE ** -float(differ.min()))
+        reached = np.cumsum(weights[order]) / (weights.sum() + 1.0)
         return float(self.off[order][min(int(np.searchsorted(reached, INSIDE)), len(order) - 1)])
 
 
@@ -234,14 +228,14 @@ class Learned:
 
 def save(one: Learned, path: Path) -> None:
     """As an archive of numpy; the covariance in 16 bits, as correlations."""
-    misses = one.misses or Misses(np.empty((0, len(FACTS)), dtype=np.str_), np.empty(0), np.empty(0))
+    misses = one.misses or Misses(np.empty((0, len(FACTS)), dtype=np.str_), np.empty(0))
     deviation = np.sqrt(np.diag(one.covariance))
     correlation = (one.covariance / np.outer(deviation, deviation)).astype(np.float16)
     lower = correlation[np.tril_indices(len(deviation))]
     np.savez_compressed(
         path, names=np.array(["|".join(name) for name in one.names]), mean=one.mean.astype(np.float32),
         deviation=deviation.astype(np.float32), correlation=lower, noise=one.noise,
-        facts=misses.facts, off=misses.off.astype(np.float32), counts=misses.counts.astype(np.float32),
+        facts=misses.facts, off=misses.off.astype(np.float32),
     )  # fmt: skip
 
 
@@ -254,7 +248,7 @@ def load(path: Path) -> Learned:
         half[np.tril_indices(len(names))] = kept["correlation"]
         both = half + np.tril(half, -1).T
         mean: Array = kept["mean"].astype(np.float64)
-        misses = Misses(kept["facts"], kept["off"], kept["counts"]) if len(kept["off"]) else None
+        misses = Misses(kept["facts"], kept["off"]) if len(kept["off"]) else None
         return Learned(names, mean, both * np.outer(deviation, deviation), float(kept["noise"]), misses)
 
 
