@@ -129,8 +129,8 @@ def _threads(printed: str) -> str:
         "learned effects reach and how wide intervals are was chosen with the threads in view, what torchtune has, "
         "frozen ends and the pace at which 4 bits are unpacked with questions 0 to 38, the seconds of Megatron's hosts "
         "with 167 to 180. As first typed 6 of 9 (39 to 47), 4 of 10 (48 to 57), 25 of 33 (58 to 90), 14 of 22 (91 to "
-        "112), 10 of 15 (113 to 127), 10 of 15 (128 to 142), 16 of 20 (147 to 166) and 6 of 12 (181 to 192) were right; "
-        "eighteen were refused for names that are there since. "
+        "112), 10 of 15 (113 to 127), 10 of 15 (128 to 142), 16 of 20 (147 to 166) and 6 of 12 (181 to 192) were "
+        "right; eighteen were refused for names that are there since. "
     )
     return f"\n## {THREADS}\n\n{head}\n\n| run | |\n|---|---|\n{rows}\n\n{whole}\n"
 
