@@ -24,6 +24,7 @@ _VERSION = f"{_FEW}::test_unsloth_is_of_its_version"
 _KEYS = "tests/models/test_catalogue.py"
 _LAYERS = "tests/planner/test_per_layer_fields.py"
 _KERNELS = "tests/planner/test_kernels_and_hosts.py"
+_GAPS = "tests/planner/test_samples.py::test_samples_of_long_documents_are_not_full"
 _PARTS = (
     "tests/planner/test_memory.py::"
     "test_a_chunked_loss_is_of_as_many_tokens_as_its_framework_takes_and_of_preferences_none_is"
@@ -127,6 +128,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "self.nothing + framework.router_seconds * times", "self.nothing",
         "mixtures of small micro-batches are as quick as their kernels",
         (f"{_KERNELS}::test_hosts_of_megatron_take_longer_for_mixtures_and_nothing_in_captured_graphs",),
+    ),
+    Mutant(
+        "documents-rotated-at-once", "planner/cost/block_time.py",
+        "several * framework.document_kernels[backward]", "0.0 * several",
+        "a packed row of many documents takes the host no longer",
+        (f"{_KERNELS}::test_each_document_of_a_packed_row_is_rotated_for_itself_where_one_kernel_does_not",),
+    ),
+    Mutant(
+        "llama-rotated-one-by-one", "planner/cost/block_time.py",
+        "if any(name in documents.model.lower() for name in framework.rotates_at_once):", "if False:",
+        "models of which one kernel rotates all documents wait for each",
+        (f"{_KERNELS}::test_each_document_of_a_packed_row_is_rotated_for_itself_where_one_kernel_does_not",),
+    ),
+    Mutant(
+        "packed-without-gaps", "planner/space/setting.py",
+        "return sum(lengths) / (len(lefts) * self.sequence - lefts[-1])", "return 1.0",
+        "samples of documents of which no two fit are taken as full", (_GAPS,),
+    ),
+    Mutant(
+        "packed-and-asked-as-full", "cli/plan/options.py",
+        "documents.full if documents is not None and asked.filled == 1.0 else asked.filled", "asked.filled",
+        "the gaps of packed samples take time", (_GAPS,),
+    ),
+    Mutant(
+        "trays-of-a-rack-apart", "hardware/catalogue/uniform.py",
+        "next((size for size in range(domain // near, 1, -1) if nodes % size == 0), 1)", "1",
+        "trays of GB200 exchange over their NICs", ("tests/hardware/test_cluster.py",),
     ),
     Mutant(
         "captured-by-nobody", "planner/space/setting.py",

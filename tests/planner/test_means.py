@@ -181,6 +181,9 @@ def test_adapters_are_beside_what_targets_name() -> None:
     assert trained(every) == 2 * query + 2 * value + 3 * mlp == trained(("*_proj",))  # as peft counts all linear layers
     latent = replace(dims, kv_heads=0, q_rank=1536, kv_rank=512, head_dim=128, rope_dim=64)
     assert trained(("q_b_proj", "kv_a_proj_with_mqa"), latent) == 1536 + 32 * 192 + 4096 + 576
+    fused = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")  # Megatron-core's names
+    assert trained(fused) == (4096 + 6144) + query + (4096 + 2 * 11008) + mlp
+    assert trained(("linear_q_up_proj", "linear_kv_down_proj"), latent) == 1536 + 32 * 192 + 4096 + 576
     mixed = replace(dims, experts=8, per_token=2, expert_ffn=1024)
     assert trained(("experts.gate_up_proj", "q_proj"), mixed) == query + 8 * (4096 + 2 * 1024)
     assert trained(("down_proj",), mixed) == 8 * (4096 + 1024)

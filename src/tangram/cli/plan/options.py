@@ -93,12 +93,14 @@ class TrainingOptions:
             raise UserError(f"{outline.name} has no experts, whose loads --imbalance is of: leave it out")
         if self.checkpoint_every < 0:
             raise UserError("--checkpoint-every is a number of steps from 0, which is never")
+        documents = documents_of(self.documents, asked.sequence, outline.name)
+        full = documents.full if documents is not None and asked.filled == 1.0 else asked.filled
         return replace(
             asked, base=base, optimisers=ways.optimisers_of(self.optimiser or usual),
             offloads=ways.offloads_of(self.offload), away_share=ways.away_share_of(self.offload),
             loss=loss_of(self.loss) if self.loss else asked.loss,
             unlike=self.imbalance, save_every=self.checkpoint_every,
-            documents=documents_of(self.documents, asked.sequence), memory_share=self.memory_share,
+            documents=documents, filled=full, memory_share=self.memory_share,
             compiled=self.compiled or asked.compiled, in_backward=self.in_backward or asked.in_backward,
             without=left_out(self.without),
         )  # fmt: skip

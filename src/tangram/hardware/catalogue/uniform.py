@@ -81,7 +81,8 @@ def _read(name: str) -> tuple[str, int, int] | None:
     if found := re.fullmatch(r"(.+?)[-_ ]?nvl(\d{1,9})(?:x(\d{1,9}))?", name, re.ASCII):
         return found[1], int(found[2]), int(found[3] or 1)
     if found := re.fullmatch(r"(.+)[-_](\d{1,9})x(\d{1,9})", name, re.ASCII):
-        return found[1], int(found[2]), int(found[3])
+        one = _named(found[1])
+        return found[1], *_linked(int(found[2]), int(found[3]), one.domain if one is not None else 0)
     given = max((one for one, _ in counted), key=lambda one: (not one.isdigit(), len(one)), default="")
     return (given, 1, 1) if len(given) > 1 else None  # which no device is called
 
@@ -93,6 +94,14 @@ def _nodes(name: str, given: str, ranks: int, domain: int) -> tuple[int, int]:
     if ranks > most and near < NODE:
         raise UserError(f"{name}: {ranks} devices are no whole nodes of {NODE}: write {given}-4x{-(-ranks // 4)}, say")
     return near, ranks // max(near, 1)
+
+
+def _linked(near: int, nodes: int, domain: int) -> tuple[int, int]:
+    """The same of nodes that a rack links, as 18 trays of 4 GB200 are: as many of them as a rack has are one."""
+    if near < 1 or domain <= NODE:
+        return near, nodes
+    together = next((size for size in range(domain // near, 1, -1) if nodes % size == 0), 1)
+    return near * together, nodes // together
 
 
 def _named(given: str) -> Figures | None:

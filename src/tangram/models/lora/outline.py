@@ -30,23 +30,24 @@ OF_EXPERTS = tuple(f"{room}.experts" for room in ("mlp", "feed_forward", "block_
 MODULES: Mapping[str, Mapping[str, str]] = {
     "qkv": {
         "q_proj": "q", "k_proj": "k", "v_proj": "v",
-        **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"), WHOLE),
+        **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "linear_qkv"), WHOLE),
     },
-    "q down": {"q_a_proj": WHOLE},
-    "q up": {"q_b_proj": WHOLE, "q_proj": WHOLE},
-    "kv down": {"kv_a_proj_with_mqa": WHOLE},
-    "kv up": {"kv_b_proj": WHOLE},
-    "out": dict.fromkeys(("o_proj", "out_proj", "c_proj", "dense"), WHOLE),
+    "q down": dict.fromkeys(("q_a_proj", "linear_q_down_proj"), WHOLE),
+    "q up": dict.fromkeys(("q_b_proj", "q_proj", "linear_q_up_proj", "linear_q_proj"), WHOLE),
+    "kv down": dict.fromkeys(("kv_a_proj_with_mqa", "linear_kv_down_proj"), WHOLE),
+    "kv up": dict.fromkeys(("kv_b_proj", "linear_kv_up_proj"), WHOLE),
+    "out": dict.fromkeys(("o_proj", "out_proj", "c_proj", "dense", "linear_proj"), WHOLE),
     "up": {
         "gate_proj": "gate", "up_proj": "up",
         **dict.fromkeys(("w1", "w2"), "gate"),  # Qwen's first models, whose w2 is the gate
-        **dict.fromkeys(("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"), WHOLE),
+        **dict.fromkeys(("gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "linear_fc1"), WHOLE),
     },
-    "down": dict.fromkeys(("down_proj", "fc2", "c_proj", "dense_4h_to_h"), WHOLE),
-    "experts up": dict.fromkeys(("gate_up_proj", "up_proj"), WHOLE),
-    "experts down": {"down_proj": WHOLE},
+    "down": dict.fromkeys(("down_proj", "fc2", "c_proj", "dense_4h_to_h", "linear_fc2"), WHOLE),
+    "experts up": dict.fromkeys(("gate_up_proj", "up_proj", "linear_fc1"), WHOLE),
+    "experts down": dict.fromkeys(("down_proj", "linear_fc2"), WHOLE),
 }  # fmt: skip
-"""What the linear layers of an outline's products are called in models, and which part of a product each is."""
+"""What the linear layers of an outline's products are called in models, Megatron-core's as well (`linear_qkv`), and
+which part of a product each is."""
 
 
 def adapted(outline: Outline, rank: int, targets: str | Sequence[str] = ALL) -> Outline:

@@ -299,7 +299,17 @@ class Ways:
         found += [(Group.NORM, hooks)] * round(self.block.halves)
         if self.block.experts:
             found.append((Group.MLP, self.nothing + framework.router_seconds * times))
-        return found
+        return [*found, (Group.ATTENTION, framework.launch * self.rotated(backward=passes > 1))]
+
+    def rotated(self, *, backward: bool) -> Array:
+        """Kernels that the host starts for the documents of a micro-batch, which are rotated one after the other."""
+        documents, framework = self.setting.documents, self.setting.framework
+        if documents is None or not any(one.causal for one in self.block.scores):
+            return self.nothing
+        if any(name in documents.model.lower() for name in framework.rotates_at_once):
+            return self.nothing
+        several = self.g.micro * self.g.sequence / float(documents.lengths.mean())
+        return several * framework.document_kernels[backward]
 
     def alone(self, experts: int) -> Any:
         """How often an operator of so many experts is started: once, or by each of a rank's for itself."""

@@ -40,7 +40,10 @@ from tangram.planner.space.setting import Setting
 # of runs of other places, each predicted without the runs of its own place and of its own model, the error that 90 %
 # stay within is the interval of a new one. Each fact that differs makes a run count `ALIKE` times less, so where few
 # are alike the coarser groups decide. Errors are over the posterior's standard deviation, which says how much less is
-# known of one run than of another; the errors say how wide that makes intervals.
+# known of one run than of another; the errors say how wide that makes intervals. Tried: runs by the root of their
+# source's number, five for three, the new run as one of the most alike. Of 11 groups 6 hold 85 to 95 of 100 then, for
+# 3 (5, chosen without the group's source), as wide in the mean; of 91 timed questions no more do, and of kinds that
+# nobody ran too few.
 FACTS = ("device", "precision", "kind of model", "framework")
 INSIDE = 0.9
 ALIKE = 3.0

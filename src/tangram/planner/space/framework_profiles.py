@@ -70,6 +70,8 @@ class Framework:
     module_seconds: float
     router_seconds: float
     step_seconds: float
+    document_kernels: tuple[float, float]
+    rotates_at_once: tuple[str, ...]
     captures_blocks: bool
     hooks: float
     loops_experts: bool
@@ -133,7 +135,7 @@ def frameworks() -> tuple[Framework, ...]:
             raise UserError(f"frameworks.toml: {name} has no key {unknown[0]!r}")
         like = tables[table.pop("like")] if "like" in table else {}
         values: dict[str, Any] = {**usual, **like, **table, "names": tuple(table.get("names", (name,)))}
-        values["schedules"] = tuple(values["schedules"])
+        values |= {key: tuple(values[key]) for key in ("schedules", "document_kernels", "rotates_at_once")}
         for loss in filter(None, (values["loss"], values["loss_over_ranks"], values["loss_of_pairs"])):
             loss_of(loss)
         found.append(Framework(name, **values))

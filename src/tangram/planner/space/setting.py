@@ -8,13 +8,16 @@ so the sums of L^2 over a step differ, and the others wait for the rank of the l
 the greatest of so many normal numbers (`planner.cost.kept_activations`), of a deviation that falls with the documents
 of a rank's step.
 
-The trade-off: packing by work, which evens the sums, is not known here, and fused kernels are taken to skip what is
-between documents; attention in several kernels does not, and costs what it did.
+Documents stay whole, so samples are not full: the share is that of packing by best fit, from the longest down.
+
+The trade-off: packers that cut documents fill all; packing by work, which evens the sums, is not known here, and fused
+kernels are taken to skip what is between documents; attention in several kernels does not, and costs what it did.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
@@ -44,6 +47,8 @@ class Documents:
     """The 99th percentile."""
     sequence: int
     """Of a sample, which none is longer than."""
+    model: str = ""
+    """Which model they are for."""
 
     @cached_property
     def lengths(self) -> NDArray[Any]:
@@ -64,16 +69,26 @@ class Documents:
         squares = self.lengths**2
         return float(squares.std() / squares.mean())
 
+    @cached_property
+    def full(self) -> float:
+        """Share of a sample that its documents fill: packed from the longest down, each where least is left."""
+        lefts: list[float] = []
+        lengths: list[float] = self.lengths[::-10].tolist()
+        for length in lengths:
+            at = bisect_left(lefts, length)
+            insort(lefts, (lefts.pop(at) if at < len(lefts) else self.sequence) - length)
+        return sum(lengths) / (len(lefts) * self.sequence - lefts[-1])  # of the emptiest another's would be
+
     @property
     def words(self) -> str:
         """What is said of them."""
         return (
             f"samples are packed of documents of {self.lengths.mean():.0f} tokens in the mean, that of a token of "
-            f"{self.of_a_token}; with fused attention nothing is spent between them"
+            f"{self.of_a_token}; with fused attention nothing is spent between them; samples are {self.full:.0%} full"
         )
 
 
-def documents_of(typed: str, sequence: int) -> Documents | None:
+def documents_of(typed: str, sequence: int, model: str = "") -> Documents | None:
     """As typed: "600" (all alike), or "600,4k" with the 99th percentile; None of "". Raises UserError."""
     if not typed:
         return None
@@ -89,7 +104,7 @@ def documents_of(typed: str, sequence: int) -> Documents | None:
         raise UserError(
             f"--documents {typed}: a 99th percentile of more than {MOST:.3g} times the mean is of no log-normal length"
         )
-    return Documents(mean, tail, sequence)
+    return Documents(mean, tail, sequence, model)
 
 
 def packed(outline: Outline, documents: Documents | None) -> Outline:
