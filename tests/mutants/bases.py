@@ -93,4 +93,23 @@ MUTANTS: tuple[Mutant, ...] = (
         "scales of NF4 are taken without their mean",
         (f"{_STORED}::test_what_is_kept_is_what_a_job_makes_of_the_same_numbers",),
     ),
+    Mutant(
+        "masks-beside-messages", "training/data/messages.py",
+        'return [one if number else {**one, "loss_mask": 0}', 'return [one if number else {**one}',
+        "answers that a list beside the messages leaves out are learnt",
+        ("tests/public/test_chats.py::test_a_mask_beside_messages_says_which_answers_are_learnt",),
+    ),
+    Mutant(
+        "what-asks-without-its-end", "training/data/answers.py",
+        'return start, stop + len(next((one for one in ends if one and text.startswith(one, stop)), ""))',
+        "return start, stop",
+        "of a question that is to be learnt the end is not",
+        ("tests/training/data/test_messages.py::test_what_asks_to_be_learnt_is_with_its_end",),
+    ),
+    Mutant(
+        "weights-of-questions", "training/data/messages.py",
+        "message.get(key) == 1 for key in _LEARNT[1:]", "message.get(key) == 1 for key in _LEARNT",
+        "a table that has a weight of 1 for every message teaches the questions",
+        ("tests/training/data/test_messages.py::test_what_asks_to_be_learnt_is_with_its_end",),
+    ),
 )

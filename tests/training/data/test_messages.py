@@ -3,12 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from itertools import groupby
+from operator import gt
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tangram.training.data.messages import BadRow
+from tangram.training.data.tasks import pair_of
 from tangram.training.data.tokens import BadDocument
 from tests.training.data.test_chat import CHATML, COUNTING, encoded, tokens_at
 
@@ -248,3 +252,44 @@ def test_thoughts_and_tools_that_a_template_does_not_write_are_told(
     encoded(tokens_at(tmp_path, template), *rows, tally=tally)
     found = [tally[f"left out: {what} that the template does not write"] for what in ("thoughts", "tools")]
     assert found == [thoughts, tools]
+
+
+# ---------------------------------------------------------------- what says of itself that it is to be learnt
+
+ASKING: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "2 + 2?", "train": True},
+    {"role": "assistant", "content": "4", "train": False},
+    {"role": "user", "content": "Sure?", "weight": 1},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+def test_what_asks_to_be_learnt_is_with_its_end(tmp_path: Path) -> None:
+    for template in (CHATML, CALLS):
+        tokens, tally = tokens_at(tmp_path, template), Counter[str]()
+        (row,) = tokens.encode([json.dumps({"messages": ASKING}).encode()], tally)
+        runs = groupby(row.tolist(), partial(gt, tokens.vocabulary))
+        learnt = [tokens.spelled([*some]) for counted, some in runs if counted]
+        assert learnt[0] == "2 + 2?<|im_end|>"
+        assert [one[-len("Yes.<|im_end|>\n") :] for one in learnt[1:]] == ["Yes.<|im_end|>\n"]
+        assert tally["beside answers: messages"] == 1
+    counted = "{% else %}{{ m.content }}", "{% else %}{{ m.content }} of {{ m.content | length }}"
+    tokens, tally = tokens_at(tmp_path, CHATML.replace(*counted)), Counter[str]()
+    tokens.encode([json.dumps({"messages": ASKING}).encode()], tally)
+    assert tally["left out: answers that the template writes otherwise before later turns"] == 1
+
+
+def test_a_prompt_that_asks_to_be_learnt_is_refused_of_preferences() -> None:
+    row = {"prompt": ASKING[:2], "chosen": ASKING[4:], "rejected": ASKING[4:]}
+    with pytest.raises(BadRow, match="a message that is to be learnt in its prompt"):
+        pair_of(row)
+    assert pair_of({**row, "prompt": [ASKING[0], ASKING[3]]})[0] == [ASKING[0], ASKING[3]]
+
+
+def test_a_row_of_which_nothing_is_to_be_learnt_says_so(tmp_path: Path) -> None:
+    tokens, tally = tokens_at(tmp_path, CHATML), Counter[str]()
+    tokens.encode([json.dumps({"messages": [ASKING[0], ASKING[3], ASKING[2]]}).encode()], tally)
+    assert tally["left out: conversations without an answer that is to be learnt"] == 1
+    with pytest.raises(BadDocument, match=r'no turn of the role "assistant" \(it has user, Assistant\)'):
+        encoded(tokens, {"messages": [ASKING[3], {"role": "Assistant", "content": "4"}]})

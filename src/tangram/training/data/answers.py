@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from tangram.training.data.messages import BadRow, Message, functions_called, is_learnt
+from tangram.training.data.messages import BadRow, Message, functions_called, is_learnt, is_to_learn
 
 Render = Callable[[Sequence[Message], bool], str]
 """The text of some messages; whether what asks for an answer follows them."""
@@ -31,6 +31,8 @@ class Rendered(NamedTuple):
     """Answers that the template writes otherwise in the middle of a conversation, so that they are in no loss."""
     bare: bool = False
     """Without begin and end, which are added: no template wrote it."""
+    marked: int = 0
+    """Messages that are no answers, and are to be learnt as they say."""
 
 
 def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] = ()) -> Rendered:
@@ -38,9 +40,13 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
 
     `ends`: the special tokens with which an answer may end.
     """
-    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    roles = [one["role"] for one in messages]
+    turns = [number for number, role in enumerate(roles) if role == "assistant"]
     if not turns:
-        raise BadRow('has no turn of the role "assistant", so there is nothing to train on: leave it out')
+        have = ", ".join(dict.fromkeys(roles))
+        raise BadRow(
+            f'has no turn of the role "assistant" (it has {have}), so there is nothing to train on: leave it out'
+        )
     if turns[0] == 0:
         raise BadRow("begins with an answer: give what it answers before it")
     text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
@@ -61,7 +67,9 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
             )
         else:
             lost += 1
-    return Rendered(text, answers, lost)
+    asked = [_contents(render, messages, number, ends) for number, one in enumerate(messages) if is_to_learn(one)]
+    answers += (place for place in asked if place is not None)
+    return Rendered(text, answers, lost + asked.count(None), marked=len(asked))
 
 
 def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -129,6 +137,19 @@ def _around(
         return None
     found = next((one for one in (end, *ends) if one and text.startswith(one, stop)), None)
     return None if found is None else (start, stop + len(found))
+
+
+def _contents(render: Render, messages: Sequence[Message], turn: int, ends: Sequence[str]) -> tuple[int, int] | None:
+    """Where what a message says stands, and the end behind it; None where that cannot be told."""
+    text, marked = render(messages, False), {**messages[turn], "content": _MARK}
+    try:
+        head, mark, tail = render([*messages[:turn], marked, *messages[turn + 1 :]], False).partition(_MARK)
+    except BadRow:
+        return None
+    start, stop = len(head), len(text) - len(tail)
+    if not mark or text[:start] != head or not text.endswith(tail) or stop <= start:
+        return None
+    return start, stop + len(next((one for one in ends if one and text.startswith(one, stop)), ""))
 
 
 def _behind(before: str, head: str, last: str) -> int | None:

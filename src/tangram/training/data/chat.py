@@ -34,10 +34,11 @@ from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 KINDS = "conversations"
 CUT = "cut"
 OPEN = "answers"
+ASKED = "beside answers"
 DATE = "date"
 USUAL_DATE = date(2024, 7, 26)
 """What templates of Llama 3 write where they are told no other and have no clock."""
-VERSION = 7
+VERSION = 8
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
@@ -107,6 +108,8 @@ class ChatTokens(Tokens):
         self._count_unwritten(render, parts, found.text, row, tally)
         if found.lost:
             tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
+        if found.marked:
+            tally[f"{ASKED}: messages"] += found.marked
         return (found,)
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
@@ -214,7 +217,8 @@ class ChatTokens(Tokens):
             tally[f"{CUT}: after {self.sequence:,} tokens"] += 1
             ids, counted = ids[: self.sequence], counted[: self.sequence]
         if not counted[1:].any():
-            tally[f"{LEFT_OUT}: conversations without an answer within {self.sequence:,} tokens"] += 1
+            lacks = f"within {self.sequence:,} tokens" if one.answers else "that is to be learnt"
+            tally[f"{LEFT_OUT}: conversations without an answer {lacks}"] += 1
             return np.zeros(0, np.uint32)
         return np.where(counted, ids, ids + self.vocabulary).astype(np.uint32)
 
