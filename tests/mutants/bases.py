@@ -112,4 +112,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a table that has a weight of 1 for every message teaches the questions",
         ("tests/training/data/test_messages.py::test_what_asks_to_be_learnt_is_with_its_end",),
     ),
+    Mutant(
+        "adapters-of-another-model", "checkpoint/conversion/adapter_config.py",
+        "if not base or Path(base).name == model.resolve().name:", "if base:",
+        "adapters of another model of the same shapes are merged, unsaid",
+        (f"{_ROWS}::test_several_are_the_sum_that_peft_has_of_them",),
+    ),
 )

@@ -173,12 +173,16 @@ def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:
         build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)
 
 
-def test_a_whole_run_of_gpt2_and_of_tied_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2 has 128 positions, fewer than a sample of what a model writes would take."""
+def test_a_whole_run_of_gpt2_and_of_tied_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2 has 128 positions, fewer than a sample of what a model writes would take. Adapters of another model fit
+    the other one."""
     monkeypatch.chdir(folder)
-    for model in ("gpt2-dropout", "tied"):
+    for model, start in {"gpt2-dropout": {}, "tied": {"lora.start": "started"}}.items():
         out = tmp_path / model
-        some = {**SET, "data.cache": str(folder / "cache"), "model.path": model, "lora.dropout": "0.1"}
+        some = {**SET, **start, "data.cache": str(folder / "cache"), "model.path": model, "lora.dropout": "0.1"}
         words = [word for key, value in some.items() for word in ("--set", f"{key}={value}")]
         assert main(["train", "sft.toml", "--steps", "1", "-n", "1", "--out", str(out), *words]) == 0
         assert (out / "adapter" / "adapter_model.safetensors").is_file()
+        assert ('started" were trained beside "chat-model"' in " ".join(capsys.readouterr().out.split())) == bool(start)
