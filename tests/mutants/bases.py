@@ -118,4 +118,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "adapters of another model of the same shapes are merged, unsaid",
         (f"{_ROWS}::test_several_are_the_sum_that_peft_has_of_them",),
     ),
+    Mutant(
+        "asked-behind-an-answer", "training/data/chat.py",
+        "text.removesuffix(always_prompt(tokenizer, template, self.stops))", "text",
+        "what asks for the next answer is learnt behind the last one, and the others end without their end",
+        ("tests/training/data/test_messages.py::test_what_is_asked_behind_the_last_answer_is_none_of_it",),
+    ),
+    Mutant(
+        "ends-taken-for-a-question", "training/data/answers.py",
+        "not until.startswith(prompt) or later.startswith(until)", "not until.startswith(prompt)",
+        "of templates that never ask, what ends an answer is cut off",
+        ("tests/training/data/test_messages.py::"
+         "test_templates_that_ask_when_they_are_to_have_nothing_behind_the_last_turn",),
+    ),
 )

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import gt
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from tangram.schema.files import load
+from tangram.training.data.chat import always_prompt
 from tangram.training.data.messages import BadRow
-from tangram.training.data.tasks import pair_of
+from tangram.training.data.tasks import pair_of, pair_tokens
 from tangram.training.data.tokens import BadDocument
 from tests.training.data.test_chat import CHATML, COUNTING, encoded, tokens_at
 
@@ -278,6 +282,41 @@ def test_what_asks_to_be_learnt_is_with_its_end(tmp_path: Path) -> None:
     tokens, tally = tokens_at(tmp_path, CHATML.replace(*counted)), Counter[str]()
     tokens.encode([json.dumps({"messages": ASKING}).encode()], tally)
     assert tally["left out: answers that the template writes otherwise before later turns"] == 1
+
+
+ALWAYS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ '<r>' + m.content + '</r>' if m.role == 'assistant' "
+    "else m.content }}<|im_end|>{% endfor %}<|im_start|>assistant:"
+)
+"""As Cohere's do: the model is asked behind the last turn, which is an answer's, too."""
+
+
+@pytest.mark.parametrize(("stops", "begun"), [((257,), ""), ((), "<|im_start|>")])
+def test_what_is_asked_behind_the_last_answer_is_none_of_it(tmp_path: Path, stops: tuple[int, ...], begun: str) -> None:
+    """Where nothing says what ends a turn, what follows any turn is learnt with it."""
+    tokens = replace(tokens_at(tmp_path, ALWAYS), stops=stops)
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    ((ids, counts),) = encoded(tokens, {"messages": turns})
+    runs = groupby(zip(ids, counts, strict=True), lambda one: one[1])
+    learnt = [tokens.spelled([i for i, _ in some]) for counted, some in runs if counted]
+    assert learnt == [f"<r>assistant {n}</r><|im_end|>{begun}" for n in range(2)]
+    pairs = replace(pair_tokens(tokens, load(tmp_path / "sft.toml").data), stops=stops)
+    row = {"prompt": turns[:1], "chosen": turns[1:2], "rejected": turns[3:]}
+    (both,) = pairs.encode([json.dumps(row).encode()])
+    answers = [
+        [n for n in side.tolist() if n % (2 * pairs.vocabulary) < pairs.vocabulary] for side in pairs.documents(both)
+    ]
+    assert [pairs.spelled(n % pairs.vocabulary for n in one) for one in answers] == learnt
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, CALLS, ORDERED, CLOSING, "{% for m in messages %}[{{ m.content }}]{{ eos_token }} {% endfor %}"],
+)
+def test_templates_that_ask_when_they_are_to_have_nothing_behind_the_last_turn(tmp_path: Path, template: str) -> None:
+    tokens_at(tmp_path, template)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "chat-model")
+    assert always_prompt(tokenizer, tokenizer.chat_template, ()) == ""
 
 
 def test_a_prompt_that_asks_to_be_learnt_is_refused_of_preferences() -> None:

@@ -166,6 +166,29 @@ def _behind(before: str, head: str, last: str) -> int | None:
     return head.rfind(before[-least:]) + least
 
 
+def asks_always(render: Render, stops: Sequence[str], special: Sequence[str]) -> str:
+    """With what a template asks behind the last turn, whosever that is, also where it is not to ask (Cohere's do);
+    "" where it does not.
+
+    It is what answers begin with and what follows the last turn alone. Before it an answer ends with one of `stops`;
+    without any it begins with the token by which what follows another turn is another text.
+    """
+    user, answer = Message(role="user", content="?"), Message(role="assistant", content=_MARK)
+    try:
+        prompt, until, later = (render(some, False) for some in ([user], [user, answer], [user, answer, user]))
+        asked = render([user], True)
+    except BadRow:
+        return ""
+    if prompt != asked or not until.startswith(prompt) or later.startswith(until):
+        return ""
+    tail = until[len(until) - alike(prompt[::-1], until[::-1]) :]
+    if ends := [tail.rfind(stop) + len(stop) for stop in stops if stop and stop in tail]:
+        return tail[max(ends) :]
+    begin = max(0, alike(until, later) - len(until) + len(tail))
+    within = (tail.find(one, max(0, begin - len(one) + 1)) for one in special)
+    return tail[min([begin, *(at for at in within if at >= 0)]) :]
+
+
 def fitted(render: Render, messages: list[Message]) -> list[Message]:
     """Messages with the arguments of their calls in the form that the template takes. Raises BadRow.
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
-from tangram.training.data.answers import Render, Rendered, answers_of, fitted, unwritten
+from tangram.training.data.answers import Render, Rendered, answers_of, asks_always, fitted, unwritten
 from tangram.training.data.files import LEFT_OUT, ROW
 from tangram.training.data.messages import INSTRUCTIONS, BadRow, Message, parsed, sample_of, tools_of
 from tangram.training.data.sources import EMPTY
@@ -152,7 +152,7 @@ class ChatTokens(Tokens):
             try:
                 template = tokenizer.get_chat_template(tools=tools)
                 template = _stopped_clock(self.day or USUAL_DATE) + template if asks_for_date else template
-                return tokenizer.apply_chat_template(
+                text = tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
                     chat_template=template,
@@ -160,6 +160,7 @@ class ChatTokens(Tokens):
                     add_generation_prompt=asks,
                     **options,
                 )
+                return text if asks else text.removesuffix(always_prompt(tokenizer, template, self.stops))
             except Exception as error:  # a template is a program of somebody's
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise BadRow(f"is refused by the chat template of the tokenizer {self.name}: {why}") from error
@@ -235,6 +236,22 @@ def _stopped_clock(day: date) -> str:
     codes = [f"%{fill}{letter}" for fill in ("", "-") for letter in "aAbBcdDeFGgHIjklmMnpPrRsSTuUVwWxXyYzZ"]
     values = "".join(f" | replace({code!r}, {day.strftime(code)!r})" for code in [*codes, "%%"])
     return "{% macro " + _CLOCK + "(format) %}{{ format" + values + " }}{% endmacro %}\n"
+
+
+@lru_cache(4)
+def always_prompt(tokenizer: Any, template: str, stops: tuple[int, ...]) -> str:
+    """With what a template asks the model where it is not to, too."""
+
+    def render(messages: Sequence[Message], asks: bool) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages), chat_template=template, tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # as above
+            raise BadRow(str(error)) from error
+
+    ends = [tokenizer.eos_token or "", *tokenizer.convert_ids_to_tokens(stops)]
+    return asks_always(render, ends, [*_special(tokenizer).values()])
 
 
 @lru_cache(2)
