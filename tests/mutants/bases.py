@@ -131,4 +131,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/training/data/test_messages.py::"
          "test_templates_that_ask_when_they_are_to_have_nothing_behind_the_last_turn",),
     ),
+    Mutant(
+        "rows-that-nobody-has", "models/lora/adapter_files.py",
+        "        state |= {name: own[name] for name in frozen_tables(model)}\n", "        pass\n",
+        "adapters beside a vocabulary that has grown lack the rows of new tokens",
+        ("tests/public/test_tuning_further.py::test_adapters_have_the_rows_that_their_model_has_not",),
+    ),
+    Mutant(
+        "grown-unseen", "training/run/end_proofs.py",
+        "grown = before is not None and before < rows", "grown = False",
+        "a run whose vocabulary has grown saves adapters that lack the rows of new tokens",
+        ("tests/training/test_tuning_defaults.py::test_a_whole_run_of_gpt2_and_of_tied_weights",),
+    ),
 )

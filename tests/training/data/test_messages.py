@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from operator import gt
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import AutoTokenizer
@@ -315,7 +315,7 @@ def test_what_is_asked_behind_the_last_answer_is_none_of_it(tmp_path: Path, stop
 )
 def test_templates_that_ask_when_they_are_to_have_nothing_behind_the_last_turn(tmp_path: Path, template: str) -> None:
     tokens_at(tmp_path, template)
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "chat-model")
+    tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(tmp_path / "chat-model")
     assert always_prompt(tokenizer, tokenizer.chat_template, ()) == ""
 
 
