@@ -143,4 +143,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a run whose vocabulary has grown saves adapters that lack the rows of new tokens",
         ("tests/training/test_tuning_defaults.py::test_a_whole_run_of_gpt2_and_of_tied_weights",),
     ),
+    Mutant(
+        "nothing-unsaid", "training/data/chat.py",
+        "tally[f\"{NOTHING}: all\"] += found.empty", "pass",
+        "answers that say nothing teach a model to end at once, unsaid",
+        ("tests/training/data/test_messages.py::test_answers_that_say_nothing_are_told",),
+    ),
 )

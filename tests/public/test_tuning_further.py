@@ -6,7 +6,7 @@ import json
 import math
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_what_follows_the_end_of_a_question_is_learnt(tmp_path: Path, packing: s
     corpus, here = open_corpus(job.data, tokens), torch.device("cpu")
     taken = step_batches(corpus, job.data, seed=0, first_sample=0, index=0, size=1, micro_steps=1, device=here)
     (batch,) = taken.micro
-    found: Any = torch.stack([batch.inputs_BS, batch.labels_BS], -1).flatten(0, 1).tolist()
+    found: list[list[int]] = cast(Any, torch.stack([batch.inputs_BS, batch.labels_BS], -1).flatten(0, 1)).tolist()
     learnt: list[tuple[int, int]] = [(token, label) for token, label in found if label != IGNORE]
     of_answer = len("assistant") + 1
     assert len(learnt) >= 4 * 2 * of_answer

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from transformers import AutoTokenizer
 
+from tangram.cli import main
 from tangram.schema.files import load
 from tangram.training.data.chat import always_prompt
 from tangram.training.data.messages import BadRow
@@ -324,6 +325,19 @@ def test_a_prompt_that_asks_to_be_learnt_is_refused_of_preferences() -> None:
     with pytest.raises(BadRow, match="a message that is to be learnt in its prompt"):
         pair_of(row)
     assert pair_of({**row, "prompt": [ASKING[0], ASKING[3]]})[0] == [ASKING[0], ASKING[3]]
+
+
+def test_answers_that_say_nothing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are learnt, as an end; what thinks, calls or is context says something."""
+    call: dict[str, Any] = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    answers: list[dict[str, Any]] = [{"content": " "}, {"content": "", "train": False}, {"content": "", "tool_calls": [call]},
+               {"content": "", "reasoning_content": "so"}, {"content": "4"}]  # fmt: skip
+    rows = [{"messages": [ASKING[0], ASKING[3], {"role": "assistant", **one}, *ASKING[3:]]} for one in answers]
+    tokens_at(tmp_path, CALLS, cache=str(tmp_path / "cache"))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["data", "show", str(tmp_path / "sft.toml")]) == 0
+    assert "1 answers say nothing, which is learnt: leave" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_row_of_which_nothing_is_to_be_learnt_says_so(tmp_path: Path) -> None:

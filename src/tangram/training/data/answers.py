@@ -33,6 +33,8 @@ class Rendered(NamedTuple):
     """Without begin and end, which are added: no template wrote it."""
     marked: int = 0
     """Messages that are no answers, and are to be learnt as they say."""
+    empty: int = 0
+    """Answers that say, think and call nothing."""
 
 
 def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] = ()) -> Rendered:
@@ -69,7 +71,12 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
             lost += 1
     asked = [_contents(render, messages, number, ends) for number, one in enumerate(messages) if is_to_learn(one)]
     answers += (place for place in asked if place is not None)
-    return Rendered(text, answers, lost + asked.count(None), marked=len(asked))
+    empty = sum(is_learnt(messages[n]) and _says_nothing(messages[n]) for n in turns)
+    return Rendered(text, answers, lost + asked.count(None), marked=len(asked), empty=empty)
+
+
+def _says_nothing(message: Message) -> bool:
+    return not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *THOUGHTS))
 
 
 def alike(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -35,10 +35,11 @@ KINDS = "conversations"
 CUT = "cut"
 OPEN = "answers"
 ASKED = "beside answers"
+NOTHING = "answers that say nothing"
 DATE = "date"
 USUAL_DATE = date(2024, 7, 26)
 """What templates of Llama 3 write where they are told no other and have no clock."""
-VERSION = 8
+VERSION = 9
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
@@ -110,6 +111,8 @@ class ChatTokens(Tokens):
             tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
         if found.marked:
             tally[f"{ASKED}: messages"] += found.marked
+        if found.empty:
+            tally[f"{NOTHING}: all"] += found.empty
         return (found,)
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
