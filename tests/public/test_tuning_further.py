@@ -133,12 +133,7 @@ def test_adapters_with_ranks_and_scales_of_their_own_are_summed_as_they_are(tmp_
         torch.testing.assert_close(merged[key].detach(), value, rtol=1e-5, atol=1e-6)
 
 
-KINDS = (
-    "",
-    "lora.trainable_token_indices = [260]",
-    'lora.targets = ["embed_tokens"]',
-    'lora.modules_to_save = ["lm_head"]',
-)
+KINDS = ("", "lora.trainable_token_indices = [260]", 'lora.targets = ["embed_tokens"]')
 
 
 @pytest.mark.parametrize("kind", KINDS)
