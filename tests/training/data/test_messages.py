@@ -330,8 +330,10 @@ def test_a_prompt_that_asks_to_be_learnt_is_refused_of_preferences() -> None:
 def test_answers_that_say_nothing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are learnt, as an end; what thinks, calls or is context says something."""
     call: dict[str, Any] = {"type": "function", "function": {"name": "look", "arguments": {}}}
-    answers: list[dict[str, Any]] = [{"content": " "}, {"content": "", "train": False}, {"content": "", "tool_calls": [call]},
-               {"content": "", "reasoning_content": "so"}, {"content": "4"}]  # fmt: skip
+    answers: list[dict[str, Any]] = [
+        {"content": " "}, {"content": "", "train": False}, {"content": "", "tool_calls": [call]},
+        {"content": "", "reasoning_content": "so"}, {"content": "4"},
+    ]  # fmt: skip
     rows = [{"messages": [ASKING[0], ASKING[3], {"role": "assistant", **one}, *ASKING[3:]]} for one in answers]
     tokens_at(tmp_path, CALLS, cache=str(tmp_path / "cache"))
     (tmp_path / "rows").mkdir()
