@@ -95,6 +95,9 @@ def test_several_are_the_sum_that_peft_has_of_them(tmp_path: Path, capsys: pytes
             if parameter.requires_grad:
                 parameter.data = torch.randn(parameter.shape)
         peft.save_pretrained(tmp_path / name)
+    settings = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
+    other = json.dumps({**settings, "base_model_name_or_path": "company/other"})
+    (tmp_path / "b" / "adapter_config.json").write_text(other)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     both: Any = PeftModel.from_pretrained(model, str(tmp_path / "a"), "a").eval()
     both.load_adapter(str(tmp_path / "b"), "b")
@@ -106,6 +109,10 @@ def test_several_are_the_sum_that_peft_has_of_them(tmp_path: Path, capsys: pytes
     assert main([*words, "--adapter", str(tmp_path / "a"), "--adapter", f"{tmp_path / 'b'}=0.5"]) == 0
     said = capsys.readouterr().out
     assert f'with "{tmp_path}/a" merged into 2 tensors, "{tmp_path}/b" merged into 2 tensors' in said
+    assert [line for line in said.splitlines() if "were trained beside" in line] == [
+        f'the adapters in "{tmp_path}/b" were trained beside "company/other": beside other weights they give something '
+        "else"
+    ]
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         found: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()

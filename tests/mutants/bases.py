@@ -93,4 +93,60 @@ MUTANTS: tuple[Mutant, ...] = (
         "scales of NF4 are taken without their mean",
         (f"{_STORED}::test_what_is_kept_is_what_a_job_makes_of_the_same_numbers",),
     ),
+    Mutant(
+        "masks-beside-messages", "training/data/messages.py",
+        'return [one if number else {**one, "loss_mask": 0}', 'return [one if number else {**one}',
+        "answers that a list beside the messages leaves out are learnt",
+        ("tests/public/test_chats.py::test_a_mask_beside_messages_says_which_answers_are_learnt",),
+    ),
+    Mutant(
+        "what-asks-without-its-end", "training/data/answers.py",
+        'return start, stop + len(next((one for one in ends if one and text.startswith(one, stop)), ""))',
+        "return start, stop",
+        "of a question that is to be learnt the end is not",
+        ("tests/training/data/test_messages.py::test_what_asks_to_be_learnt_is_with_its_end",),
+    ),
+    Mutant(
+        "weights-of-questions", "training/data/messages.py",
+        "message.get(key) == 1 for key in _LEARNT[1:]", "message.get(key) == 1 for key in _LEARNT",
+        "a table that has a weight of 1 for every message teaches the questions",
+        ("tests/training/data/test_messages.py::test_what_asks_to_be_learnt_is_with_its_end",),
+    ),
+    Mutant(
+        "adapters-of-another-model", "checkpoint/conversion/adapter_config.py",
+        "if not base or Path(base).name == model.resolve().name:", "if base:",
+        "adapters of another model of the same shapes are merged, unsaid",
+        (f"{_ROWS}::test_several_are_the_sum_that_peft_has_of_them",),
+    ),
+    Mutant(
+        "asked-behind-an-answer", "training/data/chat.py",
+        "text.removesuffix(always_prompt(tokenizer, template, self.stops))", "text",
+        "what asks for the next answer is learnt behind the last one, and the others end without their end",
+        ("tests/training/data/test_messages.py::test_what_is_asked_behind_the_last_answer_is_none_of_it",),
+    ),
+    Mutant(
+        "ends-taken-for-a-question", "training/data/answers.py",
+        "not until.startswith(prompt) or later.startswith(until)", "not until.startswith(prompt)",
+        "of templates that never ask, what ends an answer is cut off",
+        ("tests/training/data/test_messages.py::"
+         "test_templates_that_ask_when_they_are_to_have_nothing_behind_the_last_turn",),
+    ),
+    Mutant(
+        "rows-that-nobody-has", "models/lora/adapter_files.py",
+        "        state |= {name: own[name] for name in frozen_tables(model)}\n", "        pass\n",
+        "adapters beside a vocabulary that has grown lack the rows of new tokens",
+        ("tests/public/test_tuning_further.py::test_adapters_have_the_rows_that_their_model_has_not",),
+    ),
+    Mutant(
+        "grown-unseen", "training/run/end_proofs.py",
+        "grown = before is not None and before < rows", "grown = False",
+        "a run whose vocabulary has grown saves adapters that lack the rows of new tokens",
+        ("tests/training/test_tuning_defaults.py::test_a_whole_run_of_gpt2_and_of_tied_weights",),
+    ),
+    Mutant(
+        "nothing-unsaid", "training/data/chat.py",
+        "tally[f\"{NOTHING}: all\"] += found.empty", "pass",
+        "answers that say nothing teach a model to end at once, unsaid",
+        ("tests/training/data/test_messages.py::test_answers_that_say_nothing_are_told",),
+    ),
 )

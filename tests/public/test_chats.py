@@ -9,6 +9,7 @@ huggingface/trl#1911          of an odd batch one answer stood beside its own pr
 huggingface/datasets#8241     in a table a call of a tool has the arguments of others, as null
 microsoft/graphrag#2423       lines that are blank, or end within a text as Unicode has it, lost a file of rows
 verl-project/verl#5316        messages that are marked otherwise as none to be learnt
+hiyouga/LlamaFactory#9630     a list beside the messages of a row says which answers are in the loss
 vllm-project/vllm#30648       an empty list of calls, with which templates leave out what an answer says
 huggingface/trl#1380          a batch of good answers alone, or of bad ones, made no number of the loss
 """
@@ -95,6 +96,18 @@ def test_an_answer_that_is_marked_as_context_is_none_to_be_learnt(tmp_path: Path
         )
         with pytest.raises(BadDocument, match="not to be learnt"):
             tokens_of(load(tmp_path / "job.toml")).encode([json.dumps(row).encode()])
+
+
+def test_a_mask_beside_messages_says_which_answers_are_learnt(tmp_path: Path) -> None:
+    tokens = tokens_at(tmp_path, PHI)
+    last = f"<followup>();<|im_end|>\n{END_TEXT}"
+    masks: list[Any] = [[0, 0, 0, 0, 1], "[1, 1, 0, 1, 1]", [False, True, False, False, True]]
+    for mask in masks:
+        ((ids, counts),) = encoded(tokens, {"messages": CHAT, "loss_mask": mask})
+        assert tokens.spelled([i for i, counted in zip(ids, counts, strict=True) if counted]) == last
+    for mask in ([0, 1], [0, 0, 0, 0, 0.5], [[0], 0, 0, 0, 1], 1):
+        with pytest.raises(BadDocument, match='"loss_mask" that is no list of a 0 or 1 for each of its 5 messages'):
+            encoded(tokens, {"messages": CHAT, "loss_mask": mask})
 
 
 @pytest.mark.parametrize(

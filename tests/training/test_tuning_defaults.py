@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tangram.cli import main
@@ -27,6 +28,7 @@ from tests.training.tuning_tasks import Traced, oracle, planned_by, run_each, wr
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
 
+GROWN = {"model.change": "{ vocab_size = 300 }"}
 SET = {"data.sequence": "96", "data.global_batch": "8", "optimiser.schedule": "constant", "optimiser.lr": "1e-3"}
 STEPS = 4
 ONE = Strategy("one process", "dp=1", ("dp",), shard="dp")
@@ -173,12 +175,20 @@ def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:
         build_unsharded(plan, source_of(plan, tokens_of(plan)), torch.device("cpu"), values=True)
 
 
-def test_a_whole_run_of_gpt2_and_of_tied_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2 has 128 positions, fewer than a sample of what a model writes would take."""
+def test_a_whole_run_of_gpt2_and_of_tied_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2 has 128 positions, fewer than a sample of what a model writes would take. Adapters of another model fit
+    the other one."""
     monkeypatch.chdir(folder)
-    for model in ("gpt2-dropout", "tied"):
+    for model, start in {"gpt2-dropout": {}, "tied": {"lora.start": "started", **GROWN}}.items():
         out = tmp_path / model
-        some = {**SET, "data.cache": str(folder / "cache"), "model.path": model, "lora.dropout": "0.1"}
+        some = {**SET, **start, "data.cache": str(folder / "cache"), "model.path": model, "lora.dropout": "0.1"}
         words = [word for key, value in some.items() for word in ("--set", f"{key}={value}")]
         assert main(["train", "sft.toml", "--steps", "1", "-n", "1", "--out", str(out), *words]) == 0
         assert (out / "adapter" / "adapter_model.safetensors").is_file()
+        rows = load_file(out / "adapter" / "adapter_model.safetensors").get(
+            "base_model.model.model.embed_tokens.weight"
+        )
+        assert (rows is not None and len(rows) == 300) == bool(start)
+        assert ('started" were trained beside "chat-model"' in " ".join(capsys.readouterr().out.split())) == bool(start)

@@ -3,12 +3,21 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from operator import gt
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from transformers import AutoTokenizer
 
+from tangram.cli import main
+from tangram.schema.files import load
+from tangram.training.data.chat import always_prompt
+from tangram.training.data.messages import BadRow
+from tangram.training.data.tasks import pair_of, pair_tokens
 from tangram.training.data.tokens import BadDocument
 from tests.training.data.test_chat import CHATML, COUNTING, encoded, tokens_at
 
@@ -248,3 +257,94 @@ def test_thoughts_and_tools_that_a_template_does_not_write_are_told(
     encoded(tokens_at(tmp_path, template), *rows, tally=tally)
     found = [tally[f"left out: {what} that the template does not write"] for what in ("thoughts", "tools")]
     assert found == [thoughts, tools]
+
+
+# ---------------------------------------------------------------- what says of itself that it is to be learnt
+
+ASKING: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "2 + 2?", "train": True},
+    {"role": "assistant", "content": "4", "train": False},
+    {"role": "user", "content": "Sure?", "weight": 1},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+def test_what_asks_to_be_learnt_is_with_its_end(tmp_path: Path) -> None:
+    for template in (CHATML, CALLS):
+        tokens, tally = tokens_at(tmp_path, template), Counter[str]()
+        (row,) = tokens.encode([json.dumps({"messages": ASKING}).encode()], tally)
+        runs = groupby(row.tolist(), partial(gt, tokens.vocabulary))
+        learnt = [tokens.spelled([*some]) for counted, some in runs if counted]
+        assert learnt[0] == "2 + 2?<|im_end|>"
+        assert [one[-len("Yes.<|im_end|>\n") :] for one in learnt[1:]] == ["Yes.<|im_end|>\n"]
+        assert tally["beside answers: messages"] == 1
+    counted = "{% else %}{{ m.content }}", "{% else %}{{ m.content }} of {{ m.content | length }}"
+    tokens, tally = tokens_at(tmp_path, CHATML.replace(*counted)), Counter[str]()
+    tokens.encode([json.dumps({"messages": ASKING}).encode()], tally)
+    assert tally["left out: answers that the template writes otherwise before later turns"] == 1
+
+
+ALWAYS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ '<r>' + m.content + '</r>' if m.role == 'assistant' "
+    "else m.content }}<|im_end|>{% endfor %}<|im_start|>assistant:"
+)
+"""As Cohere's do: the model is asked behind the last turn, which is an answer's, too."""
+
+
+@pytest.mark.parametrize(("stops", "begun"), [((257,), ""), ((), "<|im_start|>")])
+def test_what_is_asked_behind_the_last_answer_is_none_of_it(tmp_path: Path, stops: tuple[int, ...], begun: str) -> None:
+    """Where nothing says what ends a turn, what follows any turn is learnt with it."""
+    tokens = replace(tokens_at(tmp_path, ALWAYS), stops=stops)
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    ((ids, counts),) = encoded(tokens, {"messages": turns})
+    runs = groupby(zip(ids, counts, strict=True), lambda one: one[1])
+    learnt = [tokens.spelled([i for i, _ in some]) for counted, some in runs if counted]
+    assert learnt == [f"<r>assistant {n}</r><|im_end|>{begun}" for n in range(2)]
+    pairs = replace(pair_tokens(tokens, load(tmp_path / "sft.toml").data), stops=stops)
+    row = {"prompt": turns[:1], "chosen": turns[1:2], "rejected": turns[3:]}
+    (both,) = pairs.encode([json.dumps(row).encode()])
+    answers = [
+        [n for n in side.tolist() if n % (2 * pairs.vocabulary) < pairs.vocabulary] for side in pairs.documents(both)
+    ]
+    assert [pairs.spelled(n % pairs.vocabulary for n in one) for one in answers] == learnt
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, CALLS, ORDERED, CLOSING, "{% for m in messages %}[{{ m.content }}]{{ eos_token }} {% endfor %}"],
+)
+def test_templates_that_ask_when_they_are_to_have_nothing_behind_the_last_turn(tmp_path: Path, template: str) -> None:
+    tokens_at(tmp_path, template)
+    tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(tmp_path / "chat-model")
+    assert always_prompt(tokenizer, tokenizer.chat_template, ()) == ""
+
+
+def test_a_prompt_that_asks_to_be_learnt_is_refused_of_preferences() -> None:
+    row = {"prompt": ASKING[:2], "chosen": ASKING[4:], "rejected": ASKING[4:]}
+    with pytest.raises(BadRow, match="a message that is to be learnt in its prompt"):
+        pair_of(row)
+    assert pair_of({**row, "prompt": [ASKING[0], ASKING[3]]})[0] == [ASKING[0], ASKING[3]]
+
+
+def test_answers_that_say_nothing_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are learnt, as an end; what thinks, calls or is context says something."""
+    call: dict[str, Any] = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    answers: list[dict[str, Any]] = [
+        {"content": " "}, {"content": "", "train": False}, {"content": "", "tool_calls": [call]},
+        {"content": "", "reasoning_content": "so"}, {"content": "4"},
+    ]  # fmt: skip
+    rows = [{"messages": [ASKING[0], ASKING[3], {"role": "assistant", **one}, *ASKING[3:]]} for one in answers]
+    tokens_at(tmp_path, CALLS, cache=str(tmp_path / "cache"))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["data", "show", str(tmp_path / "sft.toml")]) == 0
+    assert "1 answers say nothing, which is learnt: leave" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_row_of_which_nothing_is_to_be_learnt_says_so(tmp_path: Path) -> None:
+    tokens, tally = tokens_at(tmp_path, CHATML), Counter[str]()
+    tokens.encode([json.dumps({"messages": [ASKING[0], ASKING[3], ASKING[2]]}).encode()], tally)
+    assert tally["left out: conversations without an answer that is to be learnt"] == 1
+    with pytest.raises(BadDocument, match=r'no turn of the role "assistant" \(it has user, Assistant\)'):
+        encoded(tokens, {"messages": [ASKING[3], {"role": "Assistant", "content": "4"}]})

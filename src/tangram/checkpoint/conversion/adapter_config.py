@@ -46,6 +46,8 @@ class Config:
     """By the end of a module's name, the rows of it that were trained; by "" those of the embeddings."""
     transposed: bool = False
     """Weights of linear layers are [in, out], as GPT-2's are."""
+    base: str = ""
+    """The model that they were trained beside: a directory, or a name on the hub."""
 
 
 def read_config(folder: Path) -> Config:
@@ -93,7 +95,19 @@ def read_config(folder: Path) -> Config:
     return Config(
         usual["r"], usual["lora_alpha"], ranks, alphas, root, tuple(named), dora, biases,
         {name: tuple(some) for name, some in tokens.items()}, transposed,
+        str(fields.get("base_model_name_or_path") or ""),
     )  # fmt: skip
+
+
+def made_beside(folder: Path, model: Path) -> str | None:
+    """What to say of adapters that were trained beside a model of another name, as far as they say. Raises UserError.
+
+    Shapes do not tell a model from one that was trained further, and adapters are of one of the two.
+    """
+    base = read_config(folder).base
+    if not base or Path(base).name == model.resolve().name:
+        return None
+    return f'the adapters in "{folder}" were trained beside "{base}": beside other weights they give something else'
 
 
 def _numbers(table: Any) -> dict[str, float] | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tangram.checkpoint.conversion.adapter_config import made_beside
 from tangram.checkpoint.conversion.adapter_files import WEIGHTS
 from tangram.checkpoint.conversion.configured import contradictions, fitted
 from tangram.checkpoint.conversion.convert import (
@@ -161,6 +162,7 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
         tensors = inner.tensors if inner else None
         source = with_adapter(replace(source, small=small), folder, tensors, weight=weight)
         small = dict(source.small)
+        notes += tuple(filter(None, [made_beside(folder, source.path)]))
     source = _with_settings(source, options)
     chosen = _chosen(source, to, config_of(small), options)
     if options.adapters:

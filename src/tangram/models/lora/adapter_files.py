@@ -51,10 +51,12 @@ def stored_adapters(
     of_experts = {factor.name: factor for factor in expert_adapters.factors_of(model)}
     added = (n for n, p in model.named_parameters() if p.requires_grad or n in of_experts or _ADDED.search(n))
     names = {_stored_name(name, of_experts): name for name in added}
+    tables = {PREFIX + name: name for name in frozen_tables(model)}
     file = folder / "adapter_model.safetensors"
     try:
         with cast(Any, safe_open(file, framework="pt")) as stored:
             there = {str(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+            names |= {key: name for key, name in tables.items() if key in there}
             missing, surplus = sorted(names.keys() - there), sorted(there - names.keys()) if all_of_it else []
             if missing or surplus:
                 what = f"lack {missing[0]}" if missing else f"have {surplus[0]}, which these have not"
@@ -91,14 +93,28 @@ def merge_adapters(model: PreTrainedModel) -> None:
     model.requires_grad_(True)
 
 
-def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
-    """Write the adapters of a model that is whole in this process as peft does; `base`: the directory beside."""
+def frozen_tables(model: nn.Module) -> list[str]:
+    """The weights of the input embeddings and of the head that are not trained; none of modules that are, in full."""
+    gets = (getattr(model, get, lambda: None) for get in ("get_input_embeddings", "get_output_embeddings"))
+    modules = [one for one in (cast(Any, get)() for get in gets) if isinstance(one, nn.Module)]
+    own = {id(p) for one in modules for p in one.parameters() if not p.requires_grad}
+    named = (name for name, p in model.named_parameters() if id(p) in own)
+    return [name for name in named if ".original_module." not in name and not _ADDED.search(name)]
+
+
+def save_adapters(model: PreTrainedModel, folder: Path, base: str, *, tables: bool = False) -> None:
+    """Write the adapters of a model that is whole in this process as peft does; `base`: the directory beside.
+
+    `tables`: with embeddings and head, as peft does where they have rows that the directory has not.
+    """
     peft, config = peft_module(), cast(Any, model).peft_config["default"]
     own = model.state_dict()  # of one that peft asks for itself it takes biases for parts that were not gathered
     found: Any = peft.get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
     state = cast("dict[str, Tensor]", found)
     for factor in expert_adapters.factors_of(model):
         state[f"{factor.stored}.weight"] = factor.matrix(model.get_parameter(factor.name))
+    if tables:
+        state |= {name: own[name] for name in frozen_tables(model)}
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {PREFIX + name: value.detach().cpu().contiguous() for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -207,6 +207,8 @@ def adapted_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     beside: dict[str, bool] = {}
     for name, module in cast("Iterator[tuple[str, Any]]", model.named_modules()):
         end = ".".join(name.split(".")[-2:])
+        if ".modules_to_save." in name or name.endswith(".original_module"):  # trained whole, and what that stands for
+            continue
         if isinstance(module, expert_adapters.AdaptedExperts):
             beside |= {f"{name.rpartition('.')[2]}.{weight}": True for weight in module.lora_left}
         elif hasattr(module, "lora_A"):

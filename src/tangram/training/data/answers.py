@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from tangram.training.data.messages import BadRow, Message, functions_called, is_learnt
+from tangram.training.data.messages import BadRow, Message, functions_called, is_learnt, is_to_learn
 
 Render = Callable[[Sequence[Message], bool], str]
 """The text of some messages; whether what asks for an answer follows them."""
@@ -31,6 +31,10 @@ class Rendered(NamedTuple):
     """Answers that the template writes otherwise in the middle of a conversation, so that they are in no loss."""
     bare: bool = False
     """Without begin and end, which are added: no template wrote it."""
+    marked: int = 0
+    """Messages that are no answers, and are to be learnt as they say."""
+    empty: int = 0
+    """Answers that say, think and call nothing."""
 
 
 def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] = ()) -> Rendered:
@@ -38,9 +42,13 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
 
     `ends`: the special tokens with which an answer may end.
     """
-    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    roles = [one["role"] for one in messages]
+    turns = [number for number, role in enumerate(roles) if role == "assistant"]
     if not turns:
-        raise BadRow('has no turn of the role "assistant", so there is nothing to train on: leave it out')
+        have = ", ".join(dict.fromkeys(roles))
+        raise BadRow(
+            f'has no turn of the role "assistant" (it has {have}), so there is nothing to train on: leave it out'
+        )
     if turns[0] == 0:
         raise BadRow("begins with an answer: give what it answers before it")
     text, answers, lost = render(messages, False), list[tuple[int, int]](), 0
@@ -61,7 +69,14 @@ def answers_of(render: Render, messages: Sequence[Message], ends: Sequence[str] 
             )
         else:
             lost += 1
-    return Rendered(text, answers, lost)
+    asked = [_contents(render, messages, number, ends) for number, one in enumerate(messages) if is_to_learn(one)]
+    answers += (place for place in asked if place is not None)
+    empty = sum(is_learnt(messages[n]) and _says_nothing(messages[n]) for n in turns)
+    return Rendered(text, answers, lost + asked.count(None), marked=len(asked), empty=empty)
+
+
+def _says_nothing(message: Message) -> bool:
+    return not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *THOUGHTS))
 
 
 def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -131,6 +146,19 @@ def _around(
     return None if found is None else (start, stop + len(found))
 
 
+def _contents(render: Render, messages: Sequence[Message], turn: int, ends: Sequence[str]) -> tuple[int, int] | None:
+    """Where what a message says stands, and the end behind it; None where that cannot be told."""
+    text, marked = render(messages, False), {**messages[turn], "content": _MARK}
+    try:
+        head, mark, tail = render([*messages[:turn], marked, *messages[turn + 1 :]], False).partition(_MARK)
+    except BadRow:
+        return None
+    start, stop = len(head), len(text) - len(tail)
+    if not mark or text[:start] != head or not text.endswith(tail) or stop <= start:
+        return None
+    return start, stop + len(next((one for one in ends if one and text.startswith(one, stop)), ""))
+
+
 def _behind(before: str, head: str, last: str) -> int | None:
     """Where the turns that `before` ends with end in another text, which may have shortened those before them.
 
@@ -143,6 +171,29 @@ def _behind(before: str, head: str, last: str) -> int | None:
     if not least or (last in before and least < len(before) - before.rfind(last)):
         return None
     return head.rfind(before[-least:]) + least
+
+
+def asks_always(render: Render, stops: Sequence[str], special: Sequence[str]) -> str:
+    """With what a template asks behind the last turn, whosever that is, also where it is not to ask (Cohere's do);
+    "" where it does not.
+
+    It is what answers begin with and what follows the last turn alone. Before it an answer ends with one of `stops`;
+    without any it begins with the token by which what follows another turn is another text.
+    """
+    user, answer = Message(role="user", content="?"), Message(role="assistant", content=_MARK)
+    try:
+        prompt, until, later = (render(some, False) for some in ([user], [user, answer], [user, answer, user]))
+        asked = render([user], True)
+    except BadRow:
+        return ""
+    if prompt != asked or not until.startswith(prompt) or later.startswith(until):
+        return ""
+    tail = until[len(until) - alike(prompt[::-1], until[::-1]) :]
+    if ends := [tail.rfind(stop) + len(stop) for stop in stops if stop and stop in tail]:
+        return tail[max(ends) :]
+    begin = max(0, alike(until, later) - len(until) + len(tail))
+    within = (tail.find(one, max(0, begin - len(one) + 1)) for one in special)
+    return tail[min([begin, *(at for at in within if at >= 0)]) :]
 
 
 def fitted(render: Render, messages: list[Message]) -> list[Message]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
-from tangram.training.data.answers import Render, Rendered, answers_of, fitted, unwritten
+from tangram.training.data.answers import Render, Rendered, answers_of, asks_always, fitted, unwritten
 from tangram.training.data.files import LEFT_OUT, ROW
 from tangram.training.data.messages import INSTRUCTIONS, BadRow, Message, parsed, sample_of, tools_of
 from tangram.training.data.sources import EMPTY
@@ -34,10 +34,12 @@ from tangram.training.data.tokens import BadDocument, TokenArray, Tokens
 KINDS = "conversations"
 CUT = "cut"
 OPEN = "answers"
+ASKED = "beside answers"
+NOTHING = "answers that say nothing"
 DATE = "date"
 USUAL_DATE = date(2024, 7, 26)
 """What templates of Llama 3 write where they are told no other and have no clock."""
-VERSION = 7
+VERSION = 9
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
@@ -107,6 +109,10 @@ class ChatTokens(Tokens):
         self._count_unwritten(render, parts, found.text, row, tally)
         if found.lost:
             tally[f"{LEFT_OUT}: answers that the template writes otherwise before later turns"] += found.lost
+        if found.marked:
+            tally[f"{ASKED}: messages"] += found.marked
+        if found.empty:
+            tally[f"{NOTHING}: all"] += found.empty
         return (found,)
 
     def _joined(self, some: tuple[Rendered, ...], tally: Counter[str]) -> TokenArray:
@@ -149,7 +155,7 @@ class ChatTokens(Tokens):
             try:
                 template = tokenizer.get_chat_template(tools=tools)
                 template = _stopped_clock(self.day or USUAL_DATE) + template if asks_for_date else template
-                return tokenizer.apply_chat_template(
+                text = tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
                     chat_template=template,
@@ -157,6 +163,7 @@ class ChatTokens(Tokens):
                     add_generation_prompt=asks,
                     **options,
                 )
+                return text if asks else text.removesuffix(always_prompt(tokenizer, template, self.stops))
             except Exception as error:  # a template is a program of somebody's
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise BadRow(f"is refused by the chat template of the tokenizer {self.name}: {why}") from error
@@ -214,7 +221,8 @@ class ChatTokens(Tokens):
             tally[f"{CUT}: after {self.sequence:,} tokens"] += 1
             ids, counted = ids[: self.sequence], counted[: self.sequence]
         if not counted[1:].any():
-            tally[f"{LEFT_OUT}: conversations without an answer within {self.sequence:,} tokens"] += 1
+            lacks = f"within {self.sequence:,} tokens" if one.answers else "that is to be learnt"
+            tally[f"{LEFT_OUT}: conversations without an answer {lacks}"] += 1
             return np.zeros(0, np.uint32)
         return np.where(counted, ids, ids + self.vocabulary).astype(np.uint32)
 
@@ -231,6 +239,22 @@ def _stopped_clock(day: date) -> str:
     codes = [f"%{fill}{letter}" for fill in ("", "-") for letter in "aAbBcdDeFGgHIjklmMnpPrRsSTuUVwWxXyYzZ"]
     values = "".join(f" | replace({code!r}, {day.strftime(code)!r})" for code in [*codes, "%%"])
     return "{% macro " + _CLOCK + "(format) %}{{ format" + values + " }}{% endmacro %}\n"
+
+
+@lru_cache(4)
+def always_prompt(tokenizer: Any, template: str, stops: tuple[int, ...]) -> str:
+    """With what a template asks the model where it is not to, too."""
+
+    def render(messages: Sequence[Message], asks: bool) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages), chat_template=template, tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # as above
+            raise BadRow(str(error)) from error
+
+    ends = [tokenizer.eos_token or "", *tokenizer.convert_ids_to_tokens(stops)]
+    return asks_always(render, ends, [*_special(tokenizer).values()])
 
 
 @lru_cache(2)

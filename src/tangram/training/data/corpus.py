@@ -22,7 +22,7 @@ import numpy as np
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan, SourcePlan
-from tangram.training.data.chat import CUT, DATE, KINDS, OPEN
+from tangram.training.data.chat import ASKED, CUT, DATE, KINDS, NOTHING, OPEN
 from tangram.training.data.files import LEFT_OUT, TAKEN, Files, in_words, list_files
 from tangram.training.data.samples import Split
 from tangram.training.data.sources import EMPTY, READING, Document, documents
@@ -295,11 +295,12 @@ def _contents(split: Split) -> list[bytes]:
 
 def _read(store: TokenStore, data: DataPlan) -> str:
     """What was counted while the tokens of a source were made, as one line."""
-    counts: dict[str, Counter[str]] = {key: Counter() for key in (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN, DATE)}
+    all_keys = (TAKEN, LEFT_OUT, SPECIAL, KINDS, CUT, OPEN, NOTHING, ASKED, DATE)
+    counts: dict[str, Counter[str]] = {key: Counter() for key in all_keys}
     for key, number in store.tally.items():
         what, _, which = key.partition(": ")
         counts[what][which] = number
-    taken, left_out, special, kinds, cut, without_end, days = counts.values()
+    taken, left_out, special, kinds, cut, without_end, nothing, asked, days = counts.values()
     documents = sum(len(split.end_D) for split in store.splits)
     words = [f"{taken.total():,} taken ({in_words(taken)}), {documents:,} documents"]
     words += [f"each of {kind}" for kind in kinds]
@@ -310,6 +311,12 @@ def _read(store: TokenStore, data: DataPlan) -> str:
             f"{without_end.total():,} answers end without a special token, so the model is not taught where to stop: "
             "let the chat template end them with one"
         )
+    if nothing:
+        words.append(
+            f"{nothing.total():,} answers say nothing, which is learnt: leave their rows out if it is not meant"
+        )
+    if asked:
+        words.append(f"in the loss beside answers, as they are marked: {in_words(asked)}")
     if left_out:
         words.append(f"left out: {in_words(left_out)}")
     if special:

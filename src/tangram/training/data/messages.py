@@ -32,7 +32,7 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
     refuse_images(row)
     for key in ("messages", "conversations"):
         if key in row:
-            return "messages", behind_system(row, messages_of(row[key], key))
+            return "messages", behind_system(row, _masked(row, messages_of(row[key], key)))
     if "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -189,6 +189,22 @@ def messages_of(value: Any, key: str) -> list[Message]:
 def is_learnt(message: Message) -> bool:
     """Whether a message may be in the loss, by what it says of itself."""
     return all(message.get(key, 1) != 0 for key in _LEARNT)
+
+
+def is_to_learn(message: Message) -> bool:
+    """Whether a message that is no answer says of itself that it is to be learnt; "weight" is of answers alone."""
+    return message["role"] != "assistant" and is_learnt(message) and any(message.get(key) == 1 for key in _LEARNT[1:])
+
+
+def _masked(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Messages, those marked that `loss_mask` beside them has a 0 for. Raises BadRow."""
+    mask: Any = parsed(row.get("loss_mask"), "loss_mask")
+    if mask is None:
+        return messages
+    numbers = cast("list[Any]", mask) if isinstance(mask, list) else []
+    if len(numbers) != len(messages) or any(one not in (0, 1) for one in numbers):
+        raise BadRow(f'has a "loss_mask" that is no list of a 0 or 1 for each of its {len(messages)} messages')
+    return [one if number else {**one, "loss_mask": 0} for one, number in zip(messages, numbers, strict=True)]
 
 
 def _text_of(content: Any) -> Any:

@@ -29,13 +29,14 @@ from tangram.training.data.messages import (
     behind_system,
     history_of,
     is_learnt,
+    is_to_learn,
     messages_of,
     question_of,
     refuse_images,
 )
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
-VERSION = ["pairs", 5]
+VERSION = ["pairs", 6]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
 _COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
@@ -146,7 +147,7 @@ def _is_good(row: dict[str, Any]) -> bool:
 
 def labelled_tokens(tokens: Tokens, data: DataPlan) -> LabelledTokens:
     """The tokens of answers with labels. Raises UserError as `pair_tokens`."""
-    return with_template(LabelledTokens, tokens, data, ["labelled", 4])
+    return with_template(LabelledTokens, tokens, data, ["labelled", 5])
 
 
 def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
@@ -180,6 +181,8 @@ def pair_of(row: dict[str, Any], sides: Sequence[str] = _SIDES, task: TaskName =
     if not history:
         raise BadRow("has answers that begin with different messages, and no prompt: give what they answer")
     history = behind_system(row, history)
+    if any(map(is_to_learn, history)):
+        raise BadRow("has a message that is to be learnt in its prompt: answers alone are compared")
     for one, key in zip(answers, sides, strict=True):
         if not one or one[0]["role"] != "assistant" or one[-1]["role"] != "assistant":
             raise BadRow(f'has no answer of the role "assistant" after the prompt as its "{key}"')

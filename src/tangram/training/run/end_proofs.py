@@ -39,6 +39,7 @@ from tangram.training.run.run_folder import near
 from tangram.training.state.build_model import build_unsharded
 from tangram.training.state.checkpointer import JobState, load
 from tangram.training.state.export_hf import GENERATION, export, no_progress_bars, owns_tokenizer
+from tangram.training.state.new_embedding_rows import rows_before
 from tangram.training.step.evaluate import evaluate_unsharded
 from tangram.training.step.objectives import objective_of
 
@@ -100,10 +101,14 @@ def prove(
     difference = same_logits(computed, plan, corpus, measured.probe)
     on_event(Note(f"reloaded   {words}; logits of a fixed batch differ by {difference:.1e}"))
     if plan.lora is not None:
-        save_adapters(model, out / ADAPTER, str(source.weights))
+        rows, before = cast(Any, model.config).get_text_config().vocab_size, rows_before(plan)
+        grown = before is not None and before < rows
+        save_adapters(model, out / ADAPTER, str(source.weights), tables=grown)
         merge_adapters(model)
         merged = same_logits(as_computed(model, plan), plan, corpus, measured.probe)
-        on_event(Note(f"adapters   {near(out / ADAPTER)}, as peft reads them; merged, logits differ by {merged:.1e}"))
+        beside = f" after resize_token_embeddings({rows})" if grown else ""
+        words = f"as peft reads them{beside}; merged, logits differ by {merged:.1e}"
+        on_event(Note(f"adapters   {near(out / ADAPTER)}, {words}"))
     on_event(Doing("exporting, and loading the export with transformers"))
     folder = out / "export"
     with exactly(model):  # transformers has no casts of attention

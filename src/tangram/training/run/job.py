@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tangram.checkpoint.conversion.adapter_config import made_beside
 from tangram.checkpoint.store.commits import read_marker
 from tangram.errors import UserError
 from tangram.hardware.host.machine import describe, versions
@@ -217,6 +218,9 @@ def show(chosen: ChosenPlan, ready: PreparedJob, resume: Path | None, on_event: 
     if has_dropout(ready.source.config):
         compiled = "; run.compile compiles nothing that draws" if plan.run.compile else ""
         on_event(Note(f"the model has dropout: its masks are those of one process, at any layout{compiled}"))
+    start = plan.lora.start if plan.lora is not None else None
+    if start is not None and (other := made_beside(Path(start), Path(str(plan.model.path)))):
+        on_event(Note(other))
 
 
 def reading(plan: Plan, corpus: Corpus) -> dict[str, str]:

@@ -104,9 +104,8 @@ def vocabulary(model: nn.Module) -> set[str]:
 def untrained_rows(model: nn.Module, plan: Plan, vocabulary_size: int) -> str | None:
     """A sentence where adapters leave the rows of tokens that the directory has not, of as many as the tokenizer makes,
     as they begin, all alike."""
-    if plan.lora is None or plan.model.path is None or "vocab_size" not in plan.model.change:
+    if plan.lora is None or (stored := rows_before(plan)) is None:
         return None
-    stored = cast(Any, read_source(None, plan.model.path, {}).config).get_text_config().vocab_size
     own, names = dict(model.named_parameters()), vocabulary(model)  # of what is tied `own` has the first name alone
     frozen = [name for name in own if name in names and not own[name].requires_grad]
     if vocabulary_size <= stored or not frozen:
@@ -117,6 +116,13 @@ def untrained_rows(model: nn.Module, plan: Plan, vocabulary_size: int) -> str | 
         f"new rows   of {vocabulary_size - stored} tokens in {' and '.join(frozen)} are not trained and stay alike: "
         f"{modules if names <= own.keys() else tied}, if the data have these tokens"
     )
+
+
+def rows_before(plan: Plan) -> int | None:
+    """How many rows the directory has, of a plan that may ask for more; None of others."""
+    if plan.model.path is None or "vocab_size" not in plan.model.change:
+        return None
+    return cast(Any, read_source(None, plan.model.path, {}).config).get_text_config().vocab_size
 
 
 def reading(read: Callable[[Hashable, str], Tensor]) -> Callable[[Hashable, str], Tensor]:
