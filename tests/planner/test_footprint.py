@@ -72,8 +72,8 @@ def test_the_peak_is_that_of_the_closed_form(
         assert peak <= need * 1.15  # a pipeline that is not filled; the closed form takes it as full
     elif schedule in ("ZBVZeroBubble", "DualPipeV") and (
         one.ahead[0] or one.behind[0] or outline.layers % chunks or len(outline.runs) > 1
-    ):  # chunks unlike each other: the closed form takes their mean
-        assert need * 0.85 <= peak <= need * 1.1
+    ):  # chunks unlike each other: the closed form takes their mean: a sixth too little with two layers more ahead
+        assert need * 0.85 <= peak <= need * 1.2
     elif schedule == "InterleavedZeroBubble" and one.virtual[0] > 1:
         assert need * 0.9 <= peak <= need * (1 + 1e-9)  # which virtual stage the loss is beside is not known
     else:

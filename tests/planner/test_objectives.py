@@ -272,7 +272,7 @@ def largest_first(found: list[int], _: Aim) -> list[int]:
 
 def test_a_longest_step_that_is_too_short_loses_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted mistake: sizes are given up too early, and the comparison above would show it."""
-    short = replace(objective("per-device"), longest=lambda terms, devices, bar: 0.3 * bar * terms.tokens / devices)
+    short = replace(objective("per-device"), longest=lambda terms, devices, bar: 0.05 * bar * terms.tokens / devices)
     ask = replace(ASK, devices=64, memory=0.0, most=1)
     terms = Terms(ask.tokens)
     right = best(DENSE, CLUSTER, ask, aim_of("per-device", terms), what_if=False).choices
