@@ -62,7 +62,7 @@ def test_the_best_cut_is_that_of_trying_all(
     needs = memory(MODELS[at], rows, SETTING).device
     limit = float(np.quantile(needs, room))
     tried, found, _ = both(at, limit, most, scales, rows)
-    assert found.step.tolist() == tried.step.tolist()
+    np.testing.assert_allclose(found.step, tried.step, rtol=1e-12)  # sums in another order
     fits = np.isfinite(found.step)
     assert (found.need[fits] <= limit).all()
     assert (memory(MODELS[at], found.grid, SETTING).device[fits] <= limit).all()
