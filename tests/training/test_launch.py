@@ -180,7 +180,7 @@ def test_who_is_asked_to_stop_as_a_rank_was_just_lost_says_so() -> None:
     def hear(event: object) -> None:
         seen.append(event)
         if event == 0:
-            while _runs(str(ranks[1])):
+            while Path(f"/proc/{ranks[1]}").exists():  # until its last thread has ended, and with it its pipe
                 time.sleep(0.01)
         if event == 8:
             signal.raise_signal(signal.SIGTERM)
