@@ -83,6 +83,24 @@ MUTANTS: tuple[Mutant, ...] = (
         (_RUN + "where_the_time_is_spent_when_a_rank_is_lost_nothing_more_is_trained",),
     ),
     Mutant(
+        "a-wish-that-comes-too-late", "training/run/launch.py",
+        "if job.failures:  # what", "if not job.failures:  # what",
+        "who is asked to stop while the ranks of a failure are ended starts others and trains on",
+        ("tests/training/test_launch.py::test_who_is_asked_to_stop_as_a_rank_was_just_lost_says_so",),
+    ),
+    Mutant(
+        "waits-for-who-is-stopped", "training/run/fork_server.py",
+        "    _wake()\n    process.join()", "    process.join()",
+        "a launcher waits for ever, and hears no signal, for the end of ranks whose fork server is stopped",
+        ("tests/training/test_launch.py::test_a_fork_server_that_is_stopped_holds_nobody_up",),
+    ),
+    Mutant(
+        "forks-from-who-is-stopped", "training/run/fork_server.py",
+        "    _wake()\n    context", "    context",
+        "a launcher waits for ever for ranks of a fork server that is stopped",
+        ("tests/training/test_launch.py::test_a_fork_server_that_is_stopped_holds_nobody_up",),
+    ),
+    Mutant(
         "another-rank-another-error", "resilience/policy.py",
         're.sub(r"\\d[\\d.,]*", "0", self.words)', "self.words",
         "what runs out of memory again is another error, as it had some bytes more",

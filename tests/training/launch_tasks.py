@@ -104,6 +104,25 @@ def lose_fork_server(rank: Rank, payload: None) -> None:
     time.sleep(600)
 
 
+def stop_fork_server(rank: Rank, how: str) -> None:
+    """The process that ranks are forked from is stopped, and then the rank ends."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    if how == "ValueError":
+        raise ValueError("first")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after_much_was_told(rank: Rank, payload: None) -> None:
+    """Rank 1 is killed, and rank 0 has told of more by then than its parent has heard."""
+    if rank.index == 0:
+        for number in range(9):
+            rank.emit(number)
+    dist.barrier()
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
 def abort_at_exit(rank: Rank, payload: None) -> None:
     """The interpreter's own end would abort, as threads of torch make it do now and then."""
     print(f"rank {rank.index} prints", end="")

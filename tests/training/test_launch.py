@@ -1,17 +1,22 @@
 """Ranks start, talk and end together; whatever ends one ends all, soon, with its name."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tangram.errors import UserError
 from tangram.tracing.settings import TraceSettings
+from tangram.training.observe.events import StopRequested
 from tangram.training.run import launch
 from tangram.training.run.environment import refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
@@ -21,11 +26,13 @@ from tests.training.launch_tasks import (
     add_up,
     be_slow,
     count_frozen,
+    die_after_much_was_told,
     diverge,
     fail,
     hang,
     lose_fork_server,
     ready_to_give_way,
+    stop_fork_server,
 )
 
 SOON = 30.0  # seconds, of which nearly all is the start of two processes on a busy machine
@@ -163,6 +170,40 @@ def test_ranks_whose_fork_server_was_killed_are_ended_all_the_same() -> None:
         time.sleep(0.05)
     assert [rank for rank in ranks if _runs(rank)] == []
     assert run_ranks(add_up, 10, world=2, on_event=print, device="cpu") == [21, 21]  # another fork server is started
+
+
+def test_who_is_asked_to_stop_as_a_rank_was_just_lost_says_so() -> None:
+    """It is no longer passed on to ranks, and nobody knew of it: other ranks were started and trained on."""
+    ranks: list[int] = []
+    seen: list[object] = []
+
+    def hear(event: object) -> None:
+        seen.append(event)
+        if event == 0:
+            while Path(f"/proc/{ranks[1]}").exists():  # until its last thread has ended, and with it its pipe
+                time.sleep(0.01)
+        if event == 8:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(RankError, match="rank 1 of 2 ended the job: killed"):
+        run_ranks(die_after_much_was_told, None, world=2, on_event=hear, device="cpu", on_start=ranks.extend)
+    assert [type(event) for event in seen] == [int] * 9 + [StopRequested]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked")
+@pytest.mark.parametrize("how", ["killed", "ValueError"])
+def test_a_fork_server_that_is_stopped_holds_nobody_up(how: str) -> None:
+    """As of Ctrl-Z where the launcher alone is continued: it waited for ever, and heard no signal meanwhile."""
+    assert run_ranks(add_up, 10, world=1, on_event=print, device="cpu") == [10]
+    server: int = cast(Any, multiprocessing.forkserver)._forkserver._forkserver_pid
+    late = threading.Timer(SOON, os.kill, (server, signal.SIGCONT))
+    late.start()
+    with pytest.raises(RankError, match=f"rank 0 of 1 ended the job: {how}"):
+        run_ranks(stop_fork_server, how, world=1, on_event=print, device="cpu")
+    os.kill(server, signal.SIGSTOP)
+    assert run_ranks(add_up, 10, world=1, on_event=print, device="cpu") == [10]
+    assert not late.finished.is_set(), "nobody else has woken it"
+    late.cancel()
 
 
 def test_a_killed_parent_leaves_no_orphan() -> None:

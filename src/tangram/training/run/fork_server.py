@@ -25,6 +25,7 @@ from collections.abc import Generator, Mapping
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,9 +53,24 @@ def context_of_ranks() -> ForkServerContext | SpawnContext:
     settle_temporary_folder()
     if not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
+    _wake()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def join(process: BaseProcess) -> None:
+    """Wait for the end of a rank, of which the process that it was forked from tells."""
+    _wake()
+    process.join()
+
+
+def _wake() -> None:
+    """Continue the process that ranks are forked from, should it have been stopped: as of Ctrl-Z, where the launcher
+    alone was continued. Whoever waits for its answer hears no signal."""
+    if server := cast(Any, multiprocessing.forkserver)._forkserver._forkserver_pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGCONT)
 
 
 def settle_temporary_folder() -> None:

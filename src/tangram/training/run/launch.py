@@ -46,6 +46,7 @@ from tangram.training.run.fork_server import (
     end_with_parent,
     fork_spare,
     give_way_in_memory,
+    join,
     signals_deferred,
 )
 from tangram.training.run.signals import POLITE, UNKNOWN, How, Stop, death, first_line, interrupt, on_signals
@@ -190,7 +191,7 @@ class _Job(Generic[Result]):
     def _hang_up(self, line: Connection, rank: int) -> None:
         """The rank's process has ended; without a result or an error of its own it was killed."""
         del self.lines[line]
-        (process := self.processes[rank]).join()
+        join(process := self.processes[rank])
         if rank not in self.results and rank not in self.failures:
             # No last words: nothing inside Python raised, so no other rank's error can have caused it. Hence "first".
             words, how = death(process.exitcode, memory=memory_kills() > self.kills)
@@ -232,7 +233,7 @@ class _Job(Generic[Result]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(cast(int, process.pid), signal.SIGKILL)
         for process in self.processes.values():
-            process.join()
+            join(process)
 
 
 def run_ranks(
@@ -292,6 +293,8 @@ def run_ranks(
             _raise_first(job, on_event, among.world)
         finally:
             job.end()
+            if job.failures:  # what came too late to be passed on is for whoever would start other ranks
+                job.listen(on_event, 0)
     return [job.results[index] for index in among.ranks]
 
 
@@ -374,20 +377,17 @@ def _store(start: _Start) -> dist.Store:
     among = start.among
     if not among.prefix:
         return dist.FileStore(str(start.store), among.world)
-    host, port = among.address
-    return dist.PrefixStore(among.prefix, dist.TCPStore(host, port, is_master=False))
+    return dist.PrefixStore(among.prefix, dist.TCPStore(*among.address, is_master=False))
 
 
 def _send(line: Connection, message: object) -> None:
-    """Send the bytes themselves: `Connection.send` gives tensors as memory that the parent fetches from this process,
-    which may have ended by then."""
+    """The bytes themselves: `Connection.send` gives tensors as memory of this process, which may have ended by then."""
     line.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def _leave_together(met: dist.Store, index: int, world: int) -> None:
     """Wait until every rank is done with its task: one that is gone breaks what the others still do with its
-    connections, as a message on its way. Where one of them fails, the parent ends this one: hence a wait of any length.
-    """
+    connections, as a message on its way. Where one of them fails, the parent ends this one: hence no limit."""
     met.set(f"done/{index}", "")
     met.wait([f"done/{rank}" for rank in range(world)], timedelta(days=365))
 
