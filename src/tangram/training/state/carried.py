@@ -11,7 +11,6 @@ beside. Quantised ones stay behind: the configuration of an export in plain numb
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +18,7 @@ from typing import Any, cast
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  typed in part
 from torch import nn
 
+from tangram.checkpoint.conversion.beside_text import stems
 from tangram.checkpoint.formats.common.config_json import CONFIG, is_quantised
 from tangram.checkpoint.formats.huggingface import INDEX, has_weights, mapped_reader, read_index
 from tangram.models.building.conversions import read_conversion
@@ -38,7 +38,7 @@ class Carried:
     def words(self) -> str:
         """Where they are; empty for none."""
         parts = [
-            f"{len(some)} tensors of {', '.join(_stems(some))} {what}"
+            f"{len(some)} tensors of {', '.join(stems(some))} {what}"
             for some, what in (
                 (self.names, "are not trained here and go along"),
                 (self.behind, "are quantised and stay behind"),
@@ -86,13 +86,3 @@ def with_towers(written: bytes, folder: Path) -> bytes:
         return written
     own = {key: value for key, value in text.items() if key not in ("architectures", "transformers_version")}
     return json.dumps({**cast("dict[str, Any]", before), "text_config": own}, indent=2).encode()
-
-
-def _stems(names: Collection[str]) -> Sequence[str]:
-    """The modules that many names are in: `model.visual.*`, `mtp.*`, and a layer with its number."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        length = 3 if parts[:2] == ["model", "layers"] else 2 if parts[0] == "model" else 1
-        found[".".join([*parts[:length], "*"])] = None
-    return [*found]
