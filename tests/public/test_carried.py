@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma4Config, PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
@@ -137,8 +137,11 @@ def test_text_converted_beside_its_directory_is_all_of_it(
     It is what the run's export is, bit for bit; without the directory's weights no half of a model is written.
     """
     model = trained(sees)
+    (tmp_path / "text").mkdir()
+    save_model(
+        model, str(tmp_path / "text" / "model.safetensors"), metadata={"format": "pt"}
+    )  # by the class's own names
     export(model, tmp_path / "export", BYTES, read_source(None, str(sees), {}))
-    model.save_pretrained(tmp_path / "text")
     shutil.copytree(sees, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     convert = ["checkpoint", "convert"]
     saved, made = str(tmp_path / "saved"), tmp_path / "made"
