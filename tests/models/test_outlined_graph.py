@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from tangram.errors import UserError
 from tangram.models.building.build import build_on_meta
 from tangram.models.capturing.capture import capture
-from tangram.models.capturing.fold import folded
+from tangram.models.capturing.fold import folded, kinds_of
 from tangram.models.capturing.graph import Graph
-from tangram.models.capturing.once import kinds_of
 from tangram.models.outlines.costs import ModelCosts, block_names, costs
 from tangram.models.outlines.outline import Block, Group, Outline, decoder
 from tangram.models.outlines.outlined import captured, dims_of, outline_of

@@ -9,6 +9,7 @@ _UNSAID = "tests/checkpoint/test_families.py::test_a_type_of_model_says_what_its
 _FUSED = "tests/public/test_convert_names.py::test_experts_as_a_module_has_them"
 _WIDE = "tests/public/test_types.py::test_what_a_router_keeps_in_float32"
 _CARRIED = "tests/public/test_carried.py"
+_PUT_BACK = f"{_CARRIED}::test_text_converted_beside_its_directory_is_all_of_it"
 _AVERAGES = "tests/public/test_averages.py"
 
 # fmt: off
@@ -83,7 +84,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "codes-carried", "training/state/carried.py",
-        "Carried(folder, behind=tuple(names)) if quantised else", "Carried(folder, behind=tuple(names)) if False else",
+        "Carried(folder, tuple(plain), tuple(behind))", "Carried(folder, tuple(names))",
         "codes go along with a configuration in plain numbers", (_CARRIED,),
     ),
     Mutant(
@@ -100,5 +101,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "types-within", "training/run/resume.py",
         "return own | {name: _of_the_model(value) for name, value in within.items()}", "return own",
         "the type of weights in a configuration within another is taken for another model", (_CARRIED,),
+    ),
+    Mutant(
+        "tower-not-put-back", "checkpoint/conversion/configured.py",
+        "return part if beside is None else put_back(part, text, beside, notes)", "return part",
+        "a conversion beside a directory leaves what that has beside the text", (_PUT_BACK,),
+    ),
+    Mutant(
+        "text-by-its-own-names", "checkpoint/conversion/beside_text.py",
+        "_joined(_named_as(source, found), whole, frozenset(beside))", "_joined(source, whole, frozenset(beside))",
+        "the text has not the names of the directory beside its tower", (_PUT_BACK,),
+    ),
+    Mutant(
+        "half-of-a-model", "checkpoint/conversion/configured.py",
+        "        if beside is None:\n", "        if False:\n",
+        "the text alone is written with a configuration of text and tower", (_PUT_BACK,),
     ),
 )

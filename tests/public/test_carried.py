@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma4Config, PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
 
 from tangram.cli import main
 from tangram.models.building.build import read_source
-from tangram.models.building.towers import beside_text
 from tangram.training.data import BYTES
 from tangram.training.state.carried import carried_by
 from tangram.training.state.export_hf import export
+from tangram.training.trials.local_plans import beside_text
 from tests.planner.test_per_layer_fields import TOWER, text
 from tests.training.small import write_text
 
@@ -68,7 +69,7 @@ def test_an_export_is_all_that_the_directory_was(sees: Path, tmp_path: Path, siz
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", _in_files_of(PreTrainedModel.save_pretrained, size))
     for _ in range(2):
         words = export(model, tmp_path, BYTES, read_source(None, str(sees), {}))
-    assert words == "35 tensors of model.visual.*, mtp.* are not trained here and go along"
+    assert words == "35 tensors of model.visual.*, mtp.* not trained here, which go along"
     after = tensors(tmp_path)
     assert after.keys() == before.keys()
     same = {name for name, one in before.items() if torch.equal(one, after[name])}
@@ -102,12 +103,24 @@ def test_layers_behind_the_last_go_along_but_not_as_codes(tmp_path: Path) -> Non
     found = carried_by(model, tmp_path)
     assert found is not None
     assert found.names == tuple(more)
-    assert found.words() == "2 tensors of model.layers.46.* are not trained here and go along"
+    assert found.words() == "2 tensors of model.layers.46.* not trained here, which go along"
     more["model.layers.46.eh_proj.weight"] = torch.ones(4, 4).to(torch.float8_e4m3fn)
     save_file({**own, **more}, file, metadata={"format": "pt"})
+    save_file({**own, **{name: torch.ones(4, 4) for name in more}}, file, metadata={"format": "pt"})
+    model.save_pretrained(tmp_path / "text")
+    for source, to, also in (("text", "tangram", []), ("saved", "hf", ["--config", str(tmp_path)])):
+        target = tmp_path / {"tangram": "saved", "hf": "made"}[to]
+        assert main(["checkpoint", "convert", str(tmp_path / source), str(target), "--to", to, *also]) == 0
+    assert tensors(tmp_path / "made").keys() == {*own, *more}
+    save_file({**own, **more}, file, metadata={"format": "pt"})
     words = export(model, tmp_path / "out", BYTES, read_source(None, str(tmp_path), {}))
-    assert words == "2 tensors of model.layers.46.* are quantised and stay behind"
+    assert words == "2 tensors of model.layers.46.* quantised, which stay behind"
     assert tensors(tmp_path / "out").keys() == own.keys()
+    plain = {"model.layers.92.eh_proj.weight": torch.ones(4, 4)}
+    save_file({**own, **more, **plain}, file, metadata={"format": "pt"})
+    words = export(model, tmp_path / "out", BYTES, read_source(None, str(tmp_path), {}))
+    assert words.startswith("1 tensor of model.layers.92.* not trained here, which go along; 2 tensors of")
+    assert tensors(tmp_path / "out").keys() == {*own, *plain}
 
 
 def test_masks_that_old_models_kept_are_nothing_to_carry(tmp_path: Path) -> None:
@@ -118,6 +131,35 @@ def test_masks_that_old_models_kept_are_nothing_to_carry(tmp_path: Path) -> None
     mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)}
     save_file({**load_file(file), **mask}, file, metadata={"format": "pt"})
     assert carried_by(model, tmp_path) is None
+
+
+@pytest.mark.parametrize("between", ["tangram", "dcp"])
+def test_text_converted_beside_its_directory_is_all_of_it(
+    between: str, sees: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#5817: of a Qwen3.5 trained on text its configuration goes on to speak of the tower.
+
+    It is what the run's export is, bit for bit; without the directory's weights no half of a model is written.
+    """
+    model = trained(sees)
+    (tmp_path / "text").mkdir()
+    save_model(
+        model, str(tmp_path / "text" / "model.safetensors"), metadata={"format": "pt"}
+    )  # by the class's own names
+    export(model, tmp_path / "export", BYTES, read_source(None, str(sees), {}))
+    shutil.copytree(sees, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    convert = ["checkpoint", "convert"]
+    saved, made = str(tmp_path / "saved"), tmp_path / "made"
+    assert main([*convert, str(tmp_path / "text"), saved, "--to", between]) == 0
+    assert main([*convert, saved, str(made), "--to", "hf", "--config", str(tmp_path / "bare")]) != 0
+    assert "the weights are of Qwen3_5ForCausalLM, which is not all of" in capsys.readouterr().err
+    assert main([*convert, saved, str(made), "--to", "hf", "--config", str(sees)]) == 0
+    assert "taken from sees0 as they are there: 35 tensors of model.visual.*, mtp.*" in capsys.readouterr().out
+    right, got = tensors(tmp_path / "export"), tensors(made)
+    assert right.keys() == got.keys()
+    assert not [name for name, one in right.items() if not torch.equal(one, got[name])]
+    _, report = AutoModelForImageTextToText.from_pretrained(made, output_loading_info=True)
+    assert not report["missing_keys"]
 
 
 JOB = """

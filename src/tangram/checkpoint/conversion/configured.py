@@ -14,16 +14,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tangram.checkpoint.conversion.beside_text import put_back
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.formats.common.config_json import EMBEDDINGS, HEADS
 from tangram.checkpoint.formats.common.model_part import leads, most_likely, only
 from tangram.checkpoint.formats.common.opened import OpenCheckpoint
 from tangram.checkpoint.formats.common.optimiser_names import named_without, renamed, split
 from tangram.checkpoint.formats.common.outgoing import boxes
+from tangram.checkpoint.formats.huggingface import has_weights
 from tangram.checkpoint.store.manifest import DTYPES
 from tangram.errors import UserError
 from tangram.layout import Region
@@ -57,11 +60,18 @@ class Fitted:
     notes: tuple[str, ...]
 
 
-def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool, own: bool = False) -> Fitted:
+def fitted(
+    source: OpenCheckpoint,
+    config: Mapping[str, Any] | None,
+    check: bool,
+    own: bool = False,
+    folder: Path | None = None,
+) -> Fitted:
     """A checkpoint as its configuration has it. `check`: hold the names to it, where it is to say what they are.
 
-    `own`: the configuration lies in the checkpoint, so what it contradicts was there before, and is told. Raises
-    UserError where the names are another model's, or tied tensors differ.
+    `own`: the configuration lies in the checkpoint, so what it contradicts was there before, and is told. `folder`:
+    where it lies else, with what was not trained perhaps. Raises UserError where the names are another model's, or
+    tied tensors differ.
     """
     notes: list[str] = []
     source = _without_derived(source, notes)
@@ -71,7 +81,7 @@ def fitted(source: OpenCheckpoint, config: Mapping[str, Any] | None, check: bool
     model = _declared(config) if check else None
     if model is not None:
         try:
-            source = _named_by(source, model)
+            source = _put_back(source, model, config, folder, notes)
             notes += [] if own else _together(source, model)
         except UserError as error:
             if not own:
@@ -89,6 +99,31 @@ def _declared(config: Mapping[str, Any]) -> Any:
     from tangram.models.building.build import declared_on_meta  # loads transformers
 
     return declared_on_meta(config)
+
+
+def _put_back(
+    source: OpenCheckpoint, model: Any, config: Mapping[str, Any], folder: Path | None, notes: list[str]
+) -> OpenCheckpoint:
+    """The part of a checkpoint that is a configuration's model, or the text of it beside a directory with the rest."""
+    beside = folder if folder is not None and source.format != "hf" and has_weights(folder) else None
+    try:
+        part, text = _named_by(source, model), model
+    except UserError:
+        text = _declared({**config, "architectures": None})
+        if text is None or type(text) is type(model):
+            raise
+        try:
+            part = _named_by(source, text)
+        except UserError:
+            part = None
+        if part is None:
+            raise
+        if beside is None:
+            raise UserError(
+                f"the weights are of {type(text).__name__}, which is not all of the configuration's "
+                f"{type(model).__name__}: give as --config DIR the one that training began from, with its weights"
+            ) from None
+    return part if beside is None else put_back(part, text, beside, notes)
 
 
 def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:

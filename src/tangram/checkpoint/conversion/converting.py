@@ -131,7 +131,7 @@ def _is_named_as_configured(opened: OpenCheckpoint, options: ConvertOptions) -> 
     model = model_of(opened)[0]
     try:
         config = config_of(small_of(options.config) if options.config else opened.small)
-        return fitted(model, config, True).source.specs.keys() == model.specs.keys()
+        return fitted(model, config, True, folder=options.config).source.specs.keys() == model.specs.keys()
     except UserError:
         return False
 
@@ -156,7 +156,9 @@ def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> Prepare
     notes: tuple[str, ...] = ()
     if options.mapping is None and (names := structure_of(source)) in FITTED:
         own = source.format == "hf" and options.config is None
-        fit = fitted(source, config_of(small) if names == "hf" else None, names == "hf" and to == "hf", own)
+        fit = fitted(
+            source, config_of(small) if names == "hf" else None, names == "hf" and to == "hf", own, options.config
+        )
         source, notes = fit.source, fit.notes
     for folder, weight in options.adapters:
         tensors = inner.tensors if inner else None

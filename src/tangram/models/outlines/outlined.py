@@ -37,9 +37,8 @@ from tangram.models.building.fields import of_layer, varies
 from tangram.models.building.quantised import kept_of
 from tangram.models.building.strict import refuse_strange
 from tangram.models.capturing.capture import CaptureError, capture, quiet
-from tangram.models.capturing.fold import folded
+from tangram.models.capturing.fold import folded, kinds_of, run_once
 from tangram.models.capturing.graph import Graph
-from tangram.models.capturing.once import kinds_of, run_once
 from tangram.models.outlines.catalogue import in_catalogue, no_model
 from tangram.models.outlines.costs import block_names
 from tangram.models.outlines.images import USUAL_IMAGE, USUAL_IMAGES, Tower, tower_numbers, with_tower

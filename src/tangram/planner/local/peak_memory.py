@@ -270,7 +270,7 @@ STATES: Mapping[RuleName, Callable[[Plan, Parameter, int], float]] = {
 }
 """Numbers of the type of masters that a rank keeps of a parameter; of codes bytes."""
 ROUNDED_BYTES: Mapping[RuleName, float] = {
-    "adamw": 20.0, "adamw-8bit": 9.25, "sgd": 8.0, "sgd-momentum": 12.0, "adafactor": 8.0, "muon": 20.0,
+    "adamw": 20.0, "adamw-8bit": 10.25, "sgd": 8.0, "sgd-momentum": 12.0, "adafactor": 8.0, "muon": 20.0,
 }  # fmt: skip
 """For each number, while it and its states are in float32 to be rounded stochastically: counted on a CPU."""
 

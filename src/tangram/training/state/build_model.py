@@ -16,7 +16,7 @@ from tangram.models.building.build import Source, build_on_meta, read_source
 from tangram.models.building.fields import by_layer
 from tangram.models.building.initial import initial_tensors
 from tangram.models.capturing.attention import by_tokens, by_torch
-from tangram.models.capturing.once import kinds_of, run_once
+from tangram.models.capturing.fold import kinds_of, run_once
 from tangram.models.outlines.costs import block_names
 from tangram.planner.local.own_rules import define_operators
 from tangram.schema.job import Job

@@ -11,7 +11,8 @@ beside. Quantised ones stay behind: the configuration of an export in plain numb
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +20,11 @@ from typing import Any, cast
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  typed in part
 from torch import nn
 
-from tangram.checkpoint.formats.common.config_json import CONFIG, is_quantised
+from tangram.checkpoint.conversion.beside_text import plain_and_quantised, stems
+from tangram.checkpoint.formats.common.config_json import CONFIG
 from tangram.checkpoint.formats.huggingface import INDEX, has_weights, mapped_reader, read_index
 from tangram.models.building.conversions import read_conversion
+from tangram.training.observe.text_tables import count
 
 _NONE: tuple[str, ...] = ()
 
@@ -38,10 +41,10 @@ class Carried:
     def words(self) -> str:
         """Where they are; empty for none."""
         parts = [
-            f"{len(some)} tensors of {', '.join(_stems(some))} {what}"
+            f"{count(len(some), 'tensor')} of {', '.join(stems(some))} {what}"
             for some, what in (
-                (self.names, "are not trained here and go along"),
-                (self.behind, "are quantised and stay behind"),
+                (self.names, "not trained here, which go along"),
+                (self.behind, "quantised, which stay behind"),
             )
             if some
         ]
@@ -50,14 +53,17 @@ class Carried:
 
 def carried_by(model: nn.Module, folder: Path | None) -> Carried | None:
     """What the directory `folder` has for no part of a model, as its class says; None where there is nothing."""
-    if folder is None or not has_weights(folder):
+    patterns = [*cast("Iterable[str]", getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    if folder is None or not patterns or not has_weights(folder):
         return None
     specs = read_index(folder).specs
-    names = read_conversion(model, {name: spec.shape for name, spec in specs.items()}).beside
+    # Of these alone: how the others are made is asked where they are loaded, and codes are undone there.
+    stored = {name: spec.shape for name, spec in specs.items() if any(re.search(one, name) for one in patterns)}
+    names = read_conversion(model, stored).beside
     if not names:
         return None
-    quantised = is_quantised({name: specs[name] for name in names})
-    return Carried(folder, behind=tuple(names)) if quantised else Carried(folder, tuple(names))
+    plain, behind = plain_and_quantised(names, specs)
+    return Carried(folder, tuple(plain), tuple(behind))
 
 
 def carry(carried: Carried, folder: Path) -> None:
@@ -65,9 +71,9 @@ def carry(carried: Carried, folder: Path) -> None:
     read, own = mapped_reader(carried.folder), read_index(folder)
     homes = {piece.tensor: piece.place for piece in read_index(carried.folder).pieces}
     files = sorted({str(piece.place) for piece in own.pieces})
-    count = len(files) + 1
-    numbered = {file: f"model-{at:05d}-of-{count:05d}.safetensors" for at, file in enumerate(files, 1)}
-    last = f"model-{count:05d}-of-{count:05d}.safetensors"
+    number = len(files) + 1
+    numbered = {file: f"model-{at:05d}-of-{number:05d}.safetensors" for at, file in enumerate(files, 1)}
+    last = f"model-{number:05d}-of-{number:05d}.safetensors"
     for file, name in numbered.items():
         (folder / file).rename(folder / name)
     save_file({name: read(homes[name], name) for name in carried.names}, folder / last, metadata={"format": "pt"})
@@ -86,13 +92,3 @@ def with_towers(written: bytes, folder: Path) -> bytes:
         return written
     own = {key: value for key, value in text.items() if key not in ("architectures", "transformers_version")}
     return json.dumps({**cast("dict[str, Any]", before), "text_config": own}, indent=2).encode()
-
-
-def _stems(names: Collection[str]) -> Sequence[str]:
-    """The modules that many names are in: `model.visual.*`, `mtp.*`, and a layer with its number."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        length = 3 if parts[:2] == ["model", "layers"] else 2 if parts[0] == "model" else 1
-        found[".".join([*parts[:length], "*"])] = None
-    return [*found]

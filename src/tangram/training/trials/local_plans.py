@@ -14,7 +14,6 @@ from tangram.errors import UserError
 from tangram.hardware.host.machine import pick_device, usable_cores
 from tangram.hardware.measuring.rates import Rates, rates
 from tangram.models.building.build import build_on_meta
-from tangram.models.building.towers import beside_text
 from tangram.models.capturing.attention import TOKENS, by_tokens, mode_of
 from tangram.models.outlines.outlined import FIELDS, int_field
 from tangram.planner.cost import history
@@ -75,7 +74,8 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     history, lost = _known()
     tokens = tokens_of(job)
     config, (rows, unread) = source_of(job, tokens).config, rows_of_steps(job, tokens)
-    job, beside = text_alone(job, build_on_meta(config))
+    wrapped = config.get_text_config() is not config
+    job, beside = text_alone(job, build_on_meta(config)) if wrapped else (job, ())
     device = pick_device(job.run.device, 0, 1).type
     found, one = rates(device, processes, anew=anew), rates(device, 1, anew=anew)
     counted = Counted(job, config, rows)
@@ -84,6 +84,16 @@ def planned(job: Job, processes: int, *, stages: int = 1, schedule: str = PIPELI
     here = here_of(found)
     ranking = by_history(Ranking(processes, ranked, alone, found), history, here, here_of(one))
     return Planned(replace(ranking, notes=(*ranking.notes, *lost, *unread, *beside)), here, history)
+
+
+def beside_text(model: nn.Module) -> list[str]:
+    """Patterns of the names of parameters that text alone does not reach, as `model.vision_tower.*`."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    base = getattr(model, prefix, None)
+    if not isinstance(base, nn.Module) or not isinstance(getattr(base, "language_model", None), nn.Module):
+        return []
+    others = (name for name, one in base.named_children() if name != "language_model" and [*one.parameters()])
+    return [f"{prefix}.{name}.*" for name in others]
 
 
 def text_alone(job: J, model: nn.Module) -> tuple[J, tuple[str, ...]]:
