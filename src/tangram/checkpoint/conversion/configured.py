@@ -12,7 +12,7 @@ Nothing is looked at in a model that transformers has no class for, nor where we
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tangram.checkpoint.conversion.beside_text import put_back
+from tangram.checkpoint.conversion.config_facts import facts
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.formats.common.config_json import EMBEDDINGS, HEADS
 from tangram.checkpoint.formats.common.model_part import leads, most_likely, only
@@ -74,7 +75,7 @@ def fitted(
     tied tensors differ.
     """
     notes: list[str] = []
-    source = _without_derived(source, notes)
+    source = _without_derived(source, config, notes)
     notes += _beside(source.specs)
     if config is None or "quantization_config" in config:
         return Fitted(source, tuple(notes))
@@ -128,25 +129,14 @@ def _put_back(
 
 def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
     """The part of a checkpoint that has the names of a configuration's model."""
-    from tangram.models.building.conversions import read_conversion
-
-    wanted = model.state_dict().keys()
     owners = split(source.specs, source.states)
     params = [name for name in source.specs if not owners[name][1]]
-    counts = {lead: sum(name.removeprefix(lead) in wanted for name in params if name.startswith(lead))
-              for lead in leads(params)}  # fmt: skip
-    most = max(counts.values())
-    if most > counts[""]:
-        near = most_likely([one for one in counts if 2 * counts[one] > most])
-        lead, *others = sorted(near, key=lambda one: -counts[one])
-        if others and counts[others[0]] == counts[lead]:
-            raise UserError(
-                f"the configuration's tensors are under {lead} and under {others[0]}: say which with --part {lead[:-1]}"
-            )
+    lead = _lead_of(model, {name: source.specs[name] for name in params})
+    if lead:
         own = {name for name in source.specs if owners[name][0].startswith(lead)}
         source = named_without(only(source, own), lead)
         params = [name.removeprefix(lead) for name in params if name.startswith(lead)]
-    found = read_conversion(model, {name: source.specs[name].shape for name in params})
+    found = _conversion(model, {name: source.specs[name] for name in params})
     if found.surplus:
         raise UserError(
             f"{len(found.surplus):,} of {len(params):,} names are not those of the configuration "
@@ -165,6 +155,41 @@ def _named_by(source: OpenCheckpoint, model: Any) -> OpenCheckpoint:
             f"transformers would draw them anew: {_some(missing)}; give the --config DIR of this model"
         )
     return source
+
+
+def _lead_of(model: Any, params: Mapping[str, TensorSpec]) -> str:
+    """What stands before the names of a configuration's model, be they those that its files have or those of the class.
+
+    One under which they are all there and nothing else is; else that under which most of the class's own are.
+    """
+    wanted = model.state_dict().keys()
+    ends = {lead: [name.removeprefix(lead) for name in params if name.startswith(lead)] for lead in leads(params)}
+    counts = {lead: sum(name in wanted for name in names) for lead, names in ends.items()}
+    most = max(counts.values())
+    if most and most == counts[""]:
+        return ""
+    many = [lead for lead, names in ends.items() if 3 * len(names) >= len(params)]  # beside an average and a teacher
+    fit = [lead for lead in many if _fits(model, {name: params[lead + name] for name in ends[lead]})]
+    best = [lead for lead in fit if counts[lead] == max(map(counts.__getitem__, fit))]
+    best = [lead for lead in best if not any(lead != other and lead.startswith(other) for other in best)]
+    near = most_likely(best or [lead for lead in counts if 2 * counts[lead] > most] or [""])
+    lead, *others = sorted(near, key=lambda one: -counts[one])
+    if others and counts[others[0]] == counts[lead]:
+        raise UserError(
+            f"the configuration's tensors are under {lead} and under {others[0]}: say which with --part {lead[:-1]}"
+        )
+    return lead
+
+
+def _fits(model: Any, params: Mapping[str, TensorSpec]) -> bool:
+    found = _conversion(model, params)
+    return not (found.surplus or found.unlike or _missing(model, found))
+
+
+def _conversion(model: Any, params: Mapping[str, TensorSpec]) -> "Conversion":
+    from tangram.models.building.conversions import read_conversion
+
+    return read_conversion(model, {name: spec.shape for name, spec in params.items()})
 
 
 def _together(source: OpenCheckpoint, model: Any) -> list[str]:
@@ -216,8 +241,10 @@ def _some(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------- what goes
 
 
-def _without_derived(source: OpenCheckpoint, notes: list[str]) -> OpenCheckpoint:
+def _without_derived(source: OpenCheckpoint, config: Mapping[str, Any] | None, notes: list[str]) -> OpenCheckpoint:
     derived = {name for name, spec in source.specs.items() if _is_derived(name, len(spec.shape))}
+    if derived and config is not None and (model := _declared(config)) is not None:
+        derived -= model.state_dict().keys()  # a class may keep some: without them a loader would miss them
     if not derived or len(derived) == len(source.specs):
         return source
     kinds = sorted({".".join(name.split(".")[-2:]) for name in derived})
@@ -250,12 +277,12 @@ def _tied_once(source: OpenCheckpoint, config: Mapping[str, Any], model: Any, no
     if head is None:
         return source
     said = config.get("tie_word_embeddings")  # many published configurations leave it to their class
-    if said is False or (model is None and said is None and (model := _declared(config)) is None):
+    if said is False or ((model := model or _declared(config)) is None and said is None):
         return source
     words = min((name for name in source.specs if name.endswith(EMBEDDINGS)), key=len, default=None)
     if words is None:
-        return _named_as_words(source, head, model or _declared(config), notes)
-    if model is not None and not _tied_names(model):
+        return _named_as_words(source, head, model, notes)
+    if model is not None and not _ties(model, head, words):
         return source
     if source.specs[head] != source.specs[words]:
         raise UserError(
@@ -271,6 +298,13 @@ def _tied_once(source: OpenCheckpoint, config: Mapping[str, Any], model: Any, no
     notes.append(f"{head} is {words}, bit for bit, as the configuration says: one tensor")
     owners = split(source.specs, source.states)
     return _quietly(source, {name for name in source.specs if owners[name][0] != head})
+
+
+def _ties(model: Any, head: str, words: str) -> bool:
+    """Whether a class ties these two, which may have names that it gives to files alone. Some tie others, or none."""
+    tied = _tied_names(model)
+    known = {head, words} <= model.state_dict().keys()
+    return tied.get(head, head) == tied.get(words, words) if known else bool(tied)
 
 
 def _named_as_words(source: OpenCheckpoint, head: str, model: Any, notes: list[str]) -> OpenCheckpoint:
@@ -305,64 +339,3 @@ def unlike_elements(source: OpenCheckpoint, one: str, other: str) -> tuple[int, 
             differing += int((bits[0] != bits[1]).any(1).sum())
             elements += two[0].numel()
     return differing, elements
-
-
-# ---------------------------------------------------------------- facts
-
-
-def facts(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
-    """Numbers of a configuration that the shapes of a directory's tensors contradict: a short sentence each."""
-    configured = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
-    found = [fact(specs, configured) for fact in FACTS]
-    return [one for one in found if one]
-
-
-def contradictions(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
-    """Those with which no model can have the tensors: without a predictor of a later token it can."""
-    return [one for one in facts(specs, config) if "num_nextn_predict_layers" not in one]
-
-
-def _layers(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
-    numbers = {int(match[1]) for name in specs if (match := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
-    layers, later = configured.get("num_hidden_layers"), configured.get("num_nextn_predict_layers", 0)
-    if layers is None or not numbers:
-        return ""
-    there = max(numbers) + 1
-    if there == layers and later:
-        return f"config.json has num_nextn_predict_layers {later}, but no weights of it are there (layer {layers})"
-    if there not in (layers, layers + later):
-        return f"config.json has num_hidden_layers {layers}, but the weights are of {there}"
-    return ""
-
-
-def _groups(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
-    key = next((name for name in specs if name.endswith("self_attn.k_proj.weight")), None)
-    query = next((name for name in specs if name.endswith("self_attn.q_proj.weight")), None)
-    heads = configured.get("num_attention_heads")
-    if key is None or query is None or not heads or not specs[key].shape:
-        return ""
-    dim = configured.get("head_dim") or specs[query].shape[0] // heads
-    rows, groups = specs[key].shape[0], configured.get("num_key_value_heads")
-    there = rows // dim if dim and rows % dim == 0 else None
-    if there is None or there == (groups or heads):
-        return ""
-    what = f"has num_key_value_heads {groups}" if groups else f"has no num_key_value_heads, which means {heads}"
-    return f"config.json {what}, but the weights have {there} (k_proj has {rows} rows, {dim} each)"
-
-
-def _words(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
-    spec, rows = specs.get("model.embed_tokens.weight"), configured.get("vocab_size")
-    if spec is None or rows is None or not spec.shape or spec.shape[0] == rows:
-        return ""
-    return f"config.json has vocab_size {rows:,}, but the embeddings have {spec.shape[0]:,} rows"
-
-
-def _inside(specs: Mapping[str, TensorSpec], configured: Mapping[str, int]) -> str:
-    width = configured.get("intermediate_size")
-    rows = {spec.shape[0] for name, spec in specs.items() if name.endswith(".mlp.up_proj.weight") and spec.shape}
-    if width is None or len(rows) != 1 or width in rows:  # of layers of unlike widths the configuration says them apart
-        return ""
-    return f"config.json has intermediate_size {width:,}, but up_proj has {rows.pop():,} rows"
-
-
-FACTS: Sequence[Callable[[Mapping[str, TensorSpec], Mapping[str, int]], str]] = (_layers, _groups, _words, _inside)

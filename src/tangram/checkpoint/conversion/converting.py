@@ -16,7 +16,8 @@ from typing import Any
 
 from tangram.checkpoint.conversion.adapter_config import made_beside
 from tangram.checkpoint.conversion.adapter_files import WEIGHTS
-from tangram.checkpoint.conversion.configured import contradictions, fitted
+from tangram.checkpoint.conversion.config_facts import contradictions
+from tangram.checkpoint.conversion.configured import fitted
 from tangram.checkpoint.conversion.convert import (
     ConvertOptions,
     Restructured,
