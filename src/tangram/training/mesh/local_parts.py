@@ -114,6 +114,9 @@ class LocalParts:
         self._model, self._cut, self._brought, self._graph = model, cut, brought, cast("Graph | None", None)
         self._before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         """What stands in the model outside of its forward, while that runs."""
+        self._forward = _Forward()
+        self._stored: dict[str, tuple[int, Tensor]] = {}
+        """Of each DTensor, by name: which storage its wrapper has, and its part."""
         self._others: dict[str, list[Place]] = {}
         """By module. Its wrapper has the list, and no path: equal blocks are compiled once."""
         names = {p: name for name, p in model.named_parameters()}
@@ -135,6 +138,7 @@ class LocalParts:
             inner = (at for at in own if at != path and (not path or at.startswith(f"{path}.")))
             if own[path] or any(own[at] for at in inner):
                 self._wrap(path, module, own[path])
+        self._refuse_lost_data()
 
     @property
     def passing(self) -> Set[str]:
@@ -160,19 +164,43 @@ class LocalParts:
 
     def enter(self) -> None:
         """The whole model's forward begins. What somebody else has put in the place of a parameter, as FSDP2, stays."""
+        self._refuse_lost_data()
+        self._forward.runs = True
         for there, key, name, p in self._at_once:
             if _standing(there, key, name) is p:
                 self._before.append((there, key, p))
                 there[key] = self._brought(name, local(p))
 
     def leave(self) -> None:
+        self._forward.runs = False
         while self._before:
             there, key, p = self._before.pop()
             there[key] = p
 
     def _wrap(self, path: str, module: nn.Module, keys: Mapping[str, str]) -> None:
         others = self._others[path] = []
-        module.forward = _with_parts(module, keys, module.forward, self._brought, others)
+        module.forward = _with_parts(module, keys, module.forward, self._brought, others, self._forward)
+
+    def _refuse_lost_data(self) -> None:
+        """Raise UserError where `.data` of a DTensor was set: that is its wrapper's, and its part stays as it was."""
+        for name, ((there, key, _), *_) in self._places.items():
+            p = there.get(key)
+            if isinstance(p, DTensor):
+                storage, part = p.untyped_storage()._cdata, p._local_tensor  # pyright: ignore
+                before = self._stored.setdefault(name, (storage, part))
+                if before[1] is part and before[0] != storage:
+                    raise UserError(
+                        f"{name}.data was set, and DTensors do not take that: write into it instead, by "
+                        "parameter.data.copy_(values), of which a plain tensor is made a DTensor by distribute_tensor"
+                    )
+                self._stored[name] = storage, part
+
+
+@dataclass
+class _Forward:
+    """Whether the whole model's forward runs."""
+
+    runs: bool = False
 
 
 def local(x: Tensor) -> Tensor:
@@ -201,10 +229,13 @@ def _with_parts(
     forward: Callable[..., Any],
     brought: Callable[[str, Tensor], Tensor],
     others: list[Place],
+    whole_forward: _Forward,
 ) -> Callable[..., Any]:
     def run(_: object, *args: Any, **kwargs: Any) -> Any:
         own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
         places = [*((own, key, name) for key, name in keys.items()), *others]
+        if places and not whole_forward.runs:
+            _refuse_alone(places[0][-1])
         before = [(there, key, _standing(there, key, name)) for there, key, name in places]
         for there, key, name in places:
             if isinstance(there[key], nn.Parameter):  # else a module around has done it
@@ -216,6 +247,15 @@ def _with_parts(
                 there[key] = p
 
     return bound(run)
+
+
+def _refuse_alone(name: str) -> None:
+    """Raise UserError for a module that is called by itself; a backward that computes again may do so."""
+    if torch._C._current_graph_task_id() == -1:  # pyright: ignore
+        raise UserError(
+            f"a module with {name} is called outside of the model's forward, where a rank has its own part alone: call "
+            "the model itself, as model(...), and have its forward give what is needed"
+        )
 
 
 def as_dtensors(

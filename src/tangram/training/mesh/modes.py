@@ -29,6 +29,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
@@ -57,7 +59,8 @@ MOST_MODES = 16
 
 
 def mode_of(model: nn.Module, hooks: bool = False) -> Mode:
-    """All of it, to compare; with `hooks`, those of users, too. Raises UserError for autocast on an accelerator."""
+    """All of it, to compare; with `hooks`, those of users, too. Raises UserError where no program can run."""
+    _refuse_transforms()
     kind = next((p.device.type for p in model.parameters()), "cpu")
     casts = torch.is_autocast_enabled(kind) if kind != "meta" else False
     if casts and kind != "cpu":
@@ -70,6 +73,21 @@ def mode_of(model: nn.Module, hooks: bool = False) -> Mode:
         [(path, cast("type[object]", type(one)), *_state_of(one, hooks)) for path, one in _with_attributes(model)]
     )
     return torch.is_grad_enabled(), cast_to, torch.get_default_dtype(), attributes
+
+
+def _refuse_transforms() -> None:
+    """Raise UserError within what hands on tensors of its own, which no collective takes."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:  # pyright: ignore
+        raise UserError(
+            "a derived model cannot be called within torch.func (vmap, grad, vjp, jacrev, ...) or forward_ad, of whose "
+            "tensors no collective knows: use torch.autograd.grad, with create_graph=True for a second derivative, or "
+            "torch.autograd.functional (jacobian, hvp, ...)"
+        )
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise UserError(
+            "a derived model cannot be exported or traced: a program of one process holds no collectives of a mesh; "
+            "export the model before it is made parallel"
+        )
 
 
 def follow(template: nn.Module, model: nn.Module, hooks: bool = False) -> None:
@@ -229,9 +247,12 @@ def _state_of(one: Any, hooks: bool) -> Iterable[tuple[str, tuple[Any, ...]]]:
 
 @contextmanager
 def without_inference() -> Generator[None]:
-    """Inference mode is off within, and gradients are as they are outside, where leaving it would put them on."""
+    """Inference mode is off within, and gradients are as they are outside, where leaving it would put them on.
+
+    What is saved for a backward is no matter of a checkpoint around, which would count it.
+    """
     grad = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), saved_tensors_hooks(lambda x: x, lambda x: x):
         yield
 
 
