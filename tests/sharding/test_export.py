@@ -15,6 +15,7 @@ from tangram.sharding.compare import CASES, FOUND_WITH, CompareCase, PairOutcome
 NO_OPERATORS = {
     "register-sharding-dims": "the key of calls of operators that users register themselves is torch's",
     "local-map-uneven": "it is no operator",
+    "set-data": "the attribute is the wrapper's",
 }
 """Cases that no rule reaches."""
 REFUSED = {"view-in-place": "would write to a copy"}

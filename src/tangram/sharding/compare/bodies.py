@@ -201,6 +201,16 @@ def write_into_a_view(place: Place) -> Tensor:
     return x
 
 
+def number_of_a_norm(place: Place) -> Tensor:
+    return torch.tensor(place(torch.rand(4, 6), Shard(0)).norm().item())
+
+
+def set_data(place: Place) -> Tensor:
+    x = place(torch.rand(4, 6), Shard(0))
+    x.data = x.data * 2
+    return x + 0
+
+
 def squeeze_in_place(place: Place) -> Tensor:
     x = place(torch.rand(1, 6), Replicate())
     return torch.tensor(x.squeeze_(0).shape)

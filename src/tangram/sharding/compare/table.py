@@ -193,6 +193,20 @@ CASES: tuple[CompareCase, ...] = (
         body=bodies.rule_with_a_list_of_dims,
     ),
     CompareCase(
+        name="number-of-a-norm",
+        wrong="What item() or float() gives of a pending norm, mean or maximum is a rank's own, and no two ranks agree.",
+        operator="x.norm().item()",
+        inputs=(Shard(0),),
+        body=bodies.number_of_a_norm,
+    ),
+    CompareCase(
+        name="set-data",
+        wrong="Setting .data, of a parameter or of a gradient, changes the wrapper: the parts stay what they were.",
+        operator="x.data = x.data * 2",
+        inputs=(Shard(0),),
+        body=bodies.set_data,
+    ),
+    CompareCase(
         name="local-map-uneven",
         wrong="The shape of what local_map makes is a rank's own size times the ranks: five rows become six or four.",
         operator="local_map(f, [Shard(0)], ([Shard(0)],))(x).shape",
