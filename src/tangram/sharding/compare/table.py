@@ -194,7 +194,7 @@ CASES: tuple[CompareCase, ...] = (
     ),
     CompareCase(
         name="number-of-a-norm",
-        wrong="What item() or float() gives of a pending norm, mean or maximum is a rank's own, and no two ranks agree.",
+        wrong="What item() or float() gives of a pending norm, mean or maximum is a rank's own: no two ranks agree.",
         operator="x.norm().item()",
         inputs=(Shard(0),),
         body=bodies.number_of_a_norm,

@@ -250,7 +250,7 @@ class Eager:
         if name == "backward":
             return self._backward(*args, **kwargs)
         if name == "requires_grad_":
-            args[0].part.requires_grad_(*args[1:], **kwargs)
+            getattr(args[0], "part", args[0]).requires_grad_(*args[1:], **kwargs)  # of a parameter: itself
             return args[0]
         if name == "__iter__":
             return iter(self._call(Tensor.unbind, (args[0], 0), {}))

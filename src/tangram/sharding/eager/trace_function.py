@@ -106,12 +106,14 @@ class TraceRecorder:
                 numbers[id(twins[-1])] = len(numbers)
         args, kwargs = tree_unflatten(twins, form)
         log = _Log()
-        with quiet(), _disable_current_modes(), self._fake, log:
+        grad = torch.is_grad_enabled()  # leaving inference mode, in which operators are not taken apart, puts it on
+        plain = torch.inference_mode(False), torch.set_grad_enabled(grad)
+        with plain[0], plain[1], quiet(), _disable_current_modes(), self._fake, log:
             given = func(*args, **kwargs)
         return self._read(log, numbers, given)
 
     def _twin(self, x: Like) -> Tensor:
-        with self._fake, torch.enable_grad():
+        with self._fake, torch.inference_mode(False), torch.enable_grad():
             twin = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device)
             if not x.trained:
                 return twin

@@ -51,7 +51,7 @@ from tangram.training.mesh.groups import (
 )
 from tangram.training.mesh.layout_to_torch import named_modules
 from tangram.training.mesh.local_parts import AsTorch, as_dtensors, local
-from tangram.training.mesh.modes import agree_on_draws
+from tangram.training.mesh.modes import agree_on_draws, refuse_transforms
 
 
 def eager(
@@ -127,6 +127,7 @@ class EagerModel:
         def run(_: object, *args: Any, **kwargs: Any) -> Any:
             if api.current.get() is not self.session:
                 raise UserError("this rank has parts of the model: run it in the context that `eager` has given")
+            refuse_transforms()
             self._agree_on_draws()
             refuse_unlike_inputs(
                 {**{str(i): x for i, x in enumerate(args)}, **kwargs}, self._device, [*self._devices.groups.values()]

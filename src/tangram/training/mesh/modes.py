@@ -60,7 +60,7 @@ MOST_MODES = 16
 
 def mode_of(model: nn.Module, hooks: bool = False) -> Mode:
     """All of it, to compare; with `hooks`, those of users, too. Raises UserError where no program can run."""
-    _refuse_transforms()
+    refuse_transforms()
     kind = next((p.device.type for p in model.parameters()), "cpu")
     casts = torch.is_autocast_enabled(kind) if kind != "meta" else False
     if casts and kind != "cpu":
@@ -75,7 +75,7 @@ def mode_of(model: nn.Module, hooks: bool = False) -> Mode:
     return torch.is_grad_enabled(), cast_to, torch.get_default_dtype(), attributes
 
 
-def _refuse_transforms() -> None:
+def refuse_transforms() -> None:
     """Raise UserError within what hands on tensors of its own, which no collective takes."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:  # pyright: ignore
         raise UserError(
