@@ -146,17 +146,19 @@ def test_weights_alone_and_some_layers_alone(tmp_path: Path):
 def test_objects_go_back_into_tables(tmp_path: Path):
     state = {
         "progress": {"step": 5, "name": "x", "list": [1, {"a": None}], "inner": {"t": torch.arange(3), "rate": 0.5}},
-        "data": {"position": 7, "deep.er": {"z": 1}},
+        "data": {"position": 7, "deep.er": {"z": 1}, "deep": {"er": 2}, 3: "c", 4: {5: 6}},
         "rng": torch.arange(4, dtype=torch.uint8),
         "scalar": torch.tensor(3.5),
         "word": "w",
+        "epoch": 3,
     }
     save(state, tmp_path / "a")
     empty: dict[str, Any] = {
         "progress": {"step": 0, "name": "", "list": [], "inner": {"t": torch.zeros(3, dtype=torch.int64), "rate": 0.0}},
-        "data": {"position": 0, "deep.er": None},
+        "data": {"position": 0, "deep.er": None, "deep": None, 3: None, 4: None},
         "rng": torch.zeros(4, dtype=torch.uint8),
         "scalar": torch.tensor(0.0),
+        "epoch": 0,
     }
     loaded = load(empty, tmp_path / "a")
     assert empty["progress"].pop("inner")["t"].tolist() == [0, 1, 2]
@@ -164,6 +166,7 @@ def test_objects_go_back_into_tables(tmp_path: Path):
     del expected["inner"]
     assert empty["progress"] == expected
     assert empty["data"] == state["data"]
+    assert empty["epoch"] == 3
     assert empty["rng"].tolist() == [0, 1, 2, 3]
     assert float(empty["scalar"]) == 3.5
     assert loaded.objects["word"] == "w"

@@ -94,6 +94,7 @@ def test_what_cannot_come_back_is_refused(tmp_path: Path) -> None:
     endless.append(endless)
     for value, words in (
         (Decimal("1.5"), "x.v is a Decimal"),
+        (np.array(["a"]), "x.v is an array of <U1: a checkpoint has arrays of numbers"),
         (endless, "x.v has tables or lists that are in each other without end"),
         ([nn.Linear(1, 1)], "x.v.0 is a Linear: give it a section of its own"),
         ({"a.b": [torch.ones(1)], "a": {"b": [torch.ones(2)]}}, "two parts of the state are called x.v.a.b.0"),

@@ -281,16 +281,20 @@ def _put_back(state: State, manifest: Manifest, only: Sequence[str]) -> None:
                 _put(cast("MutableMapping[str, Any]", content), key, value)
         elif isinstance(content, values.Stateful) and section in objects:
             content.load_state_dict(objects[section])
+        elif section in objects and isinstance(state, MutableMapping):
+            state[section] = objects[section]
 
 
 def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
     """Set what `key` names: keys may have dots in them, and tables may lie in tables."""
-    for name, inner in table.items():
-        if key.startswith(f"{name}.") and isinstance(inner, MutableMapping):
-            _put(cast("MutableMapping[str, Any]", inner), key.removeprefix(f"{name}."), value)
-            return
-    now = table.get(key)
+    own = next((name for name in table if str(name) == key), key)  # keys may be numbers, of which names are the text
+    if own not in table:
+        for name, inner in table.items():
+            if key.startswith(f"{name}.") and isinstance(inner, MutableMapping):
+                _put(cast("MutableMapping[str, Any]", inner), key.removeprefix(f"{name}."), value)
+                return
+    now = table.get(own)
     if isinstance(now, values.Stateful):
         now.load_state_dict(value)
     else:
-        table[key] = value
+        table[own] = value

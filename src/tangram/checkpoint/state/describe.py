@@ -190,6 +190,10 @@ class _Places:
             return self._of_local_part(name, value)
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
+            raise UserError(
+                f"{name} is an array of {value.dtype}: a checkpoint has arrays of numbers"
+            )
         local = _as_tensor(value)
         if local.layout != torch.strided or local.is_meta:
             raise UserError(f"{name} is a {local.layout} tensor on {local.device}: a checkpoint holds dense values")
