@@ -163,7 +163,10 @@ def _lead_of(model: Any, params: Mapping[str, TensorSpec]) -> str:
     One under which they are all there and nothing else is; else that under which most of the class's own are.
     """
     wanted = model.state_dict().keys()
-    ends = {lead: [name.removeprefix(lead) for name in params if name.startswith(lead)] for lead in leads(params)}
+    ends: dict[str, list[str]] = {}
+    for name in params:
+        for lead in leads([name]):
+            ends.setdefault(lead, []).append(name.removeprefix(lead))
     counts = {lead: sum(name in wanted for name in names) for lead, names in ends.items()}
     most = max(counts.values())
     if most and most == counts[""]:

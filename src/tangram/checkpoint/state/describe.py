@@ -191,9 +191,7 @@ class _Places:
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
         if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
-            raise UserError(
-                f"{name} is an array of {value.dtype}: a checkpoint has arrays of numbers"
-            )
+            raise UserError(f"{name} is an array of {value.dtype}: a checkpoint has arrays of numbers")
         local = _as_tensor(value)
         if local.layout != torch.strided or local.is_meta:
             raise UserError(f"{name} is a {local.layout} tensor on {local.device}: a checkpoint holds dense values")

@@ -165,14 +165,14 @@ class LocalParts:
     def enter(self) -> None:
         """The whole model's forward begins. What somebody else has put in the place of a parameter, as FSDP2, stays."""
         self._refuse_lost_data()
-        self._forward.runs = True
+        self._forward.depth += 1
         for there, key, name, p in self._at_once:
             if _standing(there, key, name) is p:
                 self._before.append((there, key, p))
                 there[key] = self._brought(name, local(p))
 
     def leave(self) -> None:
-        self._forward.runs = False
+        self._forward.depth -= 1
         while self._before:
             there, key, p = self._before.pop()
             there[key] = p
@@ -198,9 +198,9 @@ class LocalParts:
 
 @dataclass
 class _Forward:
-    """Whether the whole model's forward runs."""
+    """How many forwards of the whole model run: a hook may call it, too."""
 
-    runs: bool = False
+    depth: int = 0
 
 
 def local(x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def _with_parts(
     def run(_: object, *args: Any, **kwargs: Any) -> Any:
         own = cast("dict[str, Any]", module._parameters)  # pyright: ignore[reportPrivateUsage]
         places = [*((own, key, name) for key, name in keys.items()), *others]
-        if places and not whole_forward.runs:
+        if places and not whole_forward.depth:
             _refuse_alone(places[0][-1])
         before = [(there, key, _standing(there, key, name)) for there, key, name in places]
         for there, key, name in places:
