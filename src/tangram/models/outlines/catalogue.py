@@ -20,7 +20,7 @@ from tangram.models.outlines.images import tower_of, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.text import packaged
 
-TOLD = ("billions", "active", "tower")
+TOLD = ("billions", "active", "tower", "config")
 """Keys that are no sizes of the decoder."""
 TUNED = {"instruct", "chat", "it", "base", "pt", "hf", "thinking", "2507", "meta", "deduped"}
 AGAIN = {"unsloth", "nousresearch"}
@@ -82,8 +82,20 @@ def in_catalogue(name: str) -> Outline | None:
     if not found:
         return None
     row = catalogue()[found]
+    if "config" in row:
+        return _of_configuration(found)
     text = decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
     return with_tower(text, tower_of(row["tower"])) if "tower" in row else text
+
+
+@cache
+def _of_configuration(name: str) -> Outline:
+    """Of a model that is described by its configuration: as a directory with that alone would be planned."""
+    from tangram.models.building.build import config_of  # loads torch and transformers
+    from tangram.models.outlines.outlined import outline_of
+
+    fields = dict(catalogue()[name]["config"])
+    return outline_of(config_of(fields.pop("model_type"), fields), _last(name))
 
 
 def active_numbers(outline: Outline) -> int:
