@@ -233,7 +233,7 @@ class Fused:
         while todo:
             here = self.flow.base(todo.pop())
             maker = self.flow.maker(here)
-            if maker not in self.scanned or maker is None:
+            if maker is None or maker not in self.scanned:
                 found.add(here)
             elif maker not in seen:
                 seen.add(maker)
