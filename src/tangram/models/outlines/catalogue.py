@@ -75,27 +75,25 @@ def _last(name: str) -> str:
 
 
 def in_catalogue(name: str) -> Outline | None:
-    """The outline of a public model; None for a name that is not in the catalogue."""
-    said = re.sub(HUB, "", name.strip().lower()).rstrip("/")
-    known = said.rpartition("/")[0] in _owners() | AGAIN
-    found = _short().get(said) or (_plain().get(_untuned(said)) if known else None)
-    if not found:
+    """The outline of a public model by its sizes; None for a name that is not in the catalogue with any."""
+    found = _found(name)
+    if not found or "config" in (row := catalogue()[found]):
         return None
-    row = catalogue()[found]
-    if "config" in row:
-        return _of_configuration(found)
     text = decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
     return with_tower(text, tower_of(row["tower"])) if "tower" in row else text
 
 
-@cache
-def _of_configuration(name: str) -> Outline:
-    """Of a model that is described by its configuration: as a directory with that alone would be planned."""
-    from tangram.models.building.build import config_of  # loads torch and transformers
-    from tangram.models.outlines.outlined import outline_of
+def configured(name: str) -> tuple[str, dict[str, Any]] | None:
+    """The short name and the configuration of a public model that no sizes describe."""
+    found = _found(name)
+    return (_last(found), dict(catalogue()[found]["config"])) if found and "config" in catalogue()[found] else None
 
-    fields = dict(catalogue()[name]["config"])
-    return outline_of(config_of(fields.pop("model_type"), fields), _last(name))
+
+def _found(name: str) -> str | None:
+    """The name of a model in the catalogue, by whatever of it people write."""
+    said = re.sub(HUB, "", name.strip().lower()).rstrip("/")
+    known = said.rpartition("/")[0] in _owners() | AGAIN
+    return _short().get(said) or (_plain().get(_untuned(said)) if known else None)
 
 
 def active_numbers(outline: Outline) -> int:
