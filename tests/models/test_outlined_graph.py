@@ -114,6 +114,21 @@ def test_fused_kernels_move_and_keep_less_than_single_operators(kind: str) -> No
     )
 
 
+def test_of_a_scan_in_chunks_what_it_is_given_is_kept_and_what_is_within_made_again() -> None:
+    """Qwen3.5's gated delta rule: queries and keys as its kernels are given them, values, and what they are multiplied
+    by, some of them twice, of 16 bits; its code without kernels kept each product within a chunk in 32."""
+    config = AutoConfig.for_model(
+        "qwen3_5_text", hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32,
+        linear_value_head_dim=32, vocab_size=512,
+    )  # fmt: skip
+    scan = next(block for block, _ in captured(config, "scan").runs if block.batched)
+    within = [one for one in scan.kept if "linear_attn" in one.name and one.group & Group.ATTENTION]
+    heads = 8 * 32
+    assert {one.nbytes for one in within if one.width >= heads} == {0.0}
+    assert 4 * heads <= sum(one.width for one in within) <= 12 * heads
+
+
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
 def test_the_graph_has_the_rows_of_the_table_made_by_hand(kind: str) -> None:
     config = config_of(kind)

@@ -103,6 +103,22 @@ def test_blocks_of_a_rank_are_those_of_its_chunks(ranks: int, own: int, code: in
         assert (dense, mixed) == (int((its < small).sum()), int((its >= small).sum()))
 
 
+def test_many_runs_are_dealt_as_each_configuration_by_itself() -> None:
+    """Of layers of two kinds in turn; configurations that are cut alike are counted once, each rank its own."""
+    small, large = (decoder(Dims(1, 64, 4, 99, ffn=ffn)).runs[0][0] for ffn in (64, 256))
+    outline = replace(decoder(Dims(8, 64, 4, 99, ffn=64)), runs=((small, 1), (large, 2)) * 2 + ((small, 2),))
+    ways = [(2, 1, 0), (2, 2, 1), (4, 2, 1), (4, 1, 0), (2, 2, 1)]
+    g = grid(
+        batch=8, sequence=64, pipeline=[p for p, _, _ in ways for _ in range(2)], micro=[1.0, 2.0] * len(ways),
+        virtual=[v for _, v, _ in ways for _ in range(2)], schedule=[s for *_, s in ways for _ in range(2)],
+        ahead=[0.0, 0, 1, 0, 0, 0, 1, 1, 1, 0],
+    )  # fmt: skip
+    for place in (np.zeros(len(g)), g.pipeline - 1, np.arange(len(g)) % 2.0):
+        together = dealt(outline, g, place)
+        alone = [dealt(outline, g.take(slice(i, i + 1)), place[i : i + 1]) for i in range(len(g))]
+        assert [run.tolist() for run in together] == [[float(one[at][0]) for one in alone] for at in range(5)]
+
+
 def test_a_first_rank_with_fewer_blocks_needs_less_until_the_second_needs_most() -> None:
     """16 blocks on four ranks: of the first what it keeps of four micro-batches, of the others of three and fewer."""
     found = setting("megatron-core")

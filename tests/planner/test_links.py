@@ -70,7 +70,7 @@ def test_no_link_is_busy_for_longer_than_the_step(drawn: Any, setting: Setting) 
 
 def test_no_link_of_any_public_model_is_busy_for_longer_than_the_step() -> None:
     """Of every model of the catalogue some configurations of some meshes, on devices and frameworks in turn."""
-    models = {id(row): name for name, row in catalogue().items()}
+    models = {id(row): name for name, row in catalogue().items() if "config" not in row}
     assert len(models) > 60
     draw, looked = np.random.default_rng(8), 0
     for turn, name in enumerate(models.values()):

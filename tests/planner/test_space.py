@@ -16,7 +16,7 @@ from tangram.models.lora.outline import adapted
 from tangram.models.outlines.outline import Dims, Group, Outline, decoder
 from tangram.models.outlines.outlined import outlined
 from tangram.planner.cost.calibration import PARTS
-from tangram.planner.cost.memory import memory, needs
+from tangram.planner.cost.memory import floor_of, memory, needs
 from tangram.planner.cost.step_time import scaled, seconds
 from tangram.planner.legality.engine import LAID, RULES, legal, reasons
 from tangram.planner.legality.enumerate import (
@@ -54,8 +54,9 @@ ABLE = {
 """Without some of what makes the rest smaller."""
 ALL_AGAIN = {"": int(Group.BLOCK), "zero-3": int(Group.BLOCK), "recompute": 0, "zero": 0}
 SETTING = Setting(device("h100"), framework("megatron-core"))
+ALTERNATING = replace(MIXED, runs=tuple((MIXED.runs[at % 2][0], 1) for at in (0, 1, 1, 0, 1, 0)), name="alternating")
 DRAWN = st.tuples(
-    st.sampled_from([DENSE, MIXED, ADAPTED]),
+    st.sampled_from([DENSE, MIXED, ADAPTED, ALTERNATING]),
     st.sampled_from([1, 2, 4, 8, 12, 16, 48]),
     st.sampled_from([16, 48, 96, 240]),
     st.sampled_from([512, 2048]),
@@ -276,7 +277,11 @@ def test_no_configuration_of_a_branch_needs_less_than_its_floor(
     g = laid_out(outline, request, branches)
     g = joined([g, *(replace(g, ahead=g.ahead + 1, behind=g.behind + more) for more in (0, 1))])
     g = replace(g, recompute=np.where(g.recompute == 0, ALL_AGAIN[less], g.recompute))
-    assert (needs(outline, g, SETTING) >= [of_branch[key] for key in kept_by(g)]).all()
+    need = needs(outline, g, SETTING)
+    assert (need >= [of_branch[key] for key in kept_by(g)]).all()
+    own = floor_of(outline, replace(g, ahead=0 * g.ahead, behind=0 * g.behind), SETTING, 1)
+    assert (need >= own).all()
+    assert less or (own > [of_branch[key] for key in kept_by(g)]).any()  # it says more
 
 
 def kept_by(g: Grid) -> list[tuple[float, ...]]:

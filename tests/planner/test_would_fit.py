@@ -6,11 +6,14 @@ import pytest
 
 from tangram.errors import UserError
 from tangram.hardware.catalogue.cluster import Cluster, builtin
-from tangram.models.outlines.outline import Dims, decoder
+from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.planner.legality.trainer_support import RUNS
+from tangram.planner.search import evaluate
 from tangram.planner.search.query import LEAST_SEQUENCE, Answer, plan
 from tangram.planner.search.strategy import Ask
+from tangram.planner.space.grid import Array, Grid
 from tangram.planner.space.optimisers_and_offload import OFFLOADS, OPTIMISERS, offloads_of, optimisers_of
+from tangram.planner.space.setting import Setting
 
 DENSE = decoder(Dims(12, 1024, 16, 32000, ffn=4096, kv_heads=4), "dense")
 CLUSTER = builtin("h100-8x8")
@@ -63,6 +66,31 @@ def test_devices_are_whole_nodes_between_two_doublings() -> None:
         assert plan(DENSE, cluster, replace(ask, memory=memory)).enough == enough
         least = next(one for one in range(4, 64, 4) if plan_fits(cluster, replace(ask, memory=memory, devices=one)))
         assert least == enough
+
+
+def test_that_nothing_fits_of_a_model_far_too_large_is_known_after_few_evaluations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mixture of 280B whose kinds of layers alternate, on 32 devices: the mean over ranks says it, and cuts into
+    uneven stages are tried only of what may fit cut so."""
+    mixture = decoder(Dims(46, 5120, 40, 150000, kv_heads=8, experts=256, per_token=8, expert_ffn=1536))
+    (block, count), narrow = mixture.runs[0], Dims(1, 5120, 40, 150000, kv_heads=4, experts=256, expert_ffn=1536)
+    other = decoder(replace(narrow, per_token=8)).runs[0][0]
+    outline = replace(mixture, runs=tuple((other if at % 4 else block, 1) for at in range(count)), name="alternating")
+    assert outline.numbers > 270e9
+    evaluated, real = [0], evaluate.needs
+
+    def counted(outline: Outline, g: Grid, setting: Setting) -> Array:
+        evaluated[0] += len(g)
+        return real(outline, g, setting)
+
+    monkeypatch.setattr(evaluate, "needs", counted)
+    ask = Ask(2**20, 4096, devices=32)
+    assert not plan(outline, CLUSTER, ask, what_if=False).choices
+    assert 0 < evaluated[0] < 40_000
+    evaluated[0] = 0
+    assert changes(plan(outline, CLUSTER, ask))
+    assert evaluated[0] < 80_000
 
 
 def plan_fits(cluster: Cluster, ask: Ask) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tangram.errors import UserError
-from tangram.models.outlines.catalogue import in_catalogue, no_model, presets_named
+from tangram.models.outlines.catalogue import configured, in_catalogue, no_model, presets_named
 
 if TYPE_CHECKING:  # what plans is loaded where it is used: a misspelt name need not wait for it
     from tangram.cli.plan.exports import Typed
@@ -349,7 +349,7 @@ def check(common: Common) -> None:
         load(Path(common.model), changes_of(common.change or []))
     for model in filter(None, (common.model, common.teacher)):
         elsewhere = Path(model).exists() or Path(model).suffix == ".toml" or model in presets_named()
-        if not elsewhere and in_catalogue(model) is None:
+        if not elsewhere and in_catalogue(model) is None and configured(model) is None:
             raise no_model(model)
     from tangram.hardware.catalogue import cluster as clusters
     from tangram.planner.space.framework_profiles import framework, loss_of

@@ -20,7 +20,7 @@ from tangram.models.outlines.images import tower_of, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
 from tangram.text import packaged
 
-TOLD = ("billions", "active", "tower")
+TOLD = ("billions", "active", "tower", "config")
 """Keys that are no sizes of the decoder."""
 TUNED = {"instruct", "chat", "it", "base", "pt", "hf", "thinking", "2507", "meta", "deduped"}
 AGAIN = {"unsloth", "nousresearch"}
@@ -75,15 +75,25 @@ def _last(name: str) -> str:
 
 
 def in_catalogue(name: str) -> Outline | None:
-    """The outline of a public model; None for a name that is not in the catalogue."""
-    said = re.sub(HUB, "", name.strip().lower()).rstrip("/")
-    known = said.rpartition("/")[0] in _owners() | AGAIN
-    found = _short().get(said) or (_plain().get(_untuned(said)) if known else None)
-    if not found:
+    """The outline of a public model by its sizes; None for a name that is not in the catalogue with any."""
+    found = _found(name)
+    if not found or "config" in (row := catalogue()[found]):
         return None
-    row = catalogue()[found]
     text = decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
     return with_tower(text, tower_of(row["tower"])) if "tower" in row else text
+
+
+def configured(name: str) -> tuple[str, dict[str, Any]] | None:
+    """The short name and the configuration of a public model that no sizes describe."""
+    found = _found(name)
+    return (_last(found), dict(catalogue()[found]["config"])) if found and "config" in catalogue()[found] else None
+
+
+def _found(name: str) -> str | None:
+    """The name of a model in the catalogue, by whatever of it people write."""
+    said = re.sub(HUB, "", name.strip().lower()).rstrip("/")
+    known = said.rpartition("/")[0] in _owners() | AGAIN
+    return _short().get(said) or (_plain().get(_untuned(said)) if known else None)
 
 
 def active_numbers(outline: Outline) -> int:

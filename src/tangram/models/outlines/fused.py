@@ -204,6 +204,8 @@ class Fused:
         """What is kept where the backward of a node takes a value."""
         flow = self.flow
         maker = flow.maker(value)
+        if maker in self.scanned and of in self.scanned:
+            return (v for v in self._scans_inputs(value) if v in flow.alive)
         kernel = None if maker is None else self.owner.get(maker)
         attended = None if maker is None else flow.scores.get(maker)
         if attended is not None and maker is not None and "attention" not in name_of(flow.graph.nodes[maker]):
@@ -214,6 +216,36 @@ class Fused:
             return (value,)
         read = self._sources(value, kernel)
         return (v for v in kernel.reads if v in read and (v == flow.main or v not in flow.block.takes))
+
+    @cached_property
+    def scanned(self) -> frozenset[int]:
+        """Nodes of scans: products of two results, and what lies between them. Kernels of scans keep what they are
+        given and make all else again (mamba_ssm's `MambaChunkScanCombinedFn`, flash-linear-attention's
+        `ChunkGatedDeltaRuleFunction`, which keeps a chunk's small triangle, too)."""
+        flow = self.flow
+        own = flow.products.keys() | flow.scores.keys()
+        _, below = flow.down([v for i in flow.batched for v in flow.makes(i)], lambda i: i not in own)
+        return frozenset((flow.up(flow.batched) & below | flow.batched.keys()) - own)
+
+    def _scans_inputs(self, value: int) -> set[int]:
+        """Of what a scan is given that of which a value within it is made."""
+        found, seen, todo = set[int](), set[int](), [value]
+        while todo:
+            here = self.flow.base(todo.pop())
+            maker = self.flow.maker(here)
+            if maker is None or maker not in self.scanned:
+                found.add(here)
+            elif maker not in seen:
+                seen.add(maker)
+                todo += self.flow.takes(maker)
+        return found
+
+    @cached_property
+    def of_scans(self) -> frozenset[int]:
+        """What scans are given and make, which is in the type that is computed in, though their code without kernels
+        widens it."""
+        flow = self.flow
+        return frozenset(flow.base(v) for i in self.scanned for v in (*flow.takes(i), *flow.makes(i)))
 
     def _sources(self, value: int, kernel: Kernel) -> set[int]:
         """Of what a kernel reads that of which a value within it is made."""
@@ -233,7 +265,8 @@ class Fused:
         rows: dict[tuple[str, Cut, Group, float, bool], float] = {}
         for v in self.kept_values:
             size = self.flow.graph.values[v].dtype.itemsize
-            key = self._named(v), self._cut(v), self._group(v), 0.0 if size == _HALF else float(size), v in self.routed
+            nbytes = 0.0 if size == _HALF or v in self.of_scans else float(size)
+            key = self._named(v), self._cut(v), self._group(v), nbytes, v in self.routed
             rows[key] = rows.get(key, 0.0) + self.width(v) / size
         widest = max((width * (key[3] or _HALF) for key, width in rows.items()), default=0.0)
         found: dict[tuple[str, Cut, Group, float, bool], float] = {}

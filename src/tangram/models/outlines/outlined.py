@@ -32,14 +32,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tangram.errors import UserError
-from tangram.models.building.build import CAUSAL, PAIRED, build_on_meta, presets, read_source
+from tangram.models.building.build import CAUSAL, PAIRED, build_on_meta, config_of, presets, read_source
 from tangram.models.building.fields import of_layer, varies
 from tangram.models.building.quantised import kept_of
 from tangram.models.building.strict import refuse_strange
 from tangram.models.capturing.capture import CaptureError, capture, quiet
 from tangram.models.capturing.fold import folded, kinds_of, run_once
 from tangram.models.capturing.graph import Graph
-from tangram.models.outlines.catalogue import in_catalogue, no_model
+from tangram.models.outlines.catalogue import configured, in_catalogue, no_model
 from tangram.models.outlines.costs import block_names
 from tangram.models.outlines.images import USUAL_IMAGE, USUAL_IMAGES, Tower, tower_numbers, with_tower
 from tangram.models.outlines.outline import Dims, Outline, decoder
@@ -83,8 +83,9 @@ def outlined(name: str) -> Outline:
     if name in presets():
         return outline_of(read_source(name, None, {}).config, name)
     if not Path(name).exists():
-        found = in_catalogue(name)
-        if found is None:
+        if (known := configured(name)) is not None:
+            return outline_of(config_of(known[1].pop("model_type"), known[1]), known[0])
+        if (found := in_catalogue(name)) is None:
             raise no_model(name)
         return found
     source = read_source(None, name, {}, known=KNOWN, weights=False)

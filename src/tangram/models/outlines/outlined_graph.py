@@ -12,7 +12,7 @@ Rows are made of the graph's operators (`models.outlines.flow`), cut as `models.
                that is fused has no more. The backward reads the gradients of what was written and what was kept, and
                writes gradients of what was read
     kept       what the captured backward takes of the forward. Of what is made within a fused kernel its inputs, of
-               which it is made again; storages count once
+               which it is made again, and so of a scan in chunks; storages count once
 
 So the table is in the terms of `models.outlines.outline.decoder`. What depends on no token (masks, angles) is not
 counted: all blocks share it. Scans are as the code has them where no kernel is installed: in chunks, with products

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from tangram.models.outlines.outline import Group, Outline
-from tangram.planner.cost.in_flight import in_flight, kept_by_chunks, least_of, unlike_chunks
+from tangram.planner.cost.in_flight import in_flight, in_turn, kept_by_chunks, least_of, unlike_chunks
 from tangram.planner.cost.kept_activations import block_activations, block_backward, weights_of_shapes
 from tangram.planner.cost.model_state_bytes import divided, model_state_bytes, rank_weights
 from tangram.planner.space.grid import OF_BLOCKS, Array, Grid, distinct
@@ -144,19 +144,51 @@ def at_rank(
     return np.where(one.host <= setting.host.memory_bytes, shown, np.inf)
 
 
-def floor_of(outline: Outline, g: Grid, setting: Setting) -> Array:
+def floor_of(outline: Outline, g: Grid, setting: Setting, uneven: int | None = None) -> Array:
     """Bytes below which `needs` cannot be, however layers are cut and recomputed, and whatever schedule's number of
     virtual stages there is: a rank has no less than the mean over PP ranks of states, and of what one micro-batch
-    leaves where all layers are recomputed."""
-    g = replace(g, recompute=np.full(len(g), int(Group.BLOCK)), recomputed=np.ones(len(g)))
+    leaves where all layers are recomputed. `uneven`: by the schedule that each configuration has, with its layers
+    recomputed and cut so that the first and the last virtual stage have so many layers fewer at most; with what its
+    micro-batches in flight leave, and what comes and goes with any block."""
+    if uneven is None:
+        g = replace(g, recompute=np.full(len(g), int(Group.BLOCK)), recomputed=np.ones(len(g)))
     part = 1 / g.pipeline
     takes = takes_of(outline, g, setting, least=True)
     has = stage(outline, g, setting, [count * part for _, count in outline.runs], part, part, takes)
     states, weights, flows = away(g.offload)
-    kept = np.where(flows, 0.0, np.maximum(has.kept + has.embedded - fresh(has, g, setting), 0.0))
+    left, passing = has.kept + has.embedded, np.zeros(())
+    if uneven is not None:
+        first, last = (_flying(g, place) for place in (np.zeros(len(g)), g.pipeline - 1))
+        chunks = g.pipeline * g.virtual  # each has so many blocks at least, but for the first and the last
+        fewest = np.maximum(g.virtual * np.floor(outline.layers / chunks) - 2 * uneven * (g.pipeline > 1), 0.0)
+        block = np.minimum.reduce([one.left for one in takes])
+        # From rank to rank there are fewer in flight, by no smaller steps than before: no fewer than half of both ends.
+        left = left * last + fewest * block * (first - last) / 2
+        passing = np.where(fewest >= 1, np.minimum.reduce([_passing(outline, one, g, setting) for one in takes]), 0.0)
+    kept = np.where(flows, 0.0, np.maximum(left - fresh(has, g, setting), 0.0))
     held = np.where(weights, 0.0, has.parameters + has.gradients)
-    held = held + np.where(states, 1 - setting.away_share, 1.0) * has.optimiser + kept
+    held = held + np.where(states, 1 - setting.away_share, 1.0) * has.optimiser + kept + passing
     return (held * (1 + setting.framework.reserve) + context_of(g, setting)) * (1 - 1e-9)  # sums in another order
+
+
+def _flying(g: Grid, place: Array) -> Array:
+    """So many micro-batches, or more, each of a rank's virtual stages has at one moment."""
+    return np.where(in_turn(g), least_of(g, place), in_flight(g, place) / g.virtual)
+
+
+def _passing(outline: Outline, one: Takes, g: Grid, setting: Setting) -> Array:
+    """What comes and goes while the backward of a block of one kind works."""
+    gathered, reduced = _gathered(one, setting)
+    ends = outline.vocab * outline.hidden / g.tensor * max(setting.framework.gathered_bytes, setting.flow_bytes)
+    spare = one.shapes * setting.framework.scratch_bytes + setting.framework.workspace
+    return one.again + spare + np.where(g.zero >= 3, 2 * gathered + reduced + ends, 0.0)
+
+
+def _gathered(one: Takes, setting: Setting) -> tuple[Array, Array]:
+    """Bytes of a block's parameters as they are gathered, and of its gradients until they are divided."""
+    wide = max(setting.framework.gathered_bytes, setting.flow_bytes)
+    frozen = (one.gathered - one.trained) * (wide if setting.base is FULL else setting.base_bytes)
+    return frozen + one.trained * wide, one.trained * setting.framework.reduce_bytes
 
 
 BORDERS = 4
@@ -316,9 +348,9 @@ def stage(
         kept, again = kept + count * one.left, np.maximum(again, np.where(there, one.again, 0.0))
         largest = np.maximum(largest, np.where(there, one.left, 0.0))
         scratch = np.maximum(scratch, np.where(there, one.shapes, 0.0))
-        frozen = (one.gathered - one.trained) * (wide if setting.base is FULL else setting.base_bytes)
-        gathered = np.maximum(gathered, np.where(there, frozen + one.trained * wide, 0.0))
-        reduced = np.maximum(reduced, np.where(there, one.trained * framework.reduce_bytes, 0.0))
+        weights, gradients = _gathered(one, setting)
+        gathered = np.maximum(gathered, np.where(there, weights, 0.0))
+        reduced = np.maximum(reduced, np.where(there, gradients, 0.0))
     ends = outline.vocab * outline.hidden / g.tensor
     beside = ends * np.maximum(embeds, heads) if tied else ends * (embeds + heads)
     numbers = rank_weights(outline, g, counts, beside + further * embeds)

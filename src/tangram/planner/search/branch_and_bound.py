@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from tangram.planner.cost.step_time import COVERED, Scales, multiplied, seconds
 from tangram.planner.legality.enumerate import ALL, Request, expanded, meshes, of_mesh, remade, roomiest, scheduled
 from tangram.planner.search.evaluate import CutRequest
 from tangram.planner.search.uneven_stages import CACHED, all_cuts, best_cuts, hopeless
-from tangram.planner.space.grid import Grid, joined
+from tangram.planner.space.grid import Grid, grid, joined
 from tangram.planner.space.setting import Setting
 
 __all__ = ["BestConfigurations", "bounds_of", "exhaustive", "floors", "least_of", "quickest", "search", "some_fits"]
@@ -55,8 +56,6 @@ class BestConfigurations:
     """Bytes of the rank that needs most, as the device sees them."""
     looked: int
     """Configurations that were evaluated."""
-    of: int
-    """Configurations in the space; -1 where branches were cut before they were laid out."""
     smallest: Grid
     """Of those looked at, cut evenly, the one that needs least memory."""
     smallest_memory: float
@@ -76,25 +75,53 @@ def search(
             f"{request.devices} devices and {request.batch} samples of {request.sequence} tokens have no legal layout "
             f"for {outline.name}: change the batch to a multiple of the devices, or leave less out"
         )
+    wanted = CutRequest(outline, setting, limit, scales, request.able)
     bounds = _bounds(outline, request, setting, tuple(sorted((scales or {}).items())))
-    order = np.argsort(bounds, kind="stable")  # the most promising first, so that the rest is cut off soon
+    least = floors(wanted, request, every)
+    may = np.flatnonzero(least <= limit)  # nothing else of any other branch fits either
+    order = may[np.argsort(bounds[may], kind="stable")]  # the most promising first, so that the rest is cut off soon
 
-    def laid_out(rows: Grid, last: float, room: float) -> Grid:
-        rows = rows.take(floors(wanted, request, rows) <= room)
+    def laid_out(rows: Grid, last: float) -> Grid:
         found = scheduled(request, rows)
-        found = remade(outline, request, found if np.isfinite(last) else _roomy(wanted, request, found, room))
+        found = remade(outline, request, found if np.isfinite(last) else _roomy(wanted, request, found, limit))
         if np.isfinite(last):
             # The same sum in another order may differ in its last digit: a tie must not be lost to that.
             found = found.take(least_of(outline, found, setting, scales) <= last * (1 + 1e-12))
-        return expanded(outline, request, found)
+        found = expanded(outline, request, found)
+        return found.take(~hopeless(wanted, found))
 
-    wanted = CutRequest(outline, setting, limit, scales, request.able)
     branches = ((float(bounds[few[0]]), every.take(few)) for few in _in_turn(order))
-    leanest = every.take(np.argsort(floors(wanted, request, every), kind="stable")[:FIRST])
-    _, _, need = wanted.evaluated(laid_out(leanest, np.inf, np.inf))
-    return _take(
-        wanted, most, len(every), branches, laid_out, within, room=float(need.min(initial=np.inf)) * (1 + 1e-9)
-    )
+    found = _take(wanted, most, branches, laid_out, within)
+    if len(found.step):
+        return replace(found, looked=found.looked + len(every))
+    grid, need, looked = _leanest(wanted, request, every, least, any_will_do=np.isfinite(within))
+    return replace(found, smallest=grid, smallest_memory=need, looked=found.looked + len(every) + looked)
+
+
+def _leanest(
+    wanted: CutRequest, request: Request, every: Grid, least: Floats, *, any_will_do: bool
+) -> tuple[Grid, float, int]:
+    """Of all branches the configuration that needs least memory, cut evenly: a grid of one, its bytes, and how many
+    were evaluated. Branches are taken by their floors (`least`), until none may need less than what is known."""
+    need, found, looked = np.inf, every.take(slice(0, 0)), 0
+    for few in _in_turn(np.argsort(least, kind="stable")):
+        if least[few[0]] > need or (any_will_do and len(found)):
+            break
+        room = replace(wanted, limit=need * (1 + 1e-9))
+        rows = _roomy(room, request, scheduled(request, every.take(few)), room.limit)
+        g = expanded(wanted.outline, request, remade(wanted.outline, request, rows))
+        g = g.take(~hopeless(room, g))
+        g, _, needs = replace(wanted, limit=0.0).evaluated(g)  # with as much recomputed as there can be
+        looked += len(g)
+        if needs.min(initial=np.inf) < need:
+            at = int(np.argmin(needs))
+            need, found = float(needs[at]), g.take(slice(at, at + 1))
+    if not len(found):
+        raise UserError(
+            f"nothing that is allowed of {wanted.outline.name} can be run: rules leave no configuration of any mesh; "
+            "allow more (kinds of optimisers, what is offloaded to the host, all but what --runs runs)"
+        )
+    return found, need, looked
 
 
 def some_fits(outline: Outline, request: Request, setting: Setting, limit: float) -> bool:
@@ -185,7 +212,7 @@ def exhaustive(
     """The same by trying everything."""
     every = _together(of_mesh(outline, request, mesh) for mesh in meshes(outline, request))
     wanted = CutRequest(outline, setting, limit, scales, request.able)
-    return _take(wanted, most, 0, ((0.0, rows) for rows in every), lambda rows, last, room: rows, whole=True)
+    return _take(wanted, most, ((0.0, rows) for rows in every), lambda rows, last: rows, whole=True)
 
 
 def _together(grids: Iterator[Grid]) -> Iterator[Grid]:
@@ -209,37 +236,25 @@ def quickest(wanted: CutRequest, g: Grid) -> Grid:
 
 
 def _take(
-    wanted: CutRequest, most: int, looked: int, branches: Iterator[tuple[float, Grid]],
-    laid_out: Callable[[Grid, float, float], Grid], within: float = np.inf, *, room: float = np.inf,
-    whole: bool = False,
+    wanted: CutRequest, most: int, branches: Iterator[tuple[float, Grid]], laid_out: Callable[[Grid, float], Grid],
+    within: float = np.inf, *, whole: bool = False,
 ) -> BestConfigurations:  # fmt: skip
-    """`laid_out`: of a branch all configurations that may be as quick as some seconds and need so many bytes at most;
-    `room`: with which some configuration does; `whole`: all cuts of all configurations are evaluated."""
+    """`laid_out`: of a branch all configurations that may be as quick as some seconds and may fit; `whole`: all cuts of
+    all configurations are evaluated."""
     best: list[Grid] = []
     steps: list[Floats] = []
     needs: list[Floats] = []
-    last = within
-    smallest: tuple[float, Grid] | None = None
-    slow: list[Grid] = []  # branches of which nothing was as quick as `within`, until something was
+    last, looked, smallest = within, 0, (np.inf, grid(batch=1, sequence=1).take(slice(0, 0)))
     for bound, rows in branches:
-        # Bounds only grow from here on. Where nothing fits, the answer is what needs least, of which one must be known.
-        if bound > last and (slow or smallest is not None):
+        if bound > last:  # bounds only grow from here on
             break
-        # Before anything fits, what needs less than all others still says how much memory would do.
-        room = min(room, smallest[0] * (1 + 1e-9) if smallest else np.inf)
-        room = wanted.limit if best else max(wanted.limit, room)
-        g = laid_out(rows, last, room)
+        g = laid_out(rows, last)
         if not len(g):
-            slow += [] if smallest else [rows]
             continue
         looked += len(g)
-        if not whole:
-            g = g.take(~hopeless(replace(wanted, limit=room), g))
-            if not len(g):
-                continue
         g, step, need = wanted.tried(g) if whole else wanted.evaluated(g)
-        least = _least(g, need)
-        smallest = least if smallest is None or least[0] < smallest[0] else smallest
+        at = int(np.argmin(need))
+        smallest = min(smallest, (float(need[at]), g.take(slice(at, at + 1))), key=itemgetter(0))
         if (step <= last).sum() >= most:  # a better cut of these is as quick at least
             last = min(last, float(np.partition(step, most - 1)[most - 1]))
         cuts = all_cuts(wanted, g, step, need) if whole else best_cuts(wanted, g, step, need, last)
@@ -253,29 +268,7 @@ def _take(
         best, steps, needs = [*best, g.take(keep)], [*steps, step[keep]], [*needs, need[keep]]
         if sum(map(len, steps)) >= most:
             last = min(last, float(np.sort(np.concatenate(steps))[most - 1]))
-    smallest = smallest or _smallest(wanted, (laid_out(rows, np.inf, np.inf) for rows in slow))
-    if smallest is None:
-        raise UserError(
-            f"nothing that is allowed of {wanted.outline.name} can be run: rules leave no configuration of any mesh; "
-            "allow more (kinds of optimisers, what is offloaded to the host, all but what --runs runs)"
-        )
-    if not best:
-        empty = smallest[1].take(slice(0, 0))
-        return BestConfigurations(empty, np.zeros(0), np.zeros(0), looked, -1, smallest[1], smallest[0])
-    step, need, g = np.concatenate(steps), np.concatenate(needs), joined(best)
+    step, need = (np.concatenate([*one, np.zeros(0)]) for one in (steps, needs))
     order = np.lexsort((need, step))[:most]  # of equally quick ones first what needs less memory
-    return BestConfigurations(g.take(order), step[order], need[order], looked, -1, smallest[1], smallest[0])
-
-
-def _least(g: Grid, need: Floats) -> tuple[float, Grid]:
-    at = int(np.argmin(need))
-    return float(need[at]), g.take(slice(at, at + 1))
-
-
-def _smallest(wanted: CutRequest, grids: Iterator[Grid]) -> tuple[float, Grid] | None:
-    """Of the first that has any."""
-    for g in grids:
-        if len(g):
-            g, _, need = wanted.evaluated(g)
-            return _least(g, need)
-    return None
+    chosen = joined(best).take(order) if best else smallest[1].take(slice(0, 0))
+    return BestConfigurations(chosen, step[order], need[order], looked, smallest[1], smallest[0])

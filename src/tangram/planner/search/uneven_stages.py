@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tangram.models.outlines.outline import Outline
-from tangram.planner.cost.memory import at_rank, takes_of
+from tangram.planner.cost.memory import at_rank, floor_of, takes_of
 from tangram.planner.cost.step_time import Seconds, loads, scaled, seconds
 from tangram.planner.search.evaluate import CutRequest, some_blocks
 from tangram.planner.space.grid import Array, Grid, joined
@@ -103,7 +103,7 @@ def _full(wanted: CutRequest, g: Grid) -> Array:
     rows, alone = wanted.all_again(g), g.pipeline == 1
     found = _over(wanted, rows, alone, np.zeros(len(g)), least=True)
     found[~alone] = _never(wanted, rows.take(~alone), least=True)
-    return found
+    return found | (floor_of(wanted.outline, rows, wanted.setting, wanted.most) > wanted.limit)
 
 
 def _even(g: Grid, step: Array, need: Array) -> Best:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from tangram.models.outlines.outline import Outline
-from tangram.planner.space.grid import Array, Grid
+from tangram.planner.space.grid import Array, Grid, unlike
 from tangram.planner.space.schedule_formulas import folded
 
 
@@ -72,8 +72,18 @@ def chunk_of(outline: Outline, g: Grid, block: int) -> tuple[Array, Array]:
     return chunk, place - chunk * each - np.minimum(chunk, more)
 
 
+OF_CUTS = ("pipeline", "virtual", "schedule", "ahead", "behind")
+"""Columns that a cut depends on."""
+FEW_RUNS = 3
+"""So many runs are counted for each configuration sooner than those that are cut alike are looked for."""
+
+
 def dealt(outline: Outline, g: Grid, place: Array) -> list[Array]:
     """How many layers of each run the virtual stages of a PP rank have."""
+    if len(outline.runs) > FEW_RUNS and len(g) > 1:
+        first, which = unlike([*(getattr(g, name) for name in OF_CUTS), place])
+        if len(first) < len(g):
+            return [count.take(which) for count in dealt(outline, g.take(first), place[first])]
     bounds: list[int] = np.cumsum([count for _, count in outline.runs]).tolist()
     turns = folded(g.schedule)
     many = turns.any()
