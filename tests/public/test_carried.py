@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma4Config, PreTrainedModel
@@ -245,3 +246,22 @@ def test_layers_behind_the_last_that_nobody_speaks_of_are_not_told(tmp_path: Pat
     with torch.device("meta"):
         gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2))
     assert not_there(gpt2, ["lm_head.weight"]) == []
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
+def test_adapters_of_the_text_are_merged_into_all_of_it(sees: Path, tmp_path: Path) -> None:
+    """unslothai/unsloth#5845 again: adapters name `model.layers`, the directory `model.language_model.layers`."""
+    torch.manual_seed(0)
+    own = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(sees, dtype=torch.float32), own)
+    model.save_pretrained(tmp_path / "adapter")
+    words = ["checkpoint", "convert", str(sees), str(tmp_path / "merged"), "--to", "hf"]
+    assert main([*words, "--adapter", str(tmp_path / "adapter")]) == 0
+    before, after = tensors(sees), tensors(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    assert moved
+    assert all("language_model" in name for name in moved)
+    ids = torch.arange(12)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(merged.eval()(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
