@@ -225,7 +225,7 @@ def test_text_converted_alone_says_what_it_is_without(
     convert = ["checkpoint", "convert"]
     assert main([*convert, str(tmp_path / "text"), str(tmp_path / "saved"), "--to", "tangram"]) == 0
     assert "does not read" not in capsys.readouterr().out
-    words = "does not read mtp, model.visual: where the directory that training began from has them, --config DIR"
+    words = "does not read model.visual, mtp: where the directory that training began from has them, --config DIR"
     assert main([*convert, str(tmp_path / "saved"), str(tmp_path / "made"), "--to", "hf"]) == 0
     assert words in " ".join(capsys.readouterr().out.split())
     assert main([*convert, str(tmp_path / "saved"), str(tmp_path / "all"), "--to", "hf", "--config", str(sees)]) == 0

@@ -63,7 +63,7 @@ def not_there(model: Any, names: Collection[str]) -> list[str]:
     """
     predicted = getattr(model.config, "num_nextn_predict_layers", 0)
     patterns = [
-        one for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        one for one in sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         if (re.search("mtp|visual", one) or (predicted and "layers" in one))
         and not any(re.search(one, name) for name in names)
     ]  # fmt: skip
