@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma4Config, PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
 
+from tangram.checkpoint.conversion.beside_text import not_there
 from tangram.cli import main
 from tangram.models.building.build import read_source
 from tangram.training.data import BYTES
@@ -210,3 +212,56 @@ def test_text_leaves_a_tower_as_it_was(more: str, tmp_path: Path, capsys: pytest
     moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
     assert moved
     assert not [name for name in moved if re.search("vision", name)]
+
+
+def test_text_converted_alone_says_what_it_is_without(
+    sees: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#5817 again, without a directory: what is written is the text, and that is told."""
+    model = trained(sees)
+    (tmp_path / "text").mkdir()
+    save_model(model, str(tmp_path / "text" / "model.safetensors"), metadata={"format": "pt"})
+    model.config.save_pretrained(tmp_path / "text")
+    convert = ["checkpoint", "convert"]
+    assert main([*convert, str(tmp_path / "text"), str(tmp_path / "saved"), "--to", "tangram"]) == 0
+    assert "does not read" not in capsys.readouterr().out
+    words = "does not read model.visual, mtp: where the directory that training began from has them, --config DIR"
+    assert main([*convert, str(tmp_path / "saved"), str(tmp_path / "made"), "--to", "hf"]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+    assert main([*convert, str(tmp_path / "saved"), str(tmp_path / "all"), "--to", "hf", "--config", str(sees)]) == 0
+    assert "does not read" not in capsys.readouterr().out
+
+
+def test_layers_behind_the_last_that_nobody_speaks_of_are_not_told(tmp_path: Path) -> None:
+    """GLM-4.5's class knows two layers behind the last, of the model and of Air: one is the other model's own."""
+    for more, said in ({"num_nextn_predict_layers": 1}, 1), ({"num_nextn_predict_layers": 0}, 0):
+        config = AutoConfig.for_model(
+            "glm4_moe", vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, **more
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        told = not_there(model, ["model.layers.46.mlp.up_proj.weight", "lm_head.weight"])
+        assert len(told) == said
+        assert all("model.layers.92:" in one and "46" not in one for one in told)
+    with torch.device("meta"):
+        gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2))
+    assert not_there(gpt2, ["lm_head.weight"]) == []
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # what peft asks for
+def test_adapters_of_the_text_are_merged_into_all_of_it(sees: Path, tmp_path: Path) -> None:
+    """unslothai/unsloth#5845 again: adapters name `model.layers`, the directory `model.language_model.layers`."""
+    torch.manual_seed(0)
+    own = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(sees, dtype=torch.float32), own)
+    model.save_pretrained(tmp_path / "adapter")
+    words = ["checkpoint", "convert", str(sees), str(tmp_path / "merged"), "--to", "hf"]
+    assert main([*words, "--adapter", str(tmp_path / "adapter")]) == 0
+    before, after = tensors(sees), tensors(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    assert moved
+    assert all("language_model" in name for name in moved)
+    ids = torch.arange(12)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(merged.eval()(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-5)

@@ -160,6 +160,28 @@ def test_a_part_stands_for_the_part(cut: str) -> None:
     assert mistaken
 
 
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("shape", [(1, 128), (3, 1, 128)], ids=["a row", "experts of a row"])
+def test_a_rank_may_have_no_row(base: str, shape: tuple[int, ...]) -> None:
+    """Qwen3-Next's gate of the shared expert has one row, of which the second of two ranks has none."""
+    own, whole = BASES[base], torch.randn(shape)
+    everything = own.keep(whole, lambda kind, one: one)
+    for first, last in ((0, 1), (1, 1)):
+        kept = own.keep(whole, lambda kind, one, some=slice(first, last): one[..., some, :])
+        for kind in own.tensors:
+            assert torch.equal(kept[kind], everything[kind][..., first:last, :])
+        layer = nn.Module()
+        for kind, value in kept.items():
+            value = value if kind in own.tensors else value.clone()
+            layer.register_buffer(f"weight_{kind}", value) if kind not in own.tensors else layer.register_parameter(
+                f"weight_{kind}", nn.Parameter(value, requires_grad=False)
+            )
+        places = (*(((0, n),) for n in shape[:-2]), ((first, last),), ((0, 128 // own.block),))
+        made = QuantisedWeight(own, "x.weight", shape, places, torch.float32, torch.float32).made(layer)
+        assert made.shape == whole[..., first:last, :].shape
+        torch.testing.assert_close(made, whole[..., first:last, :], rtol=0, atol=0.5)
+
+
 # ---------------------------------------------------------------- on ranks
 
 

@@ -101,8 +101,9 @@ def run(source: str, target: str, asked: TypedOptions) -> None:
     with opening(source) as opened:
         options = _options(asked, room)
         # Our own model as it is needs no mapping, and its digests prove every tensor.
-        if not asked.dry_run and exported_as_it_is(opened, source, target, asked.to, options):
-            _export(Path(source), Path(target), asked, room)
+        notes = None if asked.dry_run else exported_as_it_is(opened, source, target, asked.to, options)
+        if notes is not None:
+            _export(Path(source), Path(target), asked, room, notes)
         else:
             _convert(opened, target, asked, options, local)
 
@@ -169,7 +170,7 @@ def compared(a: str, b: str, pattern: str, config: Path | None) -> "CheckpointDi
             return diff.compare_across(way, other_side, pattern, on_bytes)
 
 
-def _export(source: Path, target: Path, asked: TypedOptions, room: Mapping[str, int]) -> None:
+def _export(source: Path, target: Path, asked: TypedOptions, room: Mapping[str, int], notes: Sequence[str]) -> None:
     """The model of one of Tangram's checkpoints as it is: proved by digests."""
     from tangram.checkpoint.formats import hf_export as of
     from tangram.checkpoint.formats.common.side_files import is_of_tokenizer
@@ -179,13 +180,15 @@ def _export(source: Path, target: Path, asked: TypedOptions, room: Mapping[str, 
             source, target, dtype=asked.dtype, rounded=asked.rounded, config=asked.config, on_bytes=on_bytes, **room
         )
     if asked.json:
-        print_json(made.as_json())
+        print_json({**made.as_json(), "notes": notes})
         return
     proof = f"{count(made.tensors - made.cast, 'tensor')} proved equal to the checkpoint by their digests"
     cast = f", {made.cast:,} cast to {asked.dtype}" if made.cast else ""
     rate = size(made.nbytes / made.seconds)
     print(f"{target}: {size(made.nbytes)} in {count(len(made.files), 'file')}, {rate}/s; {proof}{cast}")
     _beside(made)
+    for note in notes:
+        print(printable(note))
     if not made.configured:
         print(UNCONFIGURED)
     elif not any(is_of_tokenizer(name) or name == "generation_config.json" for name in made.files):

@@ -5,6 +5,7 @@ A job without a strategy is given to the planner, and the first plan that it ran
 
 import contextlib
 import shlex
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ from tangram.training.run.run_folder import (
 from tangram.training.run.torchrun import Meeting, on_one, run_as_rank
 from tangram.training.run.uploads import bring_here, sending
 from tangram.training.state.build_model import source_of
+from tangram.training.state.load_weights import begun_with
 from tangram.training.state.teacher import teacher_source
 from tangram.training.trials.auto import remembering, try_plans
 from tangram.training.trials.local_plans import planned, plans_of, rows_of_steps, text_alone
@@ -212,6 +214,8 @@ def choose(request: TrainRequest, meeting: Meeting | None, on_event: OnEvent) ->
         for note in beside:
             on_event(Note(note))
     freeze(model, job)
+    if job.lora is not None and job.lora.start is not None and request.resume is None:
+        deque(begun_with(model, Path(job.lora.start)), maxlen=0)  # refused before anything is planned
     router_loss.refuse(model, job)
     expert_capacity.refuse(model, job)
     if isinstance(job, Plan):

@@ -54,7 +54,10 @@ def read_config(folder: Path) -> Config:
     """The configuration. Raises UserError for one that says more than LoRA or DoRA."""
     file = folder / CONFIG
     if not file.is_file():
-        raise UserError(f'the adapter "{folder}" has no {CONFIG}: give a directory that peft has written')
+        inner = sorted(one.parent for one in folder.glob(f"*/{CONFIG}"))
+        some = " or ".join(f'"{one}"' for one in inner)
+        what = f"one of those that it has, {some}" if inner else "a directory that peft has written"
+        raise UserError(f'the adapter "{folder}" has no {CONFIG}: give {what}')
     try:
         raw: Any = json.loads(read_bounded(file.resolve(), LARGEST_SMALL))
     except ValueError as error:

@@ -9,6 +9,7 @@ conversion with `--config DIR` gives what the run's own export gives (`tangram.t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,26 @@ def put_back(source: OpenCheckpoint, model: Any, folder: Path, notes: list[str])
         return source
     notes.append(f"taken from {folder.name} as they are there: {_several(beside)}")
     return _joined(_named_as(source, found), whole, frozenset(beside))
+
+
+def not_there(model: Any, names: Collection[str]) -> list[str]:
+    """What to say of a run's checkpoint alone, where the model's class leaves a part of a directory unread.
+
+    Layers behind the last are only where a configuration speaks of them; masks and frequencies are no part.
+    """
+    predicted = getattr(model.config, "num_nextn_predict_layers", 0)
+    patterns = [
+        one for one in sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        if (re.search("mtp|visual", one) or (predicted and "layers" in one))
+        and not any(re.search(one, name) for name in names)
+    ]  # fmt: skip
+    if not patterns:
+        return []
+    parts = ", ".join(re.sub(r"\W*$", "", re.sub(r"\(.*?\)|[\^\\]", "", one)) for one in patterns)
+    return [
+        f"{type(model).__name__} does not read {parts}: where the directory that training began from has them, "
+        "--config DIR takes them along"
+    ]
 
 
 def plain_and_quantised(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> tuple[list[str], list[str]]:

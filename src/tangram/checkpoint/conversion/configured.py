@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tangram.checkpoint.conversion.beside_text import put_back
+from tangram.checkpoint.conversion.beside_text import not_there, put_back
 from tangram.checkpoint.conversion.config_facts import facts
 from tangram.checkpoint.conversion.convert import IDENTITY, Filler
 from tangram.checkpoint.formats.common.config_json import EMBEDDINGS, HEADS
@@ -84,6 +84,8 @@ def fitted(
         try:
             source = _put_back(source, model, config, folder, notes)
             notes += [] if own else _together(source, model)
+            if folder is None and source.format == "tangram":
+                notes += not_there(model, source.specs)
         except UserError as error:
             if not own:
                 raise

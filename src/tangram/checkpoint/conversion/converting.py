@@ -100,7 +100,7 @@ def convert(
     options = options or ConvertOptions()
     refuse_target(target, to)
     with rare_collections(), opening(str(source)) as opened:
-        if exported_as_it_is(opened, source, target, to, options):
+        if exported_as_it_is(opened, source, target, to, options) is not None:
             return to_hugging_face(
                 Path(source), Path(target), dtype=options.dtype, rounded=options.rounded, shard=options.shard,
                 memory=options.memory, config=options.config,
@@ -117,24 +117,26 @@ def refuse_target(target: Path | str, to: str) -> None:
 
 def exported_as_it_is(
     opened: OpenCheckpoint, source: Path | str, target: Path | str, to: str, options: ConvertOptions
-) -> bool:
-    """Whether the model of one of Tangram's own checkpoints is exported with no tensor changed: proved by digests."""
+) -> tuple[str, ...] | None:
+    """What to say where the model of one of Tangram's own checkpoints is exported with no tensor changed, proved by
+    digests; None where it is not."""
     local = not is_remote(str(source)) and not is_remote(str(target))
     changed = options.mapping is not None or options.adapters or options.dequantise or options.part is not None
     as_it_is = local and to == "hf" and is_own(Path(source)) and not changed and quantisation_of(opened) is None
     small = small_of(options.config) if options.config else opened.small
     as_it_is = as_it_is and kept_wide(small.get("config.json"), options.dtype) is None
-    return as_it_is and _is_named_as_configured(opened, options)
+    return _if_named_as_configured(opened, options) if as_it_is else None
 
 
-def _is_named_as_configured(opened: OpenCheckpoint, options: ConvertOptions) -> bool:
-    """Whether `prepare` would take all tensors, by their names: it tells else what is not so."""
+def _if_named_as_configured(opened: OpenCheckpoint, options: ConvertOptions) -> tuple[str, ...] | None:
+    """The sentences of `fitted` where `prepare` would take all tensors, by their names; else None: that tells why."""
     model = model_of(opened)[0]
     try:
         config = config_of(small_of(options.config) if options.config else opened.small)
-        return fitted(model, config, True, folder=options.config).source.specs.keys() == model.specs.keys()
+        fit = fitted(model, config, True, folder=options.config)
     except UserError:
-        return False
+        return None
+    return fit.notes if fit.source.specs.keys() == model.specs.keys() else None
 
 
 def prepare(source: OpenCheckpoint, to: str, options: ConvertOptions) -> PreparedConversion:

@@ -46,18 +46,20 @@ def module_names(source: OpenCheckpoint, config: Mapping[str, Any]) -> ModuleNam
     from tangram.models.building.build import declared_on_meta  # loads transformers
     from tangram.models.building.conversions import read_conversion
 
-    model = declared_on_meta(config)
     renamed: dict[str, str] = {}
     fused: dict[str, TensorSpec] = {}
     rows: dict[str, tuple[ExpertRows, ...]] = {}
-    found = read_conversion(model, {name: spec.shape for name, spec in source.specs.items()}) if model else None
-    for part in found.parts if found else ():
-        ((name, shape), *more) = part.shapes.items()
-        made = () if more else _rows(part, shape, source.specs)
-        if made:
-            fused[name], rows[name] = TensorSpec(shape, source.specs[made[0].name].dtype), made
-        elif len(part.sources) == 1 and not more and name not in source.specs:
-            renamed[name] = part.sources[0]
+    shapes = {name: spec.shape for name, spec in source.specs.items()}
+    # Adapters are of the class that reads the text alone, too (Qwen3.5's, whose directory has a tower).
+    models = [declared_on_meta(config), declared_on_meta({**config, "architectures": None})]
+    for model in {type(one): one for one in models if one is not None}.values():
+        for part in read_conversion(model, shapes).parts:
+            ((name, shape), *more) = part.shapes.items()
+            made = () if more else _rows(part, shape, source.specs)
+            if made:
+                fused[name], rows[name] = TensorSpec(shape, source.specs[made[0].name].dtype), made
+            elif len(part.sources) == 1 and not more and name not in source.specs:
+                renamed[name] = part.sources[0]
     return ModuleNames(renamed, fused, rows)
 
 

@@ -28,12 +28,13 @@ LIKE: Mapping[str, str] = MappingProxyType(
 """What adapters that others begin with have to be like, by key and by peft's field."""
 PREFIX = "base_model.model."
 """Before the names of tensors in peft's files."""
+NO_SHAPES: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _ADDED = re.compile(r"\.(lora_\w+|modules_to_save|token_adapter\.trainable_tokens_delta)\.")
 """In the names of what adapters have, trained or not."""
 
 
 def stored_adapters(
-    model: nn.Module, folder: Path, *, all_of_it: bool, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    model: nn.Module, folder: Path, *, all_of_it: bool, shapes: Mapping[str, tuple[int, ...]] = NO_SHAPES
 ) -> Iterator[tuple[str, Tensor]]:
     """The values of adapters in a directory that peft has written, whole and by the names that they have in a model.
 

@@ -65,7 +65,8 @@ def _keep_nf4(whole: Tensor, picked: Picked) -> Kept:
     largest = nf4.largest(whole)
     found = nf4.scales_of(largest)
     some = picked("nf4", whole)
-    codes = nf4.encode(some.flatten(0, -2), picked("absmax", largest).flatten(0, -2)).view(*some.shape[:-1], -1)
+    codes = nf4.encode(some.flatten(0, -2), picked("absmax", largest).flatten(0, -2))
+    codes = codes.view(*some.shape[:-1], codes.shape[-1])  # of which a rank may have no row: -1 would be any number
     return {"nf4": codes, "absmax": picked("absmax", found.codes), "groups": found.groups, "mean": found.mean}
 
 

@@ -53,6 +53,7 @@ from tangram.training.run.uploads import sending
 from tangram.training.state.build_model import has_dropout, source_of
 from tangram.training.state.carried import carried_by
 from tangram.training.state.checkpointer import newest
+from tangram.training.state.stored_codes import only_configured
 from tangram.training.state.teacher import teacher_source
 from tangram.training.step import loop
 
@@ -218,6 +219,8 @@ def show(chosen: ChosenPlan, ready: PreparedJob, resume: Path | None, on_event: 
     if has_dropout(ready.source.config):
         compiled = "; run.compile compiles nothing that draws" if plan.run.compile else ""
         on_event(Note(f"the model has dropout: its masks are those of one process, at any layout{compiled}"))
+    if configured := only_configured(ready.source.config, ready.source.weights):
+        on_event(Note(configured))
     start = plan.lora.start if plan.lora is not None else None
     if start is not None and (other := made_beside(Path(start), Path(str(plan.model.path)))):
         on_event(Note(other))

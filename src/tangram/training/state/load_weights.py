@@ -9,7 +9,7 @@ Embeddings and head may have more rows than the directory (`model.change.vocab_s
 rows are the mean of those that are stored, in their type, on any layout.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,7 @@ from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement
 from tangram.models.building.build import build_on_meta
 from tangram.models.building.conversions import Conversion, Part, read_conversion
-from tangram.models.lora.adapter_files import stored_adapters
+from tangram.models.lora.adapter_files import NO_SHAPES, stored_adapters
 from tangram.models.lora.adapters import initial_adapters
 from tangram.relayout import CopyPlan, Piece, TensorSpec, bind, execute
 from tangram.relayout import plan as plan_copies
@@ -222,9 +222,16 @@ def begin_adapters(model: nn.Module, plan: Plan, world: World | None, plain: Pla
             full = _gathered(model, f"{name.partition('.trainable_')[0]}.base_layer.weight", world, plain)
             fill(model, [(name, full[[*lora.trainable_token_indices]])], plain)
     if lora.start is not None:
-        whole = plan.pipeline is None
-        read_config(Path(lora.start))  # refuses other kinds, and those that changed the weights that they stand beside
-        fill(model, stored_adapters(model, Path(lora.start), all_of_it=whole, shapes=shapes), plain)
+        fill(model, begun_with(model, Path(lora.start), all_of_it=plan.pipeline is None, shapes=shapes), plain)
+
+
+def begun_with(
+    model: nn.Module, folder: Path, *, all_of_it: bool = True, shapes: Mapping[str, tuple[int, ...]] = NO_SHAPES
+) -> Iterator[tuple[str, Tensor]]:
+    """The values of adapters as `stored_adapters` has them. Raises UserError for those that do not fit the model, other
+    kinds, and those that changed the weights that they stand beside."""
+    read_config(folder)
+    return stored_adapters(model, folder, all_of_it=all_of_it, shapes=shapes)
 
 
 def _gathered(model: nn.Module, name: str, world: World | None, plain: PlainParts) -> Tensor:

@@ -16,17 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tangram.checkpoint.conversion.quantised import quantisation_of
 from tangram.checkpoint.formats.archives.mapped_files import Maps
-from tangram.checkpoint.formats.huggingface import HuggingFaceIndex, open_folder
+from tangram.checkpoint.formats.common.config_json import is_quantised
+from tangram.checkpoint.formats.huggingface import HuggingFaceIndex, open_folder, read_index
 from tangram.errors import UserError
 from tangram.layout import Mapping as MappingText
 from tangram.layout import Region, Statement
 from tangram.models.building.conversions import Part
+from tangram.models.building.quantised import kept_of
 from tangram.models.lora import dynamic_codes, nf4
 from tangram.models.lora.bases import BASES, SQUARE, Kept, Shape
 from tangram.relayout import Piece, TensorSpec, bind, execute, plan
@@ -133,6 +136,17 @@ def _put_together(parts: Sequence[Part], stored: Stored, name: str, shape: Shape
 
 
 DEQUANTISE = "`tangram checkpoint convert DIR NEW --to hf --dequantise` makes a directory of them that can be trained"
+
+
+def only_configured(config: Any, folder: Path | None) -> str:
+    """What to say of weights that are plain numbers where their configuration says that they are quantised."""
+    how = kept_of(config)
+    if how is None or folder is None or is_quantised(read_index(folder).specs):
+        return ""
+    return (
+        f"config.json says that weights are quantised ({how.method}), and those of {folder.name} are plain numbers: "
+        "they are trained as such, and the export says nothing of it"
+    )
 
 
 def without_codes(folder: Path, index: HuggingFaceIndex, base: str) -> tuple[HuggingFaceIndex, StoredCodes | None]:
