@@ -1,11 +1,12 @@
 """What a model costs, against counts by hand and against what a real run on the CPU does."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tangram.errors import UserError
@@ -133,3 +134,12 @@ def test_block_names() -> None:
 def test_a_module_that_takes_no_tokens() -> None:
     with pytest.raises(UserError, match="what a Linear costs cannot be counted"):
         costs(nn.Linear(2, 2), SEQUENCE)
+
+
+def test_a_model_that_looks_up_what_is_not_there() -> None:
+    class Lookup(nn.Linear):
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
+            return {}[len(input_ids)]
+
+    with pytest.raises(UserError, match=r"what a Lookup costs cannot be counted: .*test_costs.py:\d+: KeyError: 1$"):
+        costs(Lookup(2, 2), SEQUENCE)

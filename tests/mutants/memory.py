@@ -271,7 +271,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "frozen-and-reduced", "planner/cost/memory.py",
-        "one.trained * framework.reduce_bytes", "one.gathered * framework.reduce_bytes",
+        "one.trained * setting.framework.reduce_bytes", "one.gathered * setting.framework.reduce_bytes",
         "frozen weights have gradients while a backward works", (_BITS,),
     ),
     Mutant(

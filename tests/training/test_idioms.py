@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -98,7 +99,16 @@ def doubled(model: Any) -> Tensor:
     return model(rows())
 
 
+def let_go(model: Any) -> Tensor:
+    """What stood in a parameter's place before is nobody's any more: its memory is free."""
+    model(rows())
+    before = weakref.ref(getattr(model.up.weight, "_local_tensor", model.up.weight.data))
+    model.double()
+    return torch.tensor(float(before() is None))
+
+
 ALIKE: Mapping[str, Idiom] = {
+    "memory of another type": let_go,
     "checkpointed": checkpointed,
     "a jacobian": lambda m: torch.autograd.functional.jacobian(m, rows()),
     "a hessian and a vector": hessian_vector,

@@ -247,6 +247,41 @@ def test_packed_documents_need_a_causal_model_too() -> None:
         settle(bidirectional, "auto", None, lambda mine: mine)
 
 
+class Layered(Wrapped):
+    """Looks a layer up by a number that is not there, as Zamba2 of few layers."""
+
+    def forward(self, **given: Any) -> Any:
+        return {0: self.model}[1](**given)
+
+
+class Reversible(torch.autograd.Function):
+    """Has no backward in evaluation, as Reformer's layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("to train it, use model.train()")
+
+
+class Untrained(Wrapped):
+    def forward(self, **given: Any) -> Any:
+        found = self.model(**given)
+        found.logits = Reversible.apply(found.logits)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Layered, r"\d+: KeyError: 1$"), (Untrained, "AssertionError: to train it, use model.train")],
+)
+def test_what_a_model_raises_is_one_sentence_with_its_line(kind: type[Wrapped], says: str) -> None:
+    with pytest.raises(UserError, match=rf"{kind.__name__} cannot compute 31 rows of 16 tokens: .*{says}"):
+        settle(kind(build("llama", "eager", **SIZES)), "auto", None, lambda mine: mine)
+
+
 def test_a_model_whose_weights_are_zero_cannot_be_judged_causal() -> None:
     model = build("llama", "sdpa", **SIZES)
     for parameter in model.parameters():

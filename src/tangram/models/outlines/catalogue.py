@@ -76,7 +76,7 @@ def _last(name: str) -> str:
 
 def in_catalogue(name: str) -> Outline | None:
     """The outline of a public model by its sizes; None for a name that is not in the catalogue with any."""
-    found = _found(name)
+    found = _known_name(name)
     if not found or "config" in (row := catalogue()[found]):
         return None
     text = decoder(Dims(**{key: value for key, value in row.items() if key not in TOLD}), _last(found))
@@ -85,11 +85,11 @@ def in_catalogue(name: str) -> Outline | None:
 
 def configured(name: str) -> tuple[str, dict[str, Any]] | None:
     """The short name and the configuration of a public model that no sizes describe."""
-    found = _found(name)
+    found = _known_name(name)
     return (_last(found), dict(catalogue()[found]["config"])) if found and "config" in catalogue()[found] else None
 
 
-def _found(name: str) -> str | None:
+def _known_name(name: str) -> str | None:
     """The name of a model in the catalogue, by whatever of it people write."""
     said = re.sub(HUB, "", name.strip().lower()).rstrip("/")
     known = said.rpartition("/")[0] in _owners() | AGAIN

@@ -30,6 +30,7 @@ from tangram.kernels.cross_entropy import cross_entropy
 from tangram.kernels.flash.operator import FLASH, FLASH_BACKWARD
 from tangram.kernels.fused.projected_loss import FLOPS
 from tangram.models.building.twin import fake_twin, stacked_experts, storage_of
+from tangram.models.capturing.reasons import place_and_reason
 
 OUTSIDE = ""
 """The name under which what lies outside the blocks is kept."""
@@ -194,9 +195,8 @@ def costs(model: nn.Module, sequence: int, micro_batch: int = 1, dtype: torch.dt
     scale = dtype.itemsize // 2 if experts else 1
     try:
         return _counted(model, sequence, micro_batch, torch.bfloat16 if experts else dtype, scale)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"what a {type(model).__name__} costs cannot be counted: {reason}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"what a {type(model).__name__} costs cannot be counted: {place_and_reason(error)}") from error
 
 
 def at_micro_batch(one: ModelCosts, two: ModelCosts, micro_batch: float) -> ModelCosts:

@@ -19,7 +19,7 @@ step and state by rows, and the projection out by rows (Shoeybi et al. 2019; Wal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -205,7 +205,7 @@ class Fused:
         flow = self.flow
         maker = flow.maker(value)
         if maker in self.scanned and of in self.scanned:
-            return (v for v in self._scans_inputs(value) if v in flow.alive)
+            return (v for v in self._sources(value, self.scanned) if v in flow.alive)
         kernel = None if maker is None else self.owner.get(maker)
         attended = None if maker is None else flow.scores.get(maker)
         if attended is not None and maker is not None and "attention" not in name_of(flow.graph.nodes[maker]):
@@ -214,7 +214,7 @@ class Fused:
             return {v: None for v in of_attention if v in flow.alive and (v == flow.main or v not in flow.block.takes)}
         if kernel is None or (value in kernel.writes and of is not None and of not in kernel.nodes):
             return (value,)
-        read = self._sources(value, kernel)
+        read = self._sources(value, kernel.nodes)
         return (v for v in kernel.reads if v in read and (v == flow.main or v not in flow.block.takes))
 
     @cached_property
@@ -227,19 +227,6 @@ class Fused:
         _, below = flow.down([v for i in flow.batched for v in flow.makes(i)], lambda i: i not in own)
         return frozenset((flow.up(flow.batched) & below | flow.batched.keys()) - own)
 
-    def _scans_inputs(self, value: int) -> set[int]:
-        """Of what a scan is given that of which a value within it is made."""
-        found, seen, todo = set[int](), set[int](), [value]
-        while todo:
-            here = self.flow.base(todo.pop())
-            maker = self.flow.maker(here)
-            if maker is None or maker not in self.scanned:
-                found.add(here)
-            elif maker not in seen:
-                seen.add(maker)
-                todo += self.flow.takes(maker)
-        return found
-
     @cached_property
     def of_scans(self) -> frozenset[int]:
         """What scans are given and make, which is in the type that is computed in, though their code without kernels
@@ -247,13 +234,13 @@ class Fused:
         flow = self.flow
         return frozenset(flow.base(v) for i in self.scanned for v in (*flow.takes(i), *flow.makes(i)))
 
-    def _sources(self, value: int, kernel: Kernel) -> set[int]:
-        """Of what a kernel reads that of which a value within it is made."""
+    def _sources(self, value: int, within: Collection[int]) -> set[int]:
+        """Of what a kernel of these nodes reads that of which a value within it is made."""
         found, seen, todo = set[int](), set[int](), [value]
         while todo:
             here = self.flow.base(todo.pop())
             maker = self.flow.maker(here)
-            if maker is None or maker not in kernel.nodes:
+            if maker is None or maker not in within:
                 found.add(here)
             elif maker not in seen:
                 seen.add(maker)

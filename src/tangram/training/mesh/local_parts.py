@@ -8,6 +8,7 @@ says. All others stay DTensors until their module runs, so that whoever gathers 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -115,8 +116,8 @@ class LocalParts:
         self._before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         """What stands in the model outside of its forward, while that runs."""
         self._forward = _Forward()
-        self._stored: dict[str, tuple[int, Tensor]] = {}
-        """Of each DTensor, by name: which storage its wrapper has, and its part."""
+        self._stored: dict[str, tuple[int, weakref.ref[Tensor]]] = {}
+        """Of each DTensor, by name: which storage its wrapper has, and its part, whose memory is not kept by this."""
         self._others: dict[str, list[Place]] = {}
         """By module. Its wrapper has the list, and no path: equal blocks are compiled once."""
         names = {p: name for name, p in model.named_parameters()}
@@ -165,11 +166,11 @@ class LocalParts:
     def enter(self) -> None:
         """The whole model's forward begins. What somebody else has put in the place of a parameter, as FSDP2, stays."""
         self._refuse_lost_data()
-        self._forward.depth += 1
         for there, key, name, p in self._at_once:
             if _standing(there, key, name) is p:
                 self._before.append((there, key, p))
                 there[key] = self._brought(name, local(p))
+        self._forward.depth += 1
 
     def leave(self) -> None:
         self._forward.depth -= 1
@@ -187,13 +188,13 @@ class LocalParts:
             p = there.get(key)
             if isinstance(p, DTensor):
                 storage, part = p.untyped_storage()._cdata, p._local_tensor  # pyright: ignore
-                before = self._stored.setdefault(name, (storage, part))
-                if before[1] is part and before[0] != storage:
+                before = self._stored.get(name)
+                if before is not None and before[1]() is part and before[0] != storage:
                     raise UserError(
                         f"{name}.data was set, and DTensors do not take that: write into it instead, by "
                         "parameter.data.copy_(values), of which a plain tensor is made a DTensor by distribute_tensor"
                     )
-                self._stored[name] = storage, part
+                self._stored[name] = storage, weakref.ref(part)
 
 
 @dataclass

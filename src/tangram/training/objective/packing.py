@@ -30,12 +30,14 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tangram.errors import UserError
 from tangram.models.capturing.attention import mask_of, mode_of, numbers_of
+from tangram.models.capturing.reasons import place_and_reason
 from tangram.schema.job import Packing
 from tangram.schema.plan import Plan
 from tangram.training.data import Batch
@@ -304,6 +306,13 @@ def _owed(
             weights_M = torch.cos(torch.arange(logits_BSV.numel(), device=logits_BSV.device))  # which cancel nowhere
             weighted_BSV = logits_BSV.float() * weights_M.view_as(logits_BSV)
             weighted_BSV.masked_fill(~counted_BS[..., None], 0).sum().backward()
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or dist.is_initialized():  # perhaps of another rank
+            raise
+        rows, length = inputs_BS.shape
+        raise UserError(
+            f"{_class_of(probed.module)} cannot compute {rows} rows of {length} tokens: {place_and_reason(error)}"
+        ) from error
     finally:
         if handle is not None:
             handle.remove()

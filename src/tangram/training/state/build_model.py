@@ -64,7 +64,7 @@ def source_of(plan: Job, tokens: Tokens) -> Source:
                 "(num_key_value_heads): give a divisor"
             )
     positions = getattr(text, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < plan.data.sequence:
+    if isinstance(positions, int) and 0 < positions < plan.data.sequence:  # XLNet's -1 means any number
         raise UserError(
             f"data.sequence is {plan.data.sequence}, but the model has {positions} positions: shorten it, or set "
             "model.change.max_position_embeddings"
