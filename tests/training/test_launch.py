@@ -1,5 +1,6 @@
 """Ranks start, talk and end together; whatever ends one ends all, soon, with its name."""
 
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -95,7 +96,7 @@ def test_a_rank_that_dies_ends_the_job(how: str, message: str, tmp_path: Path) -
 
 
 def test_a_rank_that_is_killed_as_memory_ran_out_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    kills = iter([3, 4])  # as the job begins, and as the rank has gone
+    kills = itertools.chain([3], itertools.repeat(4))  # as the job begins, and as ranks have gone
     monkeypatch.setattr(launch, "memory_kills", lambda: next(kills))
     with pytest.raises(RankError, match=r"rank 1 of 2 .*: killed by the kernel, as memory ran out: lower") as caught:
         run_ranks(fail, "kill", world=2, on_event=print, device="cpu")
