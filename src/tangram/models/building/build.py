@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tangram.errors import UserError
+from tangram.models.building.aliases import refuse_aliases
 from tangram.models.building.directory import PICKLED, READ, UNREAD, other_weights, refuse_missing, refuse_pointers
 from tangram.text import packaged
 
@@ -81,11 +82,14 @@ def did_you_mean(word: str, known: Any, *, listed: bool = True) -> str:
 
 
 def build_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """The model with shapes but no storage; UserError where its class can make none of this configuration.
+    """The model with shapes but no storage; UserError where its class can make none of this configuration, or keeps a
+    parameter beside its name.
 
     `head`: transformers' class that knows the models with one kind of head.
     """
-    return _all_on_meta(constructed_on_meta(config, head))
+    model = constructed_on_meta(config, head)
+    refuse_aliases(model)
+    return _all_on_meta(model)
 
 
 def token_inputs(batch: int, sequence: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from tangram.errors import UserError
+from tangram.models.building.aliases import rebound
 
 MOST_OF_INPUT = 1 << 16
 """Elements of an input whose values are known: code may ask them again at each call."""
@@ -51,36 +52,31 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for x in vars(module).values():
             if isinstance(x, Tensor) and not x.is_leaf:
                 memo.setdefault(id(x), x.detach())
-    _refuse_shared_forward(model)
+    _refuse_compiled(model)
+    seen = {**memo}
     try:
-        return copy.deepcopy(model, {**memo})
+        twin = copy.deepcopy(model, seen)
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} cannot be copied, and what is captured is a copy: {_why(model, memo)}{error}"
         ) from error
+    for module in cast("Iterable[nn.Module]", twin.modules()):
+        for name, value in [*vars(module).items()]:
+            if name in ("_modules", "_parameters", "_buffers") or (own := rebound(value, seen)) is value:
+                continue
+            if isinstance(value, dict):  # of hooks, whose handles know the dict
+                cast("dict[Any, Any]", value).update(own)
+            else:
+                vars(module)[name] = own
+    return twin
 
 
-def _refuse_shared_forward(model: nn.Module) -> None:
-    """Raise UserError for a function that stands for a forward and calls this model: so would that of its copy."""
-    # What has no state computes alike for a copy: activations that a library keeps once for all models.
-    own = {id(module) for module in cast("Iterable[nn.Module]", model.modules()) if _has_state(module)}
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise UserError for a model that torch.compile has: what is captured is a copy, and runs in Python."""
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        forward = vars(module).get("forward")
-        if hasattr(module, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
+        if hasattr(module, "_orig_mod") or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
             what = path or "the model"
             raise UserError(f"{what} is compiled by torch.compile: make it parallel first, and compile it after that")
-        cells: Sequence[Any] = getattr(forward, "__closure__", None) or ()
-        for cell in cells:
-            keeps = cell.cell_contents
-            if id(keeps) in own or id(getattr(keeps, "__self__", None)) in own:
-                raise UserError(
-                    f"{path or type(model).__name__}.forward was replaced by a function that calls this very module, "
-                    "and what is captured is a copy: make it a method of a class, or types.MethodType(function, module)"
-                )
-
-
-def _has_state(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _why(model: nn.Module, memo: Mapping[int, Any]) -> str:

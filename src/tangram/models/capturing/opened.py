@@ -240,6 +240,7 @@ BACK: Mapping[OpOverload, Callable[[Ref, Ref, Given, tuple[int, ...]], Made]] = 
     aten.unsqueeze.default: _reshaped,
     aten.squeeze.dim: _reshaped,
     aten.squeeze.default: _reshaped,
+    aten.squeeze.dims: _reshaped,
     aten.transpose.int: _transposed,
     aten.t.default: _turned,
     aten.permute.default: _permuted,

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from tangram.checkpoint.state.replicated import contents
 from tangram.errors import UserError
 from tangram.layout import Mesh
+from tangram.models.building.aliases import refuse_aliases
 from tangram.models.capturing.opened import plain
 from tangram.sharding.derivation import mesh_from
 from tangram.sharding.discover.own_rules import OwnRules, rules_text
@@ -120,8 +121,9 @@ def unlike(tensors: Mapping[str, Tensor], groups: Iterable[dist.ProcessGroup]) -
 def refuse_unlike_weights(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
     """Raise UserError on all ranks where a parameter or buffer has other values on one. Collective.
 
-    What is on meta has none.
+    What is on meta has none. Also where a parameter is kept beside its name, as all that cut parameters come by here.
     """
+    refuse_aliases(model)
     buffers = cast("Iterable[tuple[str, Tensor]]", model.named_buffers())
     tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *buffers]
     own = {name: one for name, one in tensors if not one.is_meta and not isinstance(one, DTensor)}

@@ -20,7 +20,6 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
@@ -35,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
+from tangram.models.building.aliases import Shared, rebound
 from tangram.models.building.twin import with_values
 from tangram.sharding.ops.rule_table import OwnCollectiveError
 
@@ -93,40 +93,30 @@ def refuse_transforms() -> None:
 def follow(template: nn.Module, model: nn.Module, hooks: bool = False) -> None:
     """Give a copy of a model the attributes and trained parameters that the model has now; with `hooks`, those, too."""
     own = dict(_with_attributes(template))
-    for path, one in ((path, one) for path, one in _with_attributes(model) if path in own):
+    both = [(path, one) for path, one in _with_attributes(model) if path in own]
+    copies = {id(one): own[path] for path, one in both if isinstance(one, nn.Module)}
+    for path, one in both:
         its = cast("dict[str, Any]", vars(one))
-        vars(own[path]).update({name: _renewed(vars(own[path]).get(name), its[name]) for name, _ in _attributes(one)})
+        renewed = {name: _renewed(vars(own[path]).get(name), its[name]) for name, _ in _attributes(one)}
+        vars(own[path]).update({name: rebound(x, copies) for name, x in renewed.items()})
         if isinstance(one, nn.Module):
             trained = {key: p.requires_grad for key, p in one.named_parameters(recurse=False)}
             for key, p in own[path].named_parameters(recurse=False):
                 p.requires_grad_(trained.get(key, p.requires_grad))
             for kind in _HOOKS if hooks else ():
-                _follow_hooks(cast("dict[str, Any]", vars(own[path])), its, kind)
+                _follow_hooks(cast("dict[str, Any]", vars(own[path])), its, kind, copies)
 
 
-def _follow_hooks(own: Mapping[str, Any], its: Mapping[str, Any], kind: str) -> None:
+def _follow_hooks(own: Mapping[str, Any], its: Mapping[str, Any], kind: str, copies: dict[int, Any]) -> None:
     """Give a copy of a module the user's hooks of one kind, with the ways in which each is called. In place: handles
     know the dict."""
     added = _of_users(its[kind])
     for n in _of_users(own[kind]).keys() - added.keys():
         del own[kind][n]
-    own[kind].update({n: _Shared(hook) for n, hook in added.items()})
+    own[kind].update({n: rebound(Shared(hook), copies) for n, hook in added.items()})
     for way in (f"{kind}_with_kwargs", f"{kind}_always_called"):
         if way in own:
             own[way].update({n: on for n, on in its[way].items() if n in added})
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """A hook in a copy of a model, which is not copied with that: it may hold whatever a user has, and the model."""
-
-    hook: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hook(*args, **kwargs)
-
-    def __deepcopy__(self, memo: object) -> _Shared:
-        return self
 
 
 def _of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
@@ -134,7 +124,7 @@ def _of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def _library(hook: Any) -> str:
-    hook = hook.hook if isinstance(hook, _Shared) else hook
+    hook = hook.hook if isinstance(hook, Shared) else hook
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
 
 
