@@ -94,6 +94,17 @@ def _kept(m: Any, t: Tensor) -> Tensor:
     return m.kept(t)
 
 
+class Frozen(dict[str, Any]):
+    """As the configuration that diffusers' models keep."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+
+def _names(m: Any, t: Tensor) -> Any:
+    return {"x": m.head(t), "head": 2 * m.head(t), "up.weight": t, "table": m.up(t)}
+
+
 WORKS: Mapping[str, tuple[Callable[[Any], None], Callable[[Any, Tensor], Tensor]]] = {
     "a function that ties": (_tie, _kept),
     "a default": (_keep(lambda m: lambda t, own=m: own.head(t)), _kept),
@@ -107,7 +118,14 @@ WORKS: Mapping[str, tuple[Callable[[Any], None], Callable[[Any, Tensor], Tensor]
     "a weak reference": (_keep(lambda m: weakref.ref(m)), lambda m, t: m.kept().head(t)),
     "a forward around the own one": (_replace, _to_head),
     "a hook that calls another module": (_hook, _to_head),
+    "what cannot be written": (_keep(lambda m: Frozen(turns=2, head=m.head)), lambda m, t: m.head(t) * m.kept["turns"]),
+    # as diffusers' UNets, which take and give a `sample`: the mark that keeps a result whole was the input's
+    "results with the names of others": (_keep(lambda m: m.register_buffer("table", torch.ones(2))), _names),
 }
+
+
+def _names(m: Any, t: Tensor) -> Any:
+    return {"x": m.head(t), "head": 2 * m.head(t), "up.weight": t, "table": m.up(t)}
 
 
 def _weight(m: Any) -> Any:

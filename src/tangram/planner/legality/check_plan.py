@@ -47,7 +47,7 @@ from tangram.relayout.mapping.states import ADAM_8BIT
 from tangram.schema.parallelism import marked
 from tangram.schema.plan import Plan
 from tangram.schema.tuning import COLUMNS, packed
-from tangram.sharding.derive.marking.marks import Mark, matched, matching
+from tangram.sharding.derive.marking.marks import Mark, matched, matching, result_names
 from tangram.sharding.derive.problem.states import scaled
 from tangram.text import alternatives
 
@@ -153,7 +153,7 @@ def _refuse_marks(plan: Plan, graph: Graph) -> None:
     """A stage passes over marks of what it lacks, so of the whole model each has to name something that a stage has."""
     for pattern, text in plan.layouts.marks.items():
         named = matched(graph, Mark.parse(f"{pattern}: {text}"))
-        if result := next((name for name in named if name in graph.outputs), None):
+        if result := next((name for name in named if name in result_names(graph)), None):
             raise UserError(
                 f"layouts.marks names {result}, a result of the model: in a pipeline mark the module that gives it"
             )

@@ -26,7 +26,7 @@ from tangram.sharding.choose.costs import Training
 from tangram.sharding.derive.derive import Derived, derive
 from tangram.sharding.derive.explain.show import amount, short, total
 from tangram.sharding.derive.layouts import input_states, layout_of, used
-from tangram.sharding.derive.marking.marks import Mark, matched
+from tangram.sharding.derive.marking.marks import Mark, matched, result_names
 from tangram.sharding.derive.marking.nodes import operators
 from tangram.sharding.derive.problem.folding import Folded
 from tangram.sharding.derive.problem.states import State
@@ -172,7 +172,7 @@ def _of_modules(chosen: Derived) -> dict[int, Mark]:
     folded = chosen.folded
     graph = folded.graph
     found: dict[int, Mark] = {}
-    for name, v in (*graph.outputs.items(), *graph.results.items()):
+    for name, v in (*result_names(graph).items(), *graph.results.items()):
         one = folded.classes[v]
         if name and one in folded.differentiable and one not in folded.standing and one not in found:
             found[one] = Mark(name, _layout(folded.value(one).shape, used(chosen, one)))
@@ -211,7 +211,7 @@ def together(folded: Folded, marks: Mapping[int, Mark]) -> list[Mark]:
     lines: dict[tuple[str, str], list[Mark]] = {}
     for v, mark in marks.items():
         one = replace(mark, pattern=_pattern(folded, marks, v))
-        joins = "{" not in one.pattern and one.pattern not in folded.graph.outputs  # which are named alone
+        joins = "{" not in one.pattern and one.pattern not in result_names(folded.graph)  # which are named alone
         with_own = (":" if ":" in one.pattern else "") if joins else one.pattern
         own = lines.setdefault((with_own, str(one).removeprefix(one.pattern)), [])
         own += [one] if one not in own else []
@@ -226,7 +226,7 @@ def _joined(own: Sequence[Mark]) -> Mark:
 def _pattern(folded: Folded, marks: Mapping[int, Mark], v: int) -> str:
     """The shortest pattern of those tried for the names of a class that names nothing else without the same mark."""
     graph = folded.graph
-    if (output := next((name for name, w in graph.outputs.items() if folded.classes[w] == v), None)) is not None:
+    if (output := next((name for name, w in result_names(graph).items() if folded.classes[w] == v), None)) is not None:
         return output
     known = {value.name: w for w, value in graph.of_kind("parameter")}
     if ":" in marks[v].pattern:

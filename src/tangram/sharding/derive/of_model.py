@@ -18,7 +18,7 @@ from tangram.models.capturing.graph import Graph
 from tangram.models.outlines.costs import block_names
 from tangram.sharding.derive.derive import ConflictError, Derived, derive
 from tangram.sharding.derive.layouts import input_states
-from tangram.sharding.derive.marking.marks import Mark, matched, noted, states
+from tangram.sharding.derive.marking.marks import Mark, matched, noted, result_names, states
 from tangram.sharding.derive.marking.published import marks_known_for
 from tangram.sharding.derive.problem.states import SAME, State
 from tangram.text import alternatives
@@ -59,7 +59,7 @@ def derive_model(graph: Graph, marks: Sequence[Mark], mesh: Mesh, *, left: bool 
         return _derived(graph, marks, mesh)
     named = {mark.pattern for mark in marks}
     marked = {v for mark in marks for v in matched(graph, mark).values()}
-    free = [name for name, v in graph.outputs.items() if name not in named and v not in marked]
+    free = [name for name, v in result_names(graph).items() if name not in named and v not in marked]
     return _derived(graph, [*marks, *(Mark.parse(f"{name}: ...") for name in free)], mesh)
 
 

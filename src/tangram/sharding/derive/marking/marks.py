@@ -116,8 +116,19 @@ def _known(graph: Graph, pattern: str) -> dict[str, int]:
     """The tensors that can be named; with a colon, what operators give."""
     if ":" in pattern:
         return operators(graph)
+    return {**result_names(graph), **_others(graph)}
+
+
+def result_names(graph: Graph) -> dict[str, int]:
+    """What a model gives, by the names that marks have for it: `result.sample` where an input, a parameter or a module
+    is called `sample`, too, and is another tensor."""
+    others = _others(graph)
+    return {name if others.get(name, v) == v else f"result.{name}": v for name, v in graph.outputs.items()}
+
+
+def _others(graph: Graph) -> dict[str, int]:
     named = {value.name: i for i, value in graph.of_kind("parameter", "buffer", "input")}
-    return {**graph.outputs, **{name: v for name, v in graph.results.items() if name}, **named}
+    return {**{name: v for name, v in graph.results.items() if name}, **named}
 
 
 def _closest(pattern: str, known: Mapping[str, int]) -> str:
