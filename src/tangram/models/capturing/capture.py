@@ -39,7 +39,6 @@ from tangram.models.capturing.reasons import place_and_reason
 from tangram.models.capturing.stages import Through
 
 _CONSTANT = torch.ops.aten.lift_fresh.default  # of numbers in a model's code: what it takes nobody else has
-_DETACH = torch.ops.aten.detach.default
 
 
 class CaptureError(UserError):
@@ -245,7 +244,7 @@ class _Recorder(Opening):
             return found
         first = args[0] if args else None
         if is_alias(func) and isinstance(first, Tensor) and isinstance(found, Tensor):
-            ends = func is _DETACH and first.requires_grad and torch.is_grad_enabled() and not self._backward
+            ends = first.requires_grad and torch.is_grad_enabled() and not self._backward
             if not ends and (id(first) in self._numbers or func is _CONSTANT):
                 self._same(found, self._number(first))
                 return found

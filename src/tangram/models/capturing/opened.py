@@ -232,6 +232,7 @@ def _permuted(_: Ref, new: Ref, given: Given, __: tuple[int, ...]) -> Made:
 
 BACK: Mapping[OpOverload, Callable[[Ref, Ref, Given, tuple[int, ...]], Made]] = {
     aten.detach.default: _same,  # also what `.data` gives
+    aten.alias.default: _same,  # a slice of all there is
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.diagonal.default: _diagonal,
