@@ -41,9 +41,8 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
             return "prompt and completion", bare(row, [prompt, completion])
         turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt]
         turns += [[{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion]
-        return "messages", behind_system(
-            row, [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)]
-        )
+        asked, answered = (messages_of(part, key) for part, key in zip(turns, _COLUMNS[2:4], strict=True))
+        return "messages", behind_system(row, [*map(_context, asked), *answered])
     if _has(row, _ASKS) and _has(row, _ANSWERS) and (question := question_of(row)):
         text, answer = row.get("text"), _only(row, _ANSWERS)
         both = (*question[0], answer)
@@ -194,6 +193,12 @@ def is_learnt(message: Message) -> bool:
 def is_to_learn(message: Message) -> bool:
     """Whether a message that is no answer says of itself that it is to be learnt; "weight" is of answers alone."""
     return message["role"] != "assistant" and is_learnt(message) and any(message.get(key) == 1 for key in _LEARNT[1:])
+
+
+def _context(message: Message) -> Message:
+    """A message of a prompt: no answer in it is learnt that does not ask for it."""
+    says = message["role"] != "assistant" or any(key in message for key in _LEARNT)
+    return message if says else {**message, "weight": 0}
 
 
 def _masked(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
