@@ -43,8 +43,10 @@ UNWRITTEN |= {"phi3", "phi3_5", "qwen2_5_vl", "smolvlm"}
 REFUSED: Mapping[str, set[str]] = {
     "calls": UNWRITTEN, "text beside a call": UNWRITTEN | {"diffusion_gemma"}, "a system prompt": {"gemma"},
 }  # fmt: skip
-GOES_ON = "<|turn>model\n"
-"""Behind a result DiffusionGemma's template asks the model with nothing, so that it has to write this."""
+ASKED_WITH_NOTHING = "<|turn>model\n"
+STOPS_AT = "<|tool_response>"
+"""Of DiffusionGemma: behind a result its template asks the model with nothing, so that it has to write its turn's begin,
+and a call ends with the begin of the result, at which models stop."""
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -84,7 +86,7 @@ def _tokens(folder: Path, stock: str, training: str) -> ChatTokens:
 
 def _answers(tokens: ChatTokens, ids: Sequence[int], marks: Sequence[int]) -> list[str]:
     runs = groupby(zip(ids, marks, strict=True), lambda one: bool(one[1]))
-    texts = (tokens.spelled([i for i, _ in some]).removeprefix(GOES_ON) for counted, some in runs if counted)
+    texts = (tokens.spelled([i for i, _ in some]).removeprefix(ASKED_WITH_NOTHING).removesuffix(STOPS_AT) for counted, some in runs if counted)
     return [text[_given(text) :].strip() for text in texts]
 
 
