@@ -86,7 +86,11 @@ def _tokens(folder: Path, stock: str, training: str) -> ChatTokens:
 
 def _answers(tokens: ChatTokens, ids: Sequence[int], marks: Sequence[int]) -> list[str]:
     runs = groupby(zip(ids, marks, strict=True), lambda one: bool(one[1]))
-    texts = (tokens.spelled([i for i, _ in some]).removeprefix(ASKED_WITH_NOTHING).removesuffix(STOPS_AT) for counted, some in runs if counted)
+    texts = (
+        tokens.spelled([i for i, _ in some]).removeprefix(ASKED_WITH_NOTHING).removesuffix(STOPS_AT)
+        for counted, some in runs
+        if counted
+    )
     return [text[_given(text) :].strip() for text in texts]
 
 
