@@ -37,7 +37,7 @@ def turns(n: int) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
 
 
-def planned(folder: Path, file: str, distill: DistillPlan | None = None, **more: str) -> Plan:
+def planned(folder: Path, file: str, more: Mapping[str, str], distill: DistillPlan | None = None) -> Plan:
     job = load(folder / file, {**SET, "run.steps": str(STEPS), "data.cache": str(folder / "cache"), **more})
     job = job.model_copy(update={"distill": distill}) if distill else job
     prepare(job.data, tokens_of(job), lambda event: None)
@@ -101,7 +101,7 @@ def test_rows_are_learnt_as_by_trl(tmp_path: Path, case: str) -> None:
     row, own, theirs = TUNED[case]
     folder = write_folder(tmp_path)
     (folder / "rows" / "a.jsonl").write_text("\n".join(json.dumps(row(n)) for n in range(40)))
-    plan = planned(folder, "sft.toml", **LORA, **own)
+    plan = planned(folder, "sft.toml", {**LORA, **own})
     config = trl.SFTConfig(**{**settings(plan, folder / "theirs"), **theirs})
     assert_as_trl(trl.SFTTrainer, plan, config, rows_in_order(plan, "a.jsonl"), folder)
 
@@ -113,10 +113,10 @@ def test_packed_conversations_are_learnt_as_by_trl(tmp_path: Path) -> None:
     rows = [{"messages": turns(n)} for n in range(40)]
     (folder / "rows" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     keys = {**LORA, "data.sequence": "256", "data.packing": "best-fit"}
-    plan = planned(folder, "sft.toml", **keys)
+    plan = planned(folder, "sft.toml", keys)
     windows = open_corpus(plan.data, tokens_of(plan)).training[0].windows(256)
     assert windows < 20
-    plan = planned(folder, "sft.toml", **keys, **{"data.global_batch": str(windows)})
+    plan = planned(folder, "sft.toml", {**keys, "data.global_batch": str(windows)})
     theirs = {"packing": True, "assistant_only_loss": True}
     assert_as_trl(trl.SFTTrainer, plan, trl.SFTConfig(**settings(plan, folder / "theirs"), **theirs), rows, folder)
 
@@ -142,7 +142,7 @@ def test_pairs_are_learnt_as_by_trl(tmp_path: Path, case: str) -> None:
         model = write_chat(folder / "chat-model", family="gpt2", fields={"vocab_size": 260, **GPT2})
         tokenizer_of(model)
         (model / "chat_template.jinja").write_text(CHATML)
-    plan = planned(folder, "dpo.toml", **own)
+    plan = planned(folder, "dpo.toml", own)
     config = trl.DPOConfig(**{**settings(plan, folder / "theirs"), **theirs})
     assert_as_trl(trl.DPOTrainer, plan, config, rows_in_order(plan, "a.jsonl"), folder)
 
@@ -154,7 +154,7 @@ def test_a_teacher_is_learnt_from_as_by_trl(tmp_path: Path, loss: Any, beta: flo
     folder = write_taught(tmp_path)
     (folder / "rows" / "a.jsonl").write_text("\n".join(json.dumps({"messages": turns(n)[:2]}) for n in range(40)))
     distill = DistillPlan(teacher=str(folder / "teacher"), loss_type=loss, alpha=0.0)
-    plan = planned(folder, "distill.toml", distill)
+    plan = planned(folder, "distill.toml", {}, distill)
 
     class Taught(gkd.GKDTrainer):
         def __init__(self, **given: Any) -> None:

@@ -37,15 +37,17 @@ ROWS: Mapping[str, Any] = {
 GIVEN = re.compile(r"(<\|start\|>assistant|<[|｜][\w▁]+[|｜]>|</?think>|\s)*")
 """What answers begin with that is given to the model, which TRL takes as theirs: roles, the begin of thoughts, or that
 there are none, which stock templates write of the last turn only."""
-UNWRITTEN = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next"}
-UNWRITTEN |= {"phi3", "phi3_5", "qwen2_5_vl", "smolvlm"}
+UNWRITTEN = {
+    "cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next", "phi3",
+    "phi3_5", "qwen2_5_vl", "smolvlm",
+}  # fmt: skip
 """Which write no calls of tools: such a conversation is refused here."""
 REFUSED: Mapping[str, set[str]] = {
     "calls": UNWRITTEN, "text beside a call": UNWRITTEN | {"diffusion_gemma"}, "a system prompt": {"gemma"},
 }  # fmt: skip
 ASKED_WITH_NOTHING = "<|turn>model\n"
 STOPS_AT = "<|tool_response>"
-"""Of DiffusionGemma: behind a result its template asks the model with nothing, so that it has to write its turn's begin,
+"""Of DiffusionGemma: behind a result its template asks with nothing, so that the model has to write its turn's begin,
 and a call ends with the begin of the result, at which models stop."""
 
 
@@ -68,7 +70,8 @@ def test_answers_are_those_that_trl_marks(tmp_path: Path, row: str) -> None:
             chat_template=training, return_assistant_tokens_mask=True, return_dict=True,
         )  # fmt: skip
         theirs = _answers(tokens, found["input_ids"], found["assistant_masks"])
-        assert _answers(tokens, *own) == theirs and all(theirs), name
+        assert all(theirs)
+        assert _answers(tokens, *own) == theirs, name
     assert len(names) > 25
     assert refused == REFUSED.get(row, set())
 
@@ -80,7 +83,8 @@ def _tokens(folder: Path, stock: str, training: str) -> ChatTokens:
     tokenizer: Any = tokens._tokenizer  # pyright: ignore[reportPrivateUsage]
     tokenizer.add_special_tokens({"additional_special_tokens": sorted({*SPECIAL.findall(stock + training)})})
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    ends = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"]) if "<|observation|>" in stock else []
+    turns = ["<|user|>", "<|observation|>"] if "<|observation|>" in stock else []
+    ends: list[int] = tokenizer.convert_tokens_to_ids(turns)
     return replace(tokens, vocabulary=len(tokenizer), stops=tuple(ends))
 
 

@@ -110,11 +110,8 @@ def _marked(message: Message) -> list[Message]:
     arguments = cast("dict[str, Any] | str | None", calls[0].get("function", calls[0]).get("arguments"))
     if isinstance(arguments, dict):
         marks = {str: _MARK, int: _NUMBER}
-        changes += [
-            {"arguments": {**arguments, key: marks[type(x)]}}
-            for key, x in arguments.items()
-            if type(x) in marks and x != ""
-        ]
+        some = [(key, marks[type(x)]) for key, x in arguments.items() if type(x) in marks and x != ""]
+        changes += [{"arguments": {**arguments, key: mark}} for key, mark in some]
     return [*({**message, "tool_calls": [_changed(calls[0], one), *calls[1:]]} for one in changes[:2]), alone]
 
 

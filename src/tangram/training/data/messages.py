@@ -168,8 +168,9 @@ def messages_of(value: Any, key: str) -> list[Message]:
         }
         if "from" in message and "value" in message:
             message = {"role": message.pop("from"), "content": message.pop("value"), **message}
-        if message.get("role") == _CALL:
-            message = Message(role="assistant", content="", tool_calls=_calls_in(message.get("content")))
+        calls = message.get("role") == _CALL
+        if calls:
+            message |= Message(role="assistant", content="", tool_calls=_calls_in(message.get("content")))
         if "function_call" in message:  # as OpenAI had it before there were tools
             message["tool_calls"] = _calls_in(message.pop("function_call"))
         role = message.get("role")
@@ -181,8 +182,16 @@ def messages_of(value: Any, key: str) -> list[Message]:
             *{"train_detail"} & message.keys()
         ]:
             raise BadRow(f'has "{half[0]}" of a part of an answer: give it of a message, as 0 or 1')
-        messages.append(message)
+        if calls and messages and _is_one_turn(messages[-1], message):
+            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), *message["tool_calls"]]}
+        else:
+            messages.append(message)
     return messages
+
+
+def _is_one_turn(message: Message, call: Message) -> bool:
+    """Whether a call that is a row of its own (ShareGPT) goes on what an assistant says: it does not end before it."""
+    return message["role"] == "assistant" and [message.get(k) for k in _LEARNT] == [call.get(k) for k in _LEARNT]
 
 
 def is_learnt(message: Message) -> bool:
