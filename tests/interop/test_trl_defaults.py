@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def assert_as_trl(trainer: type[Any], plan: Plan, config: Any, rows: Sequence[An
 
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-TUNED: Mapping[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+TUNED: Mapping[str, tuple[Callable[[int], dict[str, Any]], dict[str, str], dict[str, Any]]] = {
     "messages, accumulated": (
         lambda n: {"messages": turns(n)}, {"data.micro_batch": "2"}, {"assistant_only_loss": True, **ACCUMULATED},
     ),
