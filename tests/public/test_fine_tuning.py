@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tangram.cli import main
 from tangram.schema.files import load
-from tangram.training.data import tokens_of
+from tangram.schema.plan import Plan
+from tangram.training.data import open_corpus, tokens_of
+from tangram.training.data.chat import ChatTokens
+from tangram.training.run.launch import Rank, run_ranks
+from tangram.training.run.rank import RankJob, begin
+from tangram.training.step import loop
+from tangram.training.step.evaluate import held_out
 from tests.training.data.test_chat import encoded, tokens_at
 from tests.training.pairs import write_pairs
-from tests.training.tuning_tasks import write_folder
+from tests.training.test_tuning import WAYS
+from tests.training.tuning_tasks import planned_by, write_folder
 
 CALLING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -120,3 +131,40 @@ def test_rows_without_room_for_an_answer_have_no_loss_of_0(
     given = ["--set", "data.sequence=64", "--set", "data.global_batch=2", "--out", str(folder / "run"), "-n", "1"]
     assert main(["train", str(folder / "sft.toml"), *given]) == 2
     assert why in " ".join(capsys.readouterr().err.split())
+
+
+def _held_out(rank: Rank, work: tuple[Mapping[tuple[str, int], Plan], Path]) -> dict[tuple[str, int], float]:
+    plans, folder = work
+    found: dict[tuple[str, int], float] = {}
+    for key, plan in plans.items():
+        corpus = open_corpus(plan.data, tokens_of(plan))
+        begun = begin(rank, RankJob(plan, folder, corpus.digest, loop.StepCosts(), None))
+        found[key] = held_out(begun.model, begun.corpus).loss
+    return found
+
+
+def test_the_loss_of_an_evaluation_knows_no_batches(tmp_path: Path) -> None:
+    """huggingface/transformers#39241: it was a mean of batches' means, in which a token of a short answer counts more,
+    and the fewer samples a batch has, the more."""
+    folder = write_folder(tmp_path)
+    (folder / "eval").mkdir()
+    rows = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "y" * (1 + n**2)}]}
+            for n in range(7)]  # fmt: skip
+    (folder / "eval" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "sft.toml").write_text((folder / "sft.toml").read_text() + 'data.evaluation = [{ path = "eval" }]\n')
+    keys = {"data.sequence": "64", "data.global_batch": "6", "data.cache": str(folder / "cache")}
+    job = load(folder / "sft.toml", keys)
+    plans = {(way, micro): planned_by(WAYS[way], job, micro) for way in ("one", "fsdp") for micro in (1, 3, 6)}
+    found: dict[tuple[str, int], float] = {}
+    for world in (1, 2):
+        some = {key: plan for key, plan in plans.items() if plan.ranks == world}
+        ran = run_ranks(_held_out, (some, folder / "run"), world=world, on_event=lambda _: None, device="cpu")
+        found |= ran[0]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "chat-model").eval()
+    sums = np.zeros(2)
+    for ids, counts in encoded(cast(ChatTokens, tokens_of(job)), *rows):
+        with torch.no_grad():
+            chances = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        each = [-float(chances[at - 1, n]) for at, (n, counted) in enumerate(zip(ids, counts, strict=True)) if counted]
+        sums += sum(each), len(each)
+    assert list(found.values()) == pytest.approx([sums[0] / sums[1]] * 6, rel=1e-6)
