@@ -81,6 +81,9 @@ def test_a_call_that_is_context_is_not_learnt(tmp_path: Path) -> None:
     """hiyouga/LlamaFactory#10530 has calls as rows of their own; what such a row says of the loss was lost here."""
     call = turn("function_call", LOOK, train=False)
     assert learnt(tmp_path, CALLING, ASKED, call, SEEN, DONE) == ["It is 42.<|im_end|>\n"]
+    row = {"conversations": [ASKED, turn("function_call", LOOK), SEEN, DONE], "loss_mask": [0, 0, 0, 1]}
+    ((_, counts),) = encoded(tokens_at(tmp_path, CALLING), row)
+    assert sum(counts) == len("It is 42.") + 2
     said = turn("gpt", "I look. ")
     assert learnt(tmp_path, CALLING, ASKED, said, call, SEEN, DONE) == ["I look. <|im_end|>\n", "It is 42.<|im_end|>\n"]
 
