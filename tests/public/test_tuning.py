@@ -58,7 +58,7 @@ def test_an_answer_ends_with_the_begin_of_the_next_turn_where_models_stop_there(
         (tmp_path / "chat-model" / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     found = learnt(tmp_path, TURNS + GLM + ASKS, {"messages": messages})
     ends = ("<|im_end|>", "<|im_start|>") if isinstance(stops, list) else ("", "")
-    assert found == [f"\nassistant 1{ends[0]}", f"\nassistant 3{ends[1]}", "\nassistant 5"]
+    assert found == [f"\nassistant 1{ends[0]}", f"\nassistant 3{ends[1]}", f"\nassistant 5{ends[1]}"]
 
 
 def test_calls_of_tools_are_learnt_and_what_tools_say_is_not(tmp_path: Path) -> None:

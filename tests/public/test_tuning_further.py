@@ -46,7 +46,7 @@ def test_of_an_answer_that_is_not_learnt_the_end_is_not(tmp_path: Path) -> None:
         ((ids, counts),) = encoded(tokens, {"messages": rows})
         runs = groupby(zip(ids, counts, strict=True), lambda one: one[1])
         found = [tokens.spelled([i for i, _ in some]) for counted, some in runs if counted]
-        assert found == [turns[n]["content"] + ("<|im_start|>" if n < 5 else "") for n in learnt]
+        assert found == [turns[n]["content"] + "<|im_start|>" for n in learnt]
 
 
 @pytest.mark.parametrize("packing", ["single", "best-fit"])

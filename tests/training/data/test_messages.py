@@ -44,7 +44,6 @@ ONE_CALL = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
 UNTOLD = CALLS.replace("for t in tools or []", "for t in []").replace(
     "{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"
 )
-BY_PARTS = CHATML.replace("m.content", "m.content[0].text")
 ORDERED = (
     "{% set ns = namespace(last=-1, called=false) %}{% for m in messages %}"
     "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -217,7 +216,6 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
         CALLS.replace(", 'tool'", ""), {"messages": [SAID[0], assistant("I look"), RESULT, assistant("It is 42.")]},
         'the role "tool", of which',
     ),
-    "texts where parts are wanted": (BY_PARTS, {"messages": SAID}, 'the role "user", of which'),
     "results that close where no call follows": (
         CLOSING, {"messages": [SAID[0], *[assistant(tool_calls=calls({"at": "a"})), RESULT] * 2, assistant("o")]},
         "turn 4 changes what stands before it",

@@ -16,6 +16,7 @@ from tangram.training.data.messages import BadRow, Message, functions_called, is
 Render = Callable[[Sequence[Message], bool], str]
 """The text of some messages; whether what asks for an answer follows them."""
 _MARK = "\ue000"  # of no language
+_NUMBER = 314159265358  # the same of calls that have numbers alone
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Of which templates write something, or refuse them."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -100,7 +101,7 @@ def _in_the_middle(
 
 
 def _marked(message: Message) -> list[Message]:
-    """A message with a mark in the name of its first call, or in an argument of text; and a mark alone."""
+    """A message with a mark in the name of its first call, or in an argument of text or a number; and a mark alone."""
     alone = Message(role=message["role"], content=_MARK)
     calls = cast("list[Message]", message.get("tool_calls") or [])
     if not calls:
@@ -108,9 +109,9 @@ def _marked(message: Message) -> list[Message]:
     changes: list[Message] = [{"name": _MARK}]
     arguments = cast("dict[str, Any] | str | None", calls[0].get("function", calls[0]).get("arguments"))
     if isinstance(arguments, dict):
-        changes += [
-            {"arguments": {**arguments, key: _MARK}} for key, x in arguments.items() if x and isinstance(x, str)
-        ]
+        marks = {str: _MARK, int: _NUMBER}
+        some = [(key, marks[type(x)]) for key, x in arguments.items() if type(x) in marks and x != ""]
+        changes += [{"arguments": {**arguments, key: mark}} for key, mark in some]
     return [*({**message, "tool_calls": [_changed(calls[0], one), *calls[1:]]} for one in changes[:2]), alone]
 
 
@@ -130,8 +131,8 @@ def _around(
     """
     text, before, prompt = render(messages, False), render(messages[:turn], False), render(messages[:turn], True)
     try:
-        head, mark, tail = render([*messages[:turn], marked, *messages[turn + 1 :]], False).partition(_MARK)
-        end = render([*messages[:turn], marked], False).partition(_MARK)[2]
+        behind = ([*messages[:turn], marked, *messages[turn + 1 :]], [*messages[:turn], marked])
+        (head, mark, tail), (_, _, end) = (_at_mark(render(some, False)) for some in behind)
     except BadRow:  # as of what a tool says that nobody has called
         return None
     begun = alike(before, prompt)
@@ -144,6 +145,10 @@ def _around(
         return None
     found = next((one for one in (end, *ends) if one and text.startswith(one, stop)), None)
     return None if found is None else (start, stop + len(found))
+
+
+def _at_mark(text: str) -> tuple[str, str, str]:
+    return text.replace(str(_NUMBER), _MARK).partition(_MARK)
 
 
 def _contents(render: Render, messages: Sequence[Message], turn: int, ends: Sequence[str]) -> tuple[int, int] | None:
@@ -194,6 +199,21 @@ def asks_always(render: Render, stops: Sequence[str], special: Sequence[str]) ->
     begin = max(0, alike(until, later) - len(until) + len(tail))
     within = (tail.find(one, max(0, begin - len(one) + 1)) for one in special)
     return tail[min([begin, *(at for at in within if at >= 0)]) :]
+
+
+def begins_next(render: Render, calls: bool, stops: Sequence[str], special: Sequence[str]) -> str:
+    """The token with which the turn behind an answer begins, or behind one that `calls` a tool, where models stop at it
+    and no other ends the answer (GLM's do); "" where that is not so."""
+    call = Message(type="function", function={"name": "look", "arguments": {}})
+    answer = Message(role="assistant", content="?", **({"tool_calls": [call]} if calls else {}))
+    turns = [Message(role="user", content="?"), answer, Message(role="tool" if calls else "user", content="?")]
+    try:
+        until, later = render(turns[:2], False), render(turns, False)
+    except BadRow:
+        return ""
+    if not later.startswith(until) or until.rstrip().endswith(tuple(special)):
+        return ""
+    return next((stop for stop in stops if stop and later.startswith(stop, len(until))), "")
 
 
 def fitted(render: Render, messages: list[Message]) -> list[Message]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tangram.errors import UserError
 from tangram.schema.job import DataPlan
-from tangram.training.data.answers import Render, Rendered, answers_of, asks_always, fitted, unwritten
+from tangram.training.data.answers import Render, Rendered, answers_of, asks_always, begins_next, fitted, unwritten
 from tangram.training.data.files import LEFT_OUT, ROW
 from tangram.training.data.messages import INSTRUCTIONS, BadRow, Message, parsed, sample_of, tools_of
 from tangram.training.data.sources import EMPTY
@@ -39,12 +39,13 @@ NOTHING = "answers that say nothing"
 DATE = "date"
 USUAL_DATE = date(2024, 7, 26)
 """What templates of Llama 3 write where they are told no other and have no clock."""
-VERSION = 9
+VERSION = 10
 """To be raised when the same rows come to give other tokens."""
 
 IntArray, BoolArray = npt.NDArray[np.int64], npt.NDArray[np.bool_]
 C = TypeVar("C", bound="ChatTokens")
 _CLOCK = "strftime_now"
+_PROBE = "?!"
 _NEAR_END = 3
 """Tokens; behind a special one there may be white space."""
 
@@ -156,14 +157,17 @@ class ChatTokens(Tokens):
                 template = tokenizer.get_chat_template(tools=tools)
                 template = _stopped_clock(self.day or USUAL_DATE) + template if asks_for_date else template
                 text = tokenizer.apply_chat_template(
-                    list(messages),
+                    in_parts(messages) if takes_parts(tokenizer, template) else list(messages),
                     tools=tools,
                     chat_template=template,
                     tokenize=False,
                     add_generation_prompt=asks,
                     **options,
                 )
-                return text if asks else text.removesuffix(always_prompt(tokenizer, template, self.stops))
+                if asks:
+                    return text
+                text = text.removesuffix(always_prompt(tokenizer, template, self.stops))
+                return text + end_of(tokenizer, template, self.stops, messages[-1])
             except Exception as error:  # a template is a program of somebody's
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise BadRow(f"is refused by the chat template of the tokenizer {self.name}: {why}") from error
@@ -244,17 +248,50 @@ def _stopped_clock(day: date) -> str:
 @lru_cache(4)
 def always_prompt(tokenizer: Any, template: str, stops: tuple[int, ...]) -> str:
     """With what a template asks the model where it is not to, too."""
+    ends = [tokenizer.eos_token or "", *tokenizer.convert_ids_to_tokens(stops)]
+    return asks_always(_bare(tokenizer, template), ends, [*_special(tokenizer).values()])
+
+
+def end_of(tokenizer: Any, template: str, stops: tuple[int, ...], last: Message) -> str:
+    """What ends a last turn of which the template writes none: that with which the next one would begin."""
+    return "" if last["role"] != "assistant" else _ends(tokenizer, template, stops, bool(last.get("tool_calls")))
+
+
+@lru_cache(8)
+def _ends(tokenizer: Any, template: str, stops: tuple[int, ...], calls: bool) -> str:
+    special = [*_special(tokenizer).values()]
+    return begins_next(_bare(tokenizer, template), calls, tokenizer.convert_ids_to_tokens(stops), special)
+
+
+@lru_cache(4)
+def takes_parts(tokenizer: Any, template: str) -> bool:
+    """Whether a template writes no content but what comes in parts, as those of models that see images do."""
+
+    def writes(content: Any) -> bool:
+        try:
+            return _PROBE in _bare(tokenizer, template)([Message(role="user", content=content)], False)
+        except BadRow:
+            return False
+
+    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+
+
+def in_parts(messages: Sequence[Message]) -> list[Message]:
+    return [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+
+
+def _bare(tokenizer: Any, template: str) -> Render:
+    """The template without what stands beside messages."""
 
     def render(messages: Sequence[Message], asks: bool) -> str:
         try:
             return tokenizer.apply_chat_template(
                 list(messages), chat_template=template, tokenize=False, add_generation_prompt=asks
             )
-        except Exception as error:  # as above
+        except Exception as error:  # a template is a program of somebody's
             raise BadRow(str(error)) from error
 
-    ends = [tokenizer.eos_token or "", *tokenizer.convert_ids_to_tokens(stops)]
-    return asks_always(render, ends, [*_special(tokenizer).values()])
+    return render
 
 
 @lru_cache(2)

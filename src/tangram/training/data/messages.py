@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 Message = dict[str, Any]
@@ -32,7 +33,7 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
     refuse_images(row)
     for key in ("messages", "conversations"):
         if key in row:
-            return "messages", behind_system(row, _masked(row, messages_of(row[key], key)))
+            return "messages", behind_system(row, messages_of(row[key], key, row))
     if "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -41,9 +42,8 @@ def sample_of(row: dict[str, Any]) -> tuple[str, list[Any]]:
             return "prompt and completion", bare(row, [prompt, completion])
         turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt]
         turns += [[{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion]
-        return "messages", behind_system(
-            row, [one for part, key in zip(turns, _COLUMNS[2:4], strict=True) for one in messages_of(part, key)]
-        )
+        asked, answered = (messages_of(part, key) for part, key in zip(turns, _COLUMNS[2:4], strict=True))
+        return "messages", behind_system(row, [*map(_context, asked), *answered])
     if _has(row, _ASKS) and _has(row, _ANSWERS) and (question := question_of(row)):
         text, answer = row.get("text"), _only(row, _ANSWERS)
         both = (*question[0], answer)
@@ -150,8 +150,8 @@ def bare(row: Mapping[str, Any], texts: list[str]) -> list[str]:
     return texts
 
 
-def messages_of(value: Any, key: str) -> list[Message]:
-    """The messages of a column, with the usual names of roles. Raises BadRow."""
+def messages_of(value: Any, key: str, row: Mapping[str, Any] = MappingProxyType({})) -> list[Message]:
+    """The messages of a column, with the usual names of roles, and what `loss_mask` beside it says. Raises BadRow."""
     if isinstance(value, str):  # of a table of cells
         try:
             value = json.loads(value)
@@ -161,7 +161,7 @@ def messages_of(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise BadRow(f'has a "{key}" that is no list of messages')
     messages: list[Message] = []
-    for one in cast("list[Any]", value):
+    for one, learnt in zip(cast("list[Any]", value), _mask_of(row, len(cast("list[Any]", value))), strict=True):
         if not isinstance(one, dict):
             raise BadRow(f'has a "{key}" with {json.dumps(one)[:40]} in it, which is no message: give role and content')
         message = {
@@ -169,8 +169,9 @@ def messages_of(value: Any, key: str) -> list[Message]:
         }
         if "from" in message and "value" in message:
             message = {"role": message.pop("from"), "content": message.pop("value"), **message}
-        if message.get("role") == _CALL:
-            message = Message(role="assistant", content="", tool_calls=_calls_in(message.get("content")))
+        calls = message.get("role") == _CALL
+        if calls:
+            message |= Message(role="assistant", content="", tool_calls=_calls_in(message.get("content")))
         if "function_call" in message:  # as OpenAI had it before there were tools
             message["tool_calls"] = _calls_in(message.pop("function_call"))
         role = message.get("role")
@@ -182,8 +183,19 @@ def messages_of(value: Any, key: str) -> list[Message]:
             *{"train_detail"} & message.keys()
         ]:
             raise BadRow(f'has "{half[0]}" of a part of an answer: give it of a message, as 0 or 1')
-        messages.append(message)
+        if not learnt:
+            message["loss_mask"] = 0
+        _append(messages, message, calls)
     return messages
+
+
+def _append(messages: list[Message], message: Message, calls: bool) -> None:
+    """`calls`: it is a call as a row of its own (ShareGPT), which goes on an answer before it that is learnt alike."""
+    last = messages[-1] if messages else message
+    if calls and last["role"] == "assistant" and [last.get(k) for k in _LEARNT] == [message.get(k) for k in _LEARNT]:
+        before = messages.pop() if messages else {}
+        message = {**message, **before, "tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
+    messages.append(message)
 
 
 def is_learnt(message: Message) -> bool:
@@ -196,15 +208,21 @@ def is_to_learn(message: Message) -> bool:
     return message["role"] != "assistant" and is_learnt(message) and any(message.get(key) == 1 for key in _LEARNT[1:])
 
 
-def _masked(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Messages, those marked that `loss_mask` beside them has a 0 for. Raises BadRow."""
+def _context(message: Message) -> Message:
+    """A message of a prompt: no answer in it is learnt that does not ask for it."""
+    says = message["role"] != "assistant" or any(key in message for key in _LEARNT)
+    return message if says else {**message, "weight": 0}
+
+
+def _mask_of(row: Mapping[str, Any], count: int) -> list[int]:
+    """What `loss_mask` beside so many messages says of each. Raises BadRow."""
     mask: Any = parsed(row.get("loss_mask"), "loss_mask")
     if mask is None:
-        return messages
+        return [1] * count
     numbers = cast("list[Any]", mask) if isinstance(mask, list) else []
-    if len(numbers) != len(messages) or any(one not in (0, 1) for one in numbers):
-        raise BadRow(f'has a "loss_mask" that is no list of a 0 or 1 for each of its {len(messages)} messages')
-    return [one if number else {**one, "loss_mask": 0} for one, number in zip(messages, numbers, strict=True)]
+    if len(numbers) != count or any(one not in (0, 1) for one in numbers):
+        raise BadRow(f'has a "loss_mask" that is no list of a 0 or 1 for each of its {count} messages')
+    return numbers
 
 
 def _text_of(content: Any) -> Any:

@@ -36,7 +36,7 @@ from tangram.training.data.messages import (
 )
 from tangram.training.data.tokens import TokenArray, Tokens, load_tokens
 
-VERSION = ["pairs", 6]
+VERSION = ["pairs", 7]
 """To be raised when the same rows come to give other tokens."""
 _SIDES = ("chosen", "rejected")
 _COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType({"dpo": _SIDES, "kto": ("prompt", "completion", "label")})
@@ -147,7 +147,7 @@ def _is_good(row: dict[str, Any]) -> bool:
 
 def labelled_tokens(tokens: Tokens, data: DataPlan) -> LabelledTokens:
     """The tokens of answers with labels. Raises UserError as `pair_tokens`."""
-    return with_template(LabelledTokens, tokens, data, ["labelled", 5])
+    return with_template(LabelledTokens, tokens, data, ["labelled", 6])
 
 
 def pair_tokens(tokens: Tokens, data: DataPlan) -> PairTokens:
