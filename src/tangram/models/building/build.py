@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tangram.errors import UserError
-from tangram.models.building.aliases import refuse_aliases
 from tangram.models.building.directory import PICKLED, READ, UNREAD, other_weights, refuse_missing, refuse_pointers
 from tangram.text import packaged
 
@@ -82,14 +81,11 @@ def did_you_mean(word: str, known: Any, *, listed: bool = True) -> str:
 
 
 def build_on_meta(config: PreTrainedConfig, head: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """The model with shapes but no storage; UserError where its class can make none of this configuration, or keeps a
-    parameter beside its name.
+    """The model with shapes but no storage; UserError where its class can make none of this configuration.
 
     `head`: transformers' class that knows the models with one kind of head.
     """
-    model = constructed_on_meta(config, head)
-    refuse_aliases(model)
-    return _all_on_meta(model)
+    return _all_on_meta(constructed_on_meta(config, head))
 
 
 def token_inputs(batch: int, sequence: int) -> dict[str, Any]:

@@ -1,7 +1,14 @@
 """Copies of a model that have no memory: on meta, or of fake tensors, on the CPU as far as operators can tell."""
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from tangram.errors import UserError
-from tangram.models.building.aliases import rebound
 
 MOST_OF_INPUT = 1 << 16
 """Elements of an input whose values are known: code may ask them again at each call."""
@@ -64,11 +70,96 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name, value in [*vars(module).items()]:
             if name in ("_modules", "_parameters", "_buffers") or (own := rebound(value, seen)) is value:
                 continue
-            if isinstance(value, dict):  # of hooks, whose handles know the dict
+            if name.endswith("_hooks"):  # whose handles know the dict
                 cast("dict[Any, Any]", value).update(own)
             else:
                 vars(module)[name] = own
     return twin
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A hook in a copy of a model, which is not copied with that: it may hold whatever a user has."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(*args, **kwargs)
+
+    def __deepcopy__(self, memo: object) -> Shared:
+        return self
+
+
+def rebound(value: Any, copies: MutableMapping[int, Any], depth: int = 5) -> Any:
+    """The value, or one like it whose functions refer to `copies` of what they referred to, also in containers.
+
+    `copies`: by the identity of the original, as deepcopy's memo has them.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if depth == 0:
+        return value
+    depth -= 1
+    if isinstance(value, Shared):
+        hook = rebound(value.hook, copies, depth)
+        return value if hook is value.hook else Shared(hook)
+    if isinstance(value, weakref.ref):
+        own = copies.get(id(cast("object", value())))
+        return cast("object", value if own is None else weakref.ref(own))
+    if isinstance(value, types.FunctionType):
+        return _rebound_function(value, copies, depth)
+    if isinstance(value, types.MethodType):
+        own = copies.get(id(value.__self__), value.__self__)
+        function = rebound(value.__func__, copies, depth)
+        return value if own is value.__self__ and function is value.__func__ else types.MethodType(function, own)
+    if type(value) is partial:
+        parts = [value.func, *value.args, *value.keywords.values()]
+        function, *given = [rebound(x, copies, depth) for x in parts]
+        if all(x is y for x, y in zip(parts, (function, *given), strict=True)):
+            return cast("object", value)
+        n = len(value.args)
+        return cast(Any, partial)(function, *given[:n], **dict(zip(value.keywords, given[n:], strict=True)))
+    return _rebound_container(value, copies, depth)
+
+
+def _rebound_container(value: Any, copies: MutableMapping[int, Any], depth: int) -> Any:
+    if type(value) in (dict, OrderedDict):
+        entries = cast("dict[Any, Any]", value)
+        new = {key: rebound(x, copies, depth) for key, x in entries.items()}
+        if any(new[key] is not x for key, x in entries.items()):
+            return type(entries)(new)
+    elif type(value) in (list, tuple):
+        items = cast("list[Any]", value)
+        made = [rebound(x, copies, depth) for x in items]
+        if any(x is not y for x, y in zip(items, made, strict=True)):
+            return type(items)(made)
+    return cast("object", value)
+
+
+def _rebound_function(function: types.FunctionType, copies: MutableMapping[int, Any], depth: int) -> types.FunctionType:
+    cells, defaults = function.__closure__ or (), function.__defaults__ or ()
+    if not cells and not defaults:
+        return function
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, tuple(types.CellType() for _ in cells)
+    )
+    copies[id(function)] = made  # before its cells, one of which may have itself
+    same = True
+    for old, new in zip(cells, made.__closure__ or (), strict=True):
+        try:
+            kept = old.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
+        new.cell_contents = rebound(kept, copies, depth)
+        same &= new.cell_contents is kept
+    made.__defaults__ = tuple(rebound(x, copies, depth) for x in defaults) or None
+    same &= all(x is y for x, y in zip(defaults, made.__defaults__ or (), strict=True))
+    if same:
+        del copies[id(function)]
+        return function
+    made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, {**vars(function)}
+    made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
+    return made
 
 
 def _refuse_compiled(model: nn.Module) -> None:

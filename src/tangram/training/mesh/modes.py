@@ -34,8 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 from tangram.errors import UserError
-from tangram.models.building.aliases import Shared, rebound
-from tangram.models.building.twin import with_values
+from tangram.models.building.twin import Shared, rebound, with_values
 from tangram.sharding.ops.rule_table import OwnCollectiveError
 
 Mode = tuple[Any, ...]
@@ -216,10 +215,8 @@ def _renewed(own: Any, its: Any) -> Any:
     """What a copy has in the place of something that can be compared: of a dict, what cannot stays."""
     if not isinstance(its, dict):
         return its if issubclass(type(its), (*_KEPT, partial)) else deepcopy(its)
-    if type(own) is type(cast("object", its)) and _compared(own) == _compared(its):
-        return cast(
-            "object", own
-        )  # also of a kind that does not let itself be written, as a configuration of diffusers
+    if type(own) is type(cast(Any, its)) and _compared(own) == _compared(its):
+        return own  # it may not let itself be written, as a configuration of diffusers
     before = cast("dict[Any, Any]", own) if isinstance(own, dict) else {}
     now: dict[Any, Any] = copy(cast("dict[Any, Any]", its))  # of its kind, as one that has a default
     items = [(key, y) for key, y in now.items() if _compared(y) is not None]
