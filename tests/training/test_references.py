@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from tangram.errors import UserError
 from tangram.models.building.aliases import refuse_aliases
 from tangram.models.building.twin import without_memory
+from tangram.models.capturing.called import named_results
 from tangram.sharding.derive.marking.marks import Mark
 from tangram.training.run.launch import run_ranks
 from tests.sweep.ranks import Case, Result, run_all
@@ -119,6 +121,11 @@ WORKS: Mapping[str, tuple[Callable[[Any], None], Callable[[Any, Tensor], Tensor]
     "a forward around the own one": (_replace, _to_head),
     "a hook that calls another module": (_hook, _to_head),
     "what cannot be written": (_keep(lambda m: Frozen(turns=2, head=m.head)), lambda m, t: m.head(t) * m.kept["turns"]),
+    "results whose names meet": (
+        _keep(lambda m: None),
+        lambda m, t: {1: m.head(t), "1": m.up(t), "a": {"b": t}, "a.b": 2 * t},
+    ),
+    "results in a container in a dict": (_keep(lambda m: None), lambda m, t: {"all": deque([m.head(t), 2 * t])}),
     # as diffusers' UNets, which take and give a `sample`: the mark that keeps a result whole was the input's
     "results with the names of others": (_keep(lambda m: m.register_buffer("table", torch.ones(2))), _names),
 }
@@ -187,6 +194,13 @@ def test_what_is_no_parameters_memory_is_not_refused() -> None:
     model.register_buffer("table", torch.ones(3))
     vars(model)["again"] = [model.table]
     refuse_aliases(model)
+
+
+@pytest.mark.parametrize("hidden", [{torch.ones(2)}, iter([torch.ones(2)]), types.SimpleNamespace(x=torch.ones(2))])
+def test_results_that_torch_does_not_see_are_refused(hidden: Any) -> None:
+    for output in (hidden, [hidden], {"all": hidden}):
+        with pytest.raises(UserError, match="whose tensors are not seen: give them in a tuple or a dict"):
+            named_results(output)
 
 
 def test_a_copy_has_nothing_of_the_model_and_the_model_keeps_its_own() -> None:

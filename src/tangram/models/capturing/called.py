@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -117,35 +117,53 @@ def short(file: str) -> str:
     return re.sub(r"^.*/(site|dist)-packages/", "", file.replace(f"{_TANGRAM}/", "tangram/"))
 
 
-def named_results(output: Any, path: str = "") -> dict[str, Tensor]:
+def named_results(output: Any) -> dict[str, Tensor]:
     """The tensors of what a model returns: by their names where it is a mapping, else `output0`, `output1`.
 
-    Those of a mapping or a list within a mapping are called `text_model_output.last_hidden_state`, `hidden_states.0`.
+    Those of a mapping or a list within a mapping are called `text_model_output.last_hidden_state`, `hidden_states.0`;
+    where two have one name, as of `{1: x, "1": y}`, the second has a number. Raises UserError for what hides tensors.
     """
+    found: dict[str, Tensor] = {}
+    for name, x in _results(output, ""):
+        key, turn = name, 2
+        while found.get(key, x) is not x:
+            key, turn = f"{name}#{turn}", turn + 1
+        found[key] = x
+    return found
+
+
+def _results(output: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if path and isinstance(output, Tensor):
-        return {path: output}
+        yield path, output
+        return
     if isinstance(output, Mapping) or (path and isinstance(output, list | tuple)):
         held = cast(Any, output)
-        many = cast(
-            "dict[Any, Any]", {**held} if isinstance(output, Mapping) else {i: held[i] for i in range(len(held))}
-        )
-        start = f"{path}." if path else ""
-        return {name: x for key, own in many.items() for name, x in named_results(own, f"{start}{key}").items()}
+        for key, own in held.items() if isinstance(output, Mapping) else enumerate(held):
+            yield from _results(own, f"{path}.{key}" if path else str(key))
+        return
     leaves: list[Any] = tree_leaves(output)
     for x in leaves:
         _refuse_hidden(x)
-    return {} if path else {f"output{i}": x for i, x in enumerate(x for x in leaves if isinstance(x, Tensor))}
+    if not path or not _of_transformers(output):  # whose caches may be among its results
+        start = f"{path}." if path else "output"
+        yield from ((f"{start}{i}", x) for i, x in enumerate(x for x in leaves if isinstance(x, Tensor)))
+
+
+def _of_transformers(x: Any) -> bool:
+    return type(x).__module__.startswith("transformers.")
 
 
 def _refuse_hidden(x: Any) -> None:
-    """Raise UserError for a result that has tensors as attributes; transformers' caches may be among its results."""
-    if isinstance(x, Tensor) or type(x).__module__.startswith("transformers."):
+    """Raise UserError for a result that has tensors where torch does not see them: as attributes, in a set."""
+    if isinstance(x, Tensor) or _of_transformers(x):
         return
     own: list[Any] = tree_leaves([*getattr(x, "__dict__", {}).values()])
-    if any(isinstance(one, Tensor) for one in own):
+    if isinstance(x, set | frozenset):
+        own += cast("Iterable[Any]", x)
+    if any(isinstance(one, Tensor) for one in own) or isinstance(x, Iterator):
         raise UserError(
-            f"the model gives a {type(x).__name__}, whose tensors are not seen: give them in a tuple or a dict, or "
-            "have torch see them (torch.utils._pytree.register_dataclass)"
+            f"the model gives a {type(cast(Any, x)).__name__}, whose tensors are not seen: give them in a tuple or a "
+            "dict, or have torch see them (torch.utils._pytree.register_dataclass)"
         )
 
 
