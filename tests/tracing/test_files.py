@@ -77,6 +77,23 @@ def test_steps_that_have_left_the_ring_are_read_from_their_columns(tmp_path: Pat
     assert (np.diff(trace.events["number"].astype(int)) == 1).all()
 
 
+def test_who_begins_anew_in_a_folder_has_files_of_its_own(tmp_path: Path) -> None:
+    """As a second recording of one process, whose groups still tell the first: both wrote to the same memory, where the
+    begin of the second would also end the first with a signal if that wrote in this moment."""
+    (tmp_path / file_of(0, "steps-before")).write_bytes(packed_rows(np.ones(3, ROW_DTYPE)))
+    first = write(tmp_path, 0, 3)
+    assert read_rank(tmp_path / file_of(0, "ring")).rows["step"].tolist() == [1, 2], "and no steps of another run"
+    write(tmp_path, 0, 5)
+    number = first.enter(0, 0, 8, torch.float32, -1)
+    first.close(End.FINISHED)
+    (trace,) = read(tmp_path)
+    assert trace.rows["step"].tolist() == [1, 2, 3, 4]
+    assert trace.live.end is End.RUNNING
+    event = trace.event(number)
+    assert event is None or event["size"] == 64
+    assert {site["bytes"] for site in trace.sites.values()} == {64}
+
+
 def test_steps_of_each_length_have_calls_of_their_own_sizes(tmp_path: Path) -> None:
     """Rows of conversations are as long as a step needs; a size that is wrong for its length is still seen."""
     recorder = Recorder(TraceFiles(tmp_path, RUN, 0, 2), {"mesh": "dp=2", "stages": []})
