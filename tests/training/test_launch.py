@@ -219,6 +219,37 @@ def test_a_killed_parent_leaves_no_orphan() -> None:
         assert output == ""
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_rank_that_starts_as_its_launcher_is_killed_does_not_wait_for_a_folder_that_is_gone(
+    when: str, tmp_path: Path
+) -> None:
+    """The ranks remove it, and then end. torch's store looked for its file for five minutes, in one call."""
+    code = (
+        "import shutil, sys; import torch.distributed as dist; from pathlib import Path\n"
+        "from tangram.training.run import fork_server, launch\n"
+        "from tangram.training.run.environment import Among\n"
+        "store, name = Path(sys.argv[1]), fork_server.lasting_name\n"
+        "def lose(file):\n"
+        "    shutil.rmtree(file.parent)\n"
+        "    return found\n"
+        "if sys.argv[2] == 'meanwhile':\n"
+        "    found = name(store)\n"
+        "    launch.lasting_name = lose\n"
+        "else:\n"
+        "    shutil.rmtree(store.parent)\n"
+        "start = launch._Start(fork_server.Inherited(), 0, Among(1), 'cpu', store, False, None)\n"
+        "print(launch._store(start).add('here', 1))\n"
+    )
+    (folder := tmp_path / "folder").mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(folder / "store"), when]
+    done = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=60)
+    if when == "before":
+        assert done.stderr.splitlines()[-1].startswith("FileNotFoundError")
+    elif sys.platform == "linux":
+        assert done.stdout == "1\n"
+
+
 def test_a_mesh_that_no_machine_holds_is_refused() -> None:
     refuse_too_many(256)
     with pytest.raises(UserError, match="there are 2,000,000 ranks, but this version starts at most 256"):

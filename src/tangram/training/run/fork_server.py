@@ -230,3 +230,15 @@ def end_with_parent(folder: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()
+
+
+def lasting_name(file: Path) -> str:
+    """A name by which this process opens a file, which is made, whether or not its folder is still there. Raises
+    OSError where that is gone already.
+
+    torch's FileStore looks for its file for five minutes, and no other thread runs meanwhile: so a rank that was
+    starting as its launcher was killed did not see that.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    name = f"/proc/self/fd/{descriptor}"
+    return name if Path(name).exists() else str(file)

@@ -47,6 +47,7 @@ from tangram.training.run.fork_server import (
     fork_spare,
     give_way_in_memory,
     join,
+    lasting_name,
     signals_deferred,
 )
 from tangram.training.run.signals import POLITE, UNKNOWN, How, Stop, death, first_line, interrupt, on_signals
@@ -374,10 +375,9 @@ def _rank_main(
 
 
 def _store(start: _Start) -> dist.Store:
-    among = start.among
-    if not among.prefix:
-        return dist.FileStore(str(start.store), among.world)
-    return dist.PrefixStore(among.prefix, dist.TCPStore(*among.address, is_master=False))
+    if not start.among.prefix:
+        return dist.FileStore(lasting_name(start.store), start.among.world)
+    return dist.PrefixStore(start.among.prefix, dist.TCPStore(*start.among.address, is_master=False))
 
 
 def _send(line: Connection, message: object) -> None:
