@@ -553,6 +553,39 @@ def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
     assert (one.kind, one.ranks) == ("stopped", (1,))
 
 
+_ONE_CALL = {"computes": "re.fullmatch('(a+)+', 'a' * 99 + 'b')", "sleeps": "ctypes.PyDLL(None).usleep(60_000_000)"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody says what a process computes")
+@pytest.mark.parametrize("does", _ONE_CALL)
+def test_a_rank_within_one_call_that_computes_is_waited_for(does: str, tmp_path: Path) -> None:
+    """Its heart does not beat, as no other thread has a turn: it was taken for one that stands still, and ended."""
+    code = (
+        "import ctypes, faulthandler, re, sys; from pathlib import Path\n"
+        "from tests.tracing.test_files import SIGNAL, write; faulthandler.register(SIGNAL)\n"
+        f"recorder = write(Path(sys.argv[1]), 1, 4); print('ready', flush=True); {_ONE_CALL[does]}"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=pipe, stderr=nowhere, env=environment, text=True) as other:
+        faulthandler.register(SIGNAL)
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            recorder = write(tmp_path, 0, 4)
+            recorder.step(5)
+            recorder.phase(Phase.FORWARD)
+            recorder.waits(recorder.enter(0, 0, 64, torch.float32, -1))
+            watch, until = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.5)), time.monotonic() + 8
+            while (hang := watch.look()[1]) is None and time.monotonic() < until:
+                time.sleep(0.1)
+        finally:
+            faulthandler.unregister(SIGNAL)
+            other.kill()
+    assert (hang and hang.rank) == {"computes": None, "sleeps": 1}[does]
+
+
 def hang_of(folder: Path) -> Hang:
     """What is said of ranks that are in this process and do not move, once their stacks have been asked for."""
     watch = Watch(TraceSettings(folder, RUN, hang_seconds=0.1))
