@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.tracing.settings import TraceSettings
 from tangram.training.observe.events import StopRequested
-from tangram.training.run import launch
+from tangram.training.run import fork_server, launch
 from tangram.training.run.environment import refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
 from tests.training.launch_tasks import (
@@ -150,6 +151,20 @@ def test_a_rank_that_will_not_stop_is_killed(tmp_path: Path) -> None:
         run_ranks(hang, tmp_path, world=2, on_event=print, device="cpu")
     assert time.monotonic() - started < SOON
     assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_the_kernel_does_not_end_is_named_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a device: the launcher waited for it for ever, without a word."""
+    kill = os.kill
+    monkeypatch.setattr(fork_server, "ENDS_SECONDS", 0.5)
+    monkeypatch.setattr(os, "kill", lambda pid, number: kill(pid, number) if number != signal.SIGKILL else None)
+    with pytest.raises(UserError, match="rank 1 of 2 ended the job: ValueError: first; the process ") as no:
+        run_ranks(hang, tmp_path, world=2, on_event=print, device="cpu")
+    found = re.search(r"process (\d+) of rank 0 cannot be ended: it waits for a device or a file system", str(no.value))
+    assert found
+    assert not multiprocessing.active_children(), "nor does the end of this process wait for it"
+    assert _runs(found[1])
+    kill(int(found[1]), signal.SIGKILL)
 
 
 def _runs(pid: str) -> bool:
