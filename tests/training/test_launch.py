@@ -156,8 +156,13 @@ def test_a_rank_that_will_not_stop_is_killed(tmp_path: Path) -> None:
 def test_a_rank_that_the_kernel_does_not_end_is_named_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a device: the launcher waited for it for ever, without a word."""
     kill = os.kill
+
+    def in_vain(pid: int, number: int) -> None:
+        if number != signal.SIGKILL:
+            kill(pid, number)
+
     monkeypatch.setattr(fork_server, "ENDS_SECONDS", 0.5)
-    monkeypatch.setattr(os, "kill", lambda pid, number: kill(pid, number) if number != signal.SIGKILL else None)
+    monkeypatch.setattr(os, "kill", in_vain)
     with pytest.raises(UserError, match="rank 1 of 2 ended the job: ValueError: first; the process ") as no:
         run_ranks(hang, tmp_path, world=2, on_event=print, device="cpu")
     found = re.search(r"process (\d+) of rank 0 cannot be ended: it waits for a device or a file system", str(no.value))
