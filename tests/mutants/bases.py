@@ -95,7 +95,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "masks-beside-messages", "training/data/messages.py",
-        'return [one if number else {**one, "loss_mask": 0}', 'return [one if number else {**one}',
+        'message["loss_mask"] = 0', 'pass',
         "answers that a list beside the messages leaves out are learnt",
         ("tests/public/test_chats.py::test_a_mask_beside_messages_says_which_answers_are_learnt",),
     ),

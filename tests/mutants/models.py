@@ -49,8 +49,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "of an encoder and a decoder nobody says what leaves layers out", (_REASONS,),
     ),
     Mutant(
+        "aliases-unseen", "training/mesh/groups.py",
+        "    refuse_aliases(model)\n", "",
+        "a list of a parameter goes on with the values of before",
+        ("tests/training/test_references.py",),
+    ),
+    Mutant(
+        "functions-of-the-original", "models/building/twin.py",
+        "        new.cell_contents = rebound(kept, copies, depth)", "        new.cell_contents = kept",
+        "a function in a copy calls the modules of the model",
+        ("tests/training/test_references.py",),
+    ),
+    Mutant(
+        "results-named-as-others", "sharding/derive/marking/marks.py",
+        '            name = f"result.{name}"', "            break",
+        "a result with the name of an input comes in parts",
+        ("tests/training/test_references.py",),
+    ),
+    Mutant(
         "compiled-forward-unseen", "models/building/twin.py",
-        " or hasattr(forward, \"_torchdynamo_orig_callable\")", "",
+        " or hasattr(vars(module).get(\"forward\"), \"_torchdynamo_orig_callable\")", "",
         "a compiled forward is said to be replaced", (_COMPILED,),
     ),
     Mutant(
@@ -328,7 +346,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "modes-without-hooks", "training/mesh/modes.py",
-        "    own[kind].update({n: _Shared", "    own[kind].update({} and {n: _Shared",
+        "    own[kind].update({n: rebound(Shared", "    own[kind].update({} and {n: rebound(Shared",
         "a hook that comes later works on parts",
         (_CHANGES,),
     ),

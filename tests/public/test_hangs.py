@@ -16,6 +16,8 @@ pytorch/pytorch#97191              a rank adds up more elements than the others
 NVIDIA/apex#18                     ranks go through the types of their gradients in unlike orders
 sgl-project/sglang#33289           ranks decide by themselves: some gather, and one broadcasts
 meta-pytorch/torchrec#4149         ranks call over two groups in unlike orders
+huggingface/transformers#48569     the first rank saves alone, and each tensor-parallel weight is gathered for that
+intelligent-machine-learning/dlrover#1749 a run that began anew is taken for one that still saves, as the one before did
 
 The loops are written here; torch's own timeout ends them, and the report is asked for afterwards.
 """
@@ -34,10 +36,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tangram import tracing
+from tangram.errors import UserError
 from tangram.tracing.finding import Finding
 from tangram.tracing.show.report import report
 from tests.ranks import start_failing
@@ -176,6 +181,17 @@ def fsdp(rank: int) -> Step:
     return step
 
 
+def tensor_parallel(rank: int) -> Step:
+    weight = distribute_tensor(torch.ones(6, 4), init_device_mesh("cpu", (3,)), [Shard(0)])
+
+    def step(own: int, number: int) -> None:
+        _plain(own, number)
+        if own == 0 and number == ODD:
+            weight.full_tensor()
+
+    return step
+
+
 def ddp(rank: int) -> Step:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 8))
@@ -186,7 +202,7 @@ def ddp(rank: int) -> Step:
     return step
 
 
-MADE = (ddp, fsdp, over_two_groups, prepares, prepares_until_ended)
+MADE = (ddp, fsdp, tensor_parallel, over_two_groups, prepares, prepares_until_ended)
 """What makes its step once there are ranks."""
 
 
@@ -256,6 +272,30 @@ def test_a_rank_that_gathers_alone_is_named_with_its_line(what: Step, odd: int, 
     first = found(tmp_path, what)[0]
     assert (first.kind, first.ranks, first.step) == (kind, (odd,), ODD if what is gathers_what_it_has else STEPS)
     assert "public/test_hangs.py:" in first.text
+
+
+def test_a_rank_that_saves_tensor_parallel_weights_alone_is_named(tmp_path: Path) -> None:
+    """huggingface/transformers#48569"""
+    first = found(tmp_path, tensor_parallel)[0]
+    assert (first.kind, first.ranks, first.step) == ("extra", (0,), ODD)
+    assert f"all-gather over dp (public/test_hangs.py:{_line('weight.full_tensor()')})" in first.text
+
+
+def _dies_in_a_save(rank: int, world: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    with tracing.record(folder / "trace", mesh=f"dp={world}") as recording:
+        recording.step(ODD)
+        recording.trace.phase(tracing.Phase.CHECKPOINT)
+        os._exit(0)
+
+
+def test_a_save_in_which_a_run_died_says_nothing_of_the_next_one(tmp_path: Path) -> None:
+    """intelligent-machine-learning/dlrover#1749. Nor do ranks that the next one does not have."""
+    start_failing(_dies_in_a_save, 3, tmp_path, ranks=3)
+    assert found(tmp_path, _plain) == []
+    (tmp_path / "store").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="has traces of 2 runs, as of ranks"):
+        found(tmp_path, _plain, world=2)
 
 
 def test_a_rank_without_metrics_is_named(tmp_path: Path) -> None:

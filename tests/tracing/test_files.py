@@ -77,6 +77,23 @@ def test_steps_that_have_left_the_ring_are_read_from_their_columns(tmp_path: Pat
     assert (np.diff(trace.events["number"].astype(int)) == 1).all()
 
 
+def test_who_begins_anew_in_a_folder_has_files_of_its_own(tmp_path: Path) -> None:
+    """As a second recording of one process, whose groups still tell the first: both wrote to the same memory, where the
+    begin of the second would also end the first with a signal if that wrote in this moment."""
+    (tmp_path / file_of(0, "steps-before")).write_bytes(packed_rows(np.ones(3, ROW_DTYPE)))
+    first = write(tmp_path, 0, 3)
+    assert read_rank(tmp_path / file_of(0, "ring")).rows["step"].tolist() == [1, 2], "and no steps of another run"
+    write(tmp_path, 0, 5)
+    (before,) = read(tmp_path)
+    first.enter(0, 0, 8, torch.float32, -1)
+    first.close(End.FINISHED)
+    (trace,) = read(tmp_path)
+    assert trace.rows["step"].tolist() == [1, 2, 3, 4]
+    assert trace.live.end is End.RUNNING
+    assert trace.events.tolist() == before.events.tolist()
+    assert trace.sites == before.sites
+
+
 def test_steps_of_each_length_have_calls_of_their_own_sizes(tmp_path: Path) -> None:
     """Rows of conversations are as long as a step needs; a size that is wrong for its length is still seen."""
     recorder = Recorder(TraceFiles(tmp_path, RUN, 0, 2), {"mesh": "dp=2", "stages": []})
@@ -534,6 +551,39 @@ def test_a_silent_heart_is_a_process_that_stands_still(tmp_path: Path) -> None:
             file.write(struct.pack("<Q", int(seconds * 1e9)))
     (one,) = findings(read(copy), Outside())
     assert (one.kind, one.ranks) == ("stopped", (1,))
+
+
+_ONE_CALL = {"computes": "re.fullmatch('(a+)+', 'a' * 99 + 'b')", "sleeps": "ctypes.PyDLL(None).usleep(60_000_000)"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody says what a process computes")
+@pytest.mark.parametrize("does", _ONE_CALL)
+def test_a_rank_within_one_call_that_computes_is_waited_for(does: str, tmp_path: Path) -> None:
+    """Its heart does not beat, as no other thread has a turn: it was taken for one that stands still, and ended."""
+    code = (
+        "import ctypes, faulthandler, re, sys; from pathlib import Path\n"
+        "from tests.tracing.test_files import SIGNAL, write; faulthandler.register(SIGNAL)\n"
+        f"recorder = write(Path(sys.argv[1]), 1, 4); print('ready', flush=True); {_ONE_CALL[does]}"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=pipe, stderr=nowhere, env=environment, text=True) as other:
+        faulthandler.register(SIGNAL)
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            recorder = write(tmp_path, 0, 4)
+            recorder.step(5)
+            recorder.phase(Phase.FORWARD)
+            recorder.waits(recorder.enter(0, 0, 64, torch.float32, -1))
+            watch, until = Watch(TraceSettings(tmp_path, RUN, hang_seconds=0.5)), time.monotonic() + 8
+            while (hang := watch.look()[1]) is None and time.monotonic() < until:
+                time.sleep(0.1)
+        finally:
+            faulthandler.unregister(SIGNAL)
+            other.kill()
+    assert (hang and hang.rank) == {"computes": None, "sleeps": 1}[does]
 
 
 def hang_of(folder: Path) -> Hang:

@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from tangram.errors import UserError
 from tangram.tracing.settings import TraceSettings
 from tangram.training.observe.events import StopRequested
-from tangram.training.run import launch
+from tangram.training.run import fork_server, launch
 from tangram.training.run.environment import refuse_too_many
 from tangram.training.run.launch import RankError, run_ranks
 from tests.training.launch_tasks import (
@@ -152,6 +153,25 @@ def test_a_rank_that_will_not_stop_is_killed(tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+def test_a_rank_that_the_kernel_does_not_end_is_named_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a device: the launcher waited for it for ever, without a word."""
+    kill = os.kill
+
+    def in_vain(pid: int, number: int) -> None:
+        if number != signal.SIGKILL:
+            kill(pid, number)
+
+    monkeypatch.setattr(fork_server, "ENDS_SECONDS", 0.5)
+    monkeypatch.setattr(os, "kill", in_vain)
+    with pytest.raises(UserError, match="rank 1 of 2 ended the job: ValueError: first; the process ") as no:
+        run_ranks(hang, tmp_path, world=2, on_event=print, device="cpu")
+    found = re.search(r"process (\d+) of rank 0 cannot be ended: it waits for a device or a file system", str(no.value))
+    assert found
+    assert not multiprocessing.active_children(), "nor does the end of this process wait for it"
+    assert _runs(found[1])
+    kill(int(found[1]), signal.SIGKILL)
+
+
 def _runs(pid: str) -> bool:
     """Whether a process does; one that has ended is there until its parent asks, which in containers nobody may do."""
     try:
@@ -217,6 +237,37 @@ def test_a_killed_parent_leaves_no_orphan() -> None:
         # The ranks hold the other end of this pipe: it ends when the last of them has ended.
         output, _ = parent.communicate(timeout=10)
         assert output == ""
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_rank_that_starts_as_its_launcher_is_killed_does_not_wait_for_a_folder_that_is_gone(
+    when: str, tmp_path: Path
+) -> None:
+    """The ranks remove it, and then end. torch's store looked for its file for five minutes, in one call."""
+    code = (
+        "import shutil, sys; import torch.distributed as dist; from pathlib import Path\n"
+        "from tangram.training.run import fork_server, launch\n"
+        "from tangram.training.run.environment import Among\n"
+        "store, name = Path(sys.argv[1]), fork_server.lasting_name\n"
+        "def lose(file):\n"
+        "    shutil.rmtree(file.parent)\n"
+        "    return found\n"
+        "if sys.argv[2] == 'meanwhile':\n"
+        "    found = name(store)\n"
+        "    launch.lasting_name = lose\n"
+        "else:\n"
+        "    shutil.rmtree(store.parent)\n"
+        "start = launch._Start(fork_server.Inherited(), 0, Among(1), 'cpu', store, False, None)\n"
+        "print(launch._store(start).add('here', 1))\n"
+    )
+    (folder := tmp_path / "folder").mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(folder / "store"), when]
+    done = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=60)
+    if when == "before":
+        assert done.stderr.splitlines()[-1].startswith("FileNotFoundError")
+    elif sys.platform == "linux":
+        assert done.stdout == "1\n"
 
 
 def test_a_mesh_that_no_machine_holds_is_refused() -> None:

@@ -115,7 +115,7 @@ def record(folder: Path | str, mesh: str = "", stages: Sequence[str] = ("pp",)) 
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     attempt = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", "")
-    run = uuid.uuid5(uuid.NAMESPACE_URL, f"{folder} {attempt}").bytes
+    run = uuid.uuid5(uuid.NAMESPACE_URL, f"{folder} {attempt} {world}").bytes
     devices = Mesh.parse(mesh) if mesh else None
     if devices is not None and devices.size != world:
         raise UserError(f'the mesh "{mesh}" has {devices.size} ranks, and there are {world}: give that of this run')

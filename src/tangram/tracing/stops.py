@@ -143,6 +143,8 @@ class Outside:
     stacks: Mapping[int, Stack] = field(default_factory=dict[int, Stack])
     still_ns: float = STILL_SECONDS * 1e9
     """A wait that has lasted for so long is no matter of a step."""
+    cpu: Mapping[int, int] = field(default_factory=dict[int, int])
+    """CPU time of ranks' processes of this machine, ns."""
 
 
 UNKNOWN = Outside()

@@ -136,13 +136,16 @@ class Watch:
 
     def _excused(self, trace: RankTrace, cpu: int, traces: Sequence[RankTrace], outside: Outside, still: float) -> bool:
         """Whether a rank that the others may wait for has a good reason."""
-        if trace.waiting is not None or trace.rank in lifeless(traces, outside):
+        if trace.waiting is not None or trace.live.end is not End.RUNNING:
             return False
-        if trace.live.end is not End.RUNNING:
-            return False
+        # The kernel's count: within one call that leaves its heart no turn, as one that reads much JSON, it goes on.
+        spent = max(trace.live.cpu, outside.cpu.get(trace.rank, 0))
+        if trace.rank in lifeless(traces, outside):
+            alive = trace.rank not in outside.stopped | outside.gone
+            return alive and spent - trace.live.cpu > BUSY * ((outside.now or 0) - trace.live.beat) > 0
         if trace.live.phase in PATIENT or (trace.live.step <= 1 and trace.live.phase is not Phase.DATA):
             return True
-        return (trace.live.cpu - cpu) / 1e9 > BUSY * still
+        return (spent - cpu) / 1e9 > BUSY * still
 
     def end(self, sentence: str, dead: int | None = None) -> Sequence[Finding]:
         """Leave a word for who reads the trace: how the run ended, badly. Before its processes are ended. All findings.
@@ -237,22 +240,26 @@ def _claimed(folder: Path) -> bool:
 def outside_of(traces: Sequence[RankTrace], now: int) -> Outside:
     """What this machine knows of the processes of ranks that it runs; of those of others their hearts tell."""
     here = os.uname().nodename
-    states = {trace.rank: process_state(trace) for trace in traces if trace.host == here}
+    seen = {trace.rank: process_state(trace) for trace in traces if trace.host == here}
+    states = {rank: state for rank, (state, _) in seen.items()}
     running = {trace.rank for trace in traces if trace.live.end is End.RUNNING}
     stopped = frozenset(rank for rank, state in states.items() if state == "T")
     gone = frozenset(rank for rank, state in states.items() if state in ("", "Z", "X") and rank in running)
     alive = any(state not in ("", "Z", "X") for state in states.values())
     # Of a run that is over, who has not said how it ended, where others have, ended without a word.
     known = alive or len(running) < len(traces)
-    return Outside(now if alive else None, gone if known else frozenset(), stopped)
+    cpu = {rank: spent for rank, (_, spent) in seen.items()}
+    return Outside(now if alive else None, gone if known else frozenset(), stopped, cpu=cpu)
 
 
-def process_state(trace: RankTrace) -> str:
-    """The letter of the kernel for the state of a rank's process; "" where it is gone, or another has its number."""
+def process_state(trace: RankTrace) -> tuple[str, int]:
+    """The letter of the kernel for the state of a rank's process, "" where it is gone, or another has its number; and
+    its CPU time, ns."""
     try:
         fields = Path(f"/proc/{trace.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
-        return ""
+        return "", 0
     ticks = os.sysconf("SC_CLK_TCK")
     begun = int(fields[19]) / ticks  # seconds since the machine was started, as the monotonic clock has it, about
-    return fields[0] if begun <= trace.begun / 1e9 + STILL_SECONDS else ""
+    cpu = (int(fields[11]) + int(fields[12])) * 1_000_000_000 // ticks
+    return (fields[0], cpu) if begun <= trace.begun / 1e9 + STILL_SECONDS else ("", 0)

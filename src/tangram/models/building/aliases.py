@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from tangram.errors import UserError
+from tangram.models.building.twin import storage_of
 
 DEPTH = 5
 """So far into what a module keeps: objects in lists in functions."""
@@ -25,14 +27,14 @@ def refuse_aliases(model: nn.Module) -> None:
     whoever keeps it: the list of weights of torch's recurrent layers, and a weight that a hook makes of `weight_orig`.
     """
     own: dict[int, list[tuple[range, str, Tensor]]] = {}
-    for name, p in model.named_parameters():
-        for before, other, tensor in own.setdefault(_storage(p), []):
+    for name, p in ((name, p) for name, p in model.named_parameters() if p.layout is torch.strided):
+        for before, other, tensor in own.setdefault(storage_of(p), []):
             if _common(before, _bytes(p)) and tensor is not p:
                 raise UserError(
                     f"{other} and {name} are two parameters in the same memory, and ranks would train them apart: "
                     "tie them as one, as in `a.weight = b.weight`"
                 )
-        own[_storage(p)].append((_bytes(p), name, p))
+        own[storage_of(p)].append((_bytes(p), name, p))
     buffers = {id(b) for b in model.buffers()}
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if isinstance(module, nn.RNNBase):
@@ -41,7 +43,7 @@ def refuse_aliases(model: nn.Module) -> None:
             if name in ("_parameters", "_buffers", "_modules") or hasattr(module, f"{name}_orig"):
                 continue
             for where, tensor in _tensors(value, f"{path}{path and '.'}{name}", {}, DEPTH):
-                for space, of, _ in own.get(_storage(tensor), ()) if id(tensor) not in buffers else ():
+                for space, of, _ in own.get(storage_of(tensor), ()) if id(tensor) not in buffers else ():
                     if _common(space, _bytes(tensor)):
                         raise UserError(
                             f"{where} is the memory of {of} beside its name, and would keep the values of before once "
@@ -52,7 +54,8 @@ def refuse_aliases(model: nn.Module) -> None:
 def _tensors(value: Any, where: str, seen: dict[int, Any], depth: int) -> Iterator[tuple[str, Tensor]]:
     """Tensors in a value, and where: in containers, functions and plain objects, but not in modules."""
     if isinstance(value, Tensor):
-        yield where, value
+        if value.layout is torch.strided:  # others, as sparse ones, have no storage to share
+            yield where, value
         return
     if depth == 0 or id(value) in seen or isinstance(value, (nn.Module, type, types.ModuleType, str, int, float)):
         return
@@ -79,13 +82,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", x) for x in (value.func, *value.args, *value.keywords.values()))
     elif hasattr(value, "__dict__"):
         yield from ((f".{name}", x) for name, x in cast("dict[str, Any]", vars(value)).items())
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    except NotImplementedError:  # of a subclass that has none
-        return id(tensor)
 
 
 def _bytes(tensor: Tensor) -> range:

@@ -137,14 +137,16 @@ def _rebound_container(value: Any, copies: MutableMapping[int, Any], depth: int)
 
 
 def _rebound_function(function: types.FunctionType, copies: MutableMapping[int, Any], depth: int) -> types.FunctionType:
-    cells, defaults = function.__closure__ or (), function.__defaults__ or ()
-    if not cells and not defaults:
+    cells = function.__closure__ or ()
+    defaults = ((*(function.__defaults__ or ()),), {**(function.__kwdefaults__ or {})})
+    if not cells and not any(defaults):
         return function
     made = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, None, tuple(types.CellType() for _ in cells)
     )
     copies[id(function)] = made  # before its cells, one of which may have itself
-    same = True
+    own = _rebound_container(defaults, copies, depth + 1)
+    same = own is defaults
     for old, new in zip(cells, made.__closure__ or (), strict=True):
         try:
             kept = old.cell_contents
@@ -152,12 +154,11 @@ def _rebound_function(function: types.FunctionType, copies: MutableMapping[int, 
             continue
         new.cell_contents = rebound(kept, copies, depth)
         same &= new.cell_contents is kept
-    made.__defaults__ = tuple(rebound(x, copies, depth) for x in defaults) or None
-    same &= all(x is y for x, y in zip(defaults, made.__defaults__ or (), strict=True))
     if same:
         del copies[id(function)]
         return function
-    made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, {**vars(function)}
+    made.__defaults__, made.__kwdefaults__ = own
+    made.__dict__ = {**vars(function)}
     made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
     return made
 

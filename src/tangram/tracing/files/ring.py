@@ -49,6 +49,8 @@ class TraceFiles:
 
     def __init__(self, folder: Path, run: bytes, rank: int, world: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        for kind in ("ring", "names.jsonl", "steps", "steps-before"):  # whoever still writes to those keeps them
+            (folder / file_of(rank, kind)).unlink(missing_ok=True)
         self.failure = ""
         self._steps = folder / file_of(rank, "steps")
         self._written = 0  # rows that are in chunks
@@ -67,7 +69,6 @@ class TraceFiles:
             self.memory, 0, MAGIC, VERSION, rank, world, os.getpid(), EVENTS, ROWS, run, host,
             time.monotonic_ns(), time.time_ns(),
         )  # fmt: skip
-        self._steps.unlink(missing_ok=True)
         self._names = os.open(folder / file_of(rank, "names.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def name(self, words: Mapping[str, object]) -> None:

@@ -11,6 +11,7 @@ and streams has to be handed to them.
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.process
 import multiprocessing.util
 import os
 import shutil
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -32,12 +33,16 @@ from typing import Any, cast
 from tangram.errors import UserError
 from tangram.hardware.host.channel import Channel
 from tangram.hardware.host.workers import Detached, serve_detached, settle_torch
-from tangram.training.run.signals import POLITE
+from tangram.training.run.signals import POLITE, UNKNOWN
 
 _LONGEST = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Bytes of a path below which a socket of multiprocessing has an address on every system (macOS: 103, Linux: 107)."""
 _SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))  # tried in turn
 
+ENDS_SECONDS = 60.0
+"""So long a process that was killed may take to give back its memory."""
+_left: list[BaseProcess] = []
+"""Who was not waited for: while the pipe is open that a process has to its parent, that lives, and its folder stays."""
 PRELOADED = ["tangram.training.preloaded"]
 
 
@@ -63,6 +68,28 @@ def join(process: BaseProcess) -> None:
     """Wait for the end of a rank, of which the process that it was forked from tells."""
     _wake()
     process.join()
+
+
+def end_all(processes: dict[int, BaseProcess], speaking: Collection[int]) -> str:
+    """Kill the processes of ranks and wait for their ends; `speaking`: the ranks whose pipes are open.
+
+    Whoever waits in the kernel for a device or a file system that does not answer ends when that does: it is left out
+    of `processes` and waited for no longer, also at the end of this process. Returns a sentence that names it.
+    """
+    for rank, process in processes.items():
+        # Whose fork server was killed seems to have ended, and has not while its pipe is open.
+        if process.is_alive() or (process.exitcode == UNKNOWN and rank in speaking):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cast(int, process.pid), signal.SIGKILL)
+    stuck, until = list[str](), time.monotonic() + ENDS_SECONDS
+    for rank, process in [*processes.items()]:
+        _wake()
+        process.join(max(0.1, until - time.monotonic()))
+        if process.is_alive():
+            _left.append(processes.pop(rank))
+            cast(Any, multiprocessing.process)._children.discard(process)
+            stuck.append(f"the process {process.pid} of rank {rank} cannot be ended")
+    return f"{', '.join(stuck)}: it waits for a device or a file system that does not answer" if stuck else ""
 
 
 def _wake() -> None:
@@ -230,3 +257,15 @@ def end_with_parent(folder: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="tangram-parent-watch", daemon=True).start()
+
+
+def lasting_name(file: Path) -> str:
+    """A name by which this process opens a file, which is made, whether or not its folder is still there. Raises
+    OSError where that is gone already.
+
+    torch's FileStore looks for its file for five minutes, and no other thread runs meanwhile: so a rank that was
+    starting as its launcher was killed did not see that.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    name = f"/proc/self/fd/{descriptor}"
+    return name if Path(name).exists() else str(file)

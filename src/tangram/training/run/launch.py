@@ -43,13 +43,15 @@ from tangram.training.run.environment import Among
 from tangram.training.run.fork_server import (
     Inherited,
     context_of_ranks,
+    end_all,
     end_with_parent,
     fork_spare,
     give_way_in_memory,
     join,
+    lasting_name,
     signals_deferred,
 )
-from tangram.training.run.signals import POLITE, UNKNOWN, How, Stop, death, first_line, interrupt, on_signals
+from tangram.training.run.signals import POLITE, How, Stop, death, first_line, interrupt, on_signals
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -150,6 +152,7 @@ class _Job(Generic[Result]):
     failures: dict[int, _Failure] = field(default_factory=dict[int, _Failure])
     watch: Watch | None = None
     kills: int = 0  # of processes, as memory ran out, by then
+    stuck: str = ""  # which rank cannot be ended
 
     def listen(self, on_event: Callable[[object], object], timeout: float | None = None) -> None:
         """Take in what there is to hear now: one message of each rank that has one, and the wish to stop."""
@@ -227,13 +230,7 @@ class _Job(Generic[Result]):
 
     def end(self) -> None:
         """End every process that still runs. To ask it first would be to wait for its step, or for ever."""
-        for rank, process in self.processes.items():
-            # Whose fork server was killed seems to have ended, and has not while its pipe is open.
-            if process.is_alive() or (process.exitcode == UNKNOWN and rank in self.lines.values()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(cast(int, process.pid), signal.SIGKILL)
-        for process in self.processes.values():
-            join(process)
+        self.stuck = end_all(self.processes, self.lines.values()) or self.stuck
 
 
 def run_ranks(
@@ -309,6 +306,8 @@ def _raise_first(job: _Job[Result], on_event: Callable[[object], object], world:
     job.drain(on_event)
     rank, first = min(job.failures.items(), key=lambda item: item[1].at)
     first = job.say_in_trace(rank, first)
+    if job.stuck:  # it has what others would need
+        raise UserError(f"rank {rank} of {world} ended the job: {first.error}; {job.stuck}")
     if first.by_user:
         raise UserError(first.error)
     raise RankError(rank, world, first.error, first.details, first.how)
@@ -374,10 +373,9 @@ def _rank_main(
 
 
 def _store(start: _Start) -> dist.Store:
-    among = start.among
-    if not among.prefix:
-        return dist.FileStore(str(start.store), among.world)
-    return dist.PrefixStore(among.prefix, dist.TCPStore(*among.address, is_master=False))
+    if not start.among.prefix:
+        return dist.FileStore(lasting_name(start.store), start.among.world)
+    return dist.PrefixStore(start.among.prefix, dist.TCPStore(*start.among.address, is_master=False))
 
 
 def _send(line: Connection, message: object) -> None:

@@ -122,8 +122,12 @@ def _known(graph: Graph, pattern: str) -> dict[str, int]:
 def result_names(graph: Graph) -> dict[str, int]:
     """What a model gives, by the names that marks have for it: `result.sample` where an input, a parameter or a module
     is called `sample`, too, and is another tensor."""
-    others = _others(graph)
-    return {name if others.get(name, v) == v else f"result.{name}": v for name, v in graph.outputs.items()}
+    others, found = {**graph.outputs, **_others(graph)}, dict[str, int]()
+    for name, v in graph.outputs.items():
+        while others.get(name, v) != v:
+            name = f"result.{name}"
+        found[name] = v
+    return found
 
 
 def _others(graph: Graph) -> dict[str, int]:
